@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?=
+SEED ?= 0
+
+.PHONY: install serve test lint goldens bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "jaxserve needs Python 3.12 or newer. Install it (for example: apt install python3.12-venv, or pyenv install 3.12) or name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: install
+	$(BIN)/jaxserve serve $(MODEL)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Golden values from transformers, for any SEED. They need torch, hence a Python 3.11 venv of their own.
+goldens:
+	tests/goldens/make.sh $(SEED)
+
+bench: install
+	$(BIN)/jaxserve bench
+
+clean:
+	rm -rf $(VENV) .venv-goldens

@@ -1,0 +1,100 @@
+"""Every exception that jaxserve raises on purpose.
+
+    JaxserveError
+    ├── InvalidRequest        the caller's fault: names the parameter; HTTP 400
+    │   ├── ContextLengthExceeded   prompt + max_tokens over the context length; 400
+    │   ├── ModelNotFound           an unknown model name; 404
+    │   └── CapacityExceeded        could never fit into the KV cache of this engine; 400
+    ├── Unavailable           try again later; HTTP 503
+    │   ├── QueueFull               the waiting queue is at its limit; 429 with Retry-After
+    │   ├── Draining                the server is shutting down; 503
+    │   └── EngineDead              the engine loop has died; 503
+    ├── RequestFailed         the engine could not finish one request (NaN guard); HTTP 500
+    └── StartupError          nothing can be served; the CLI prints it as one line and exits 1
+        ├── ConfigError             an engine option that cannot hold
+        ├── CheckpointError         a model directory that cannot be read
+        └── OutOfMemory             weights or KV cache do not fit the device
+
+`InvalidRequest` is also a `ValueError`, so callers of the Python API can catch what they expect.
+"""
+
+
+class JaxserveError(Exception):
+    """Base of every error that jaxserve raises on purpose."""
+
+    status = 500
+    type = "internal_error"
+
+
+class InvalidRequest(JaxserveError, ValueError):
+    """A request that can never succeed as it is. `param` names the offending field, `code` is machine-readable."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested output are longer than the model's context."""
+
+
+class CapacityExceeded(InvalidRequest):
+    """A request that needs more KV blocks than the engine owns, so that waiting would never help."""
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class Unavailable(JaxserveError):
+    """The request is fine, the engine cannot take it now."""
+
+    status = 503
+    type = "service_unavailable_error"
+
+
+class QueueFull(Unavailable):
+    """The waiting queue is at its limit. `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Draining(Unavailable):
+    """The server finishes what it has and takes nothing new."""
+
+
+class EngineDead(Unavailable):
+    """The engine loop has ended with an error; nothing it held will finish."""
+
+
+class RequestFailed(JaxserveError):
+    """One request could not be finished; the others go on."""
+
+
+class StartupError(JaxserveError):
+    """Nothing can be served. The message is one line for a person."""
+
+
+class ConfigError(StartupError):
+    """An engine option, or a combination of them, that cannot hold."""
+
+
+class CheckpointError(StartupError):
+    """A model directory that is missing, incomplete or of an unknown kind."""
+
+
+class OutOfMemory(StartupError):
+    """Weights or KV cache do not fit into the device's memory."""

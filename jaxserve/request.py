@@ -1,0 +1,292 @@
+"""What a user asks for and what comes back: plain data, shared by every room, importable without jax.
+
+`SamplingParams` and `EngineRequest` travel from the client to the engine, `EngineOutput` back; they are msgspec
+structs, so that the same objects cross a process border as msgpack. `RequestOutput` is what callers see.
+`Request` is the engine's own view of a running job: the scheduler is its only writer.
+"""
+
+import enum
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 8
+MAX_N = 128
+SEED_LIMIT = 2**63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
+
+    Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
+    the temperature. `temperature=0` is greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the context
+    length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from the
+    model's raw distribution (before temperature and penalties). A `seed` fixes the text, whatever else is in the batch.
+
+    Raises InvalidRequest, naming the field, when a value is out of its range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_N, integer=True)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1, integer=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, integer=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                _check_range(name, count, 0, MAX_LOGPROBS, integer=True)
+        _check_length("stop", self.stop_strings, MAX_STOP_STRINGS)
+        if any(not stop for stop in self.stop_strings):
+            raise InvalidRequest("stop must not contain an empty string", param="stop")
+        _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if self.logit_bias is not None:
+            _check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+            for bias in self.logit_bias.values():
+                _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever way it was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens have been seen."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, integer: bool = False, exclusive_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
+        raise InvalidRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", param=name)
+    if not (low < value if exclusive_low else low <= value) or not value <= high:  # also refuses NaN
+        bracket = "(" if exclusive_low else "["
+        raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+
+
+def _check_length(name: str, items: Sequence[object] | Mapping[int, float], limit: int) -> None:
+    if len(items) > limit:
+        raise InvalidRequest(f"{name} has {len(items)} entries, at most {limit} are allowed", param=name)
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate, as the engine gets it: `n > 1` has already become n of these.
+
+    `group_id` names the siblings that share a prompt (equal to `request_id` of the first). `bad_word_ids` are the
+    token sequences of `params.bad_words`, `stop_token_ids` the complete set that ends the request (the model's EOS
+    ids included unless `ignore_eos`): the engine never sees text. A lower `priority` runs earlier.
+    """
+
+    request_id: str
+    group_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_time: float = msgspec.field(default_factory=time.monotonic)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one position: the token itself with its rank (1 = most likely), then the top-k, in order."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step adds to one request. `finish_reason` is set on its last output only.
+
+    `stop_reason` is the token id that ended the request, if one did. `logprobs` runs parallel to `new_token_ids`.
+    `prompt_logprobs` comes in pieces with the prompt's chunks, entry i of the whole belonging to prompt token i + 1.
+    """
+
+    request_id: str
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. PREEMPTED waits like WAITING, with its tokens kept and its blocks given back."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """The engine's state of one sequence. Written by the scheduler only.
+
+    Invariants (checked by `Scheduler.check_integrity`):
+    - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
+      device, or will be by a step in flight, and `num_tokens` counts both.
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight; `block_ids` covers
+      exactly these positions: len(block_ids) == ceil(num_computed_tokens / block_size).
+    - `slot` is -1 unless RUNNING.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_ids",
+        "finish_reason",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request",
+        "request_id",
+        "slot",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, request: EngineRequest, *, arrival: int):
+        self.request = request
+        self.request_id = request.request_id
+        self.priority = request.priority
+        self.arrival = arrival  # submission order: ties in priority are first come, first served
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
+        self.num_pending = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []  # chained hashes of the full blocks of token_ids, filled as they fill
+        self.slot = -1
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, those included that only the device knows yet."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens the host has seen."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come for this request."""
+        return self.status is RequestStatus.FINISHED
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One candidate token at one position: its log probability, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of the n continuations of a prompt.
+
+    `logprobs` has one dict a generated token (token id -> Logprob: the sampled token and the top-k), if asked for.
+    `stop_reason` is the stop string or stop token id that ended it, None for EOS or length.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the sampled tokens' log probabilities, if logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What has come of a prompt so far: the whole so far, or in a stream only what is new (`delta`).
+
+    `prompt_logprobs` has one entry a prompt token, the first None. `num_cached_tokens` prompt tokens came from the
+    prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False

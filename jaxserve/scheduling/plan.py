@@ -1,0 +1,36 @@
+"""StepPlan: what the scheduler decides and the runner executes. Plain data, no jax."""
+
+from typing import NamedTuple
+
+from jaxserve.request import Request
+
+
+class Row(NamedTuple):
+    """One request's share of a step: its tokens [start, start + num_tokens) are computed.
+
+    `samples` says that they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is how many
+    ids at the end of `block_ids` the request got for this step.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+    num_new_blocks: int
+
+
+class StepPlan(NamedTuple):
+    """One step of the device.
+
+    `rows` has the requests that compute exactly one token first (`num_decode_rows` of them), then the others.
+    `admitted` are the requests (also in `rows`) that have just got their slot: their whole slot state, block table
+    included, must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with:
+    0, except under the static scheduler, which pays for its padding.
+    """
+
+    rows: list[Row]
+    num_decode_rows: int
+    num_tokens: int
+    admitted: list[Request]
+    padded_tokens: int = 0

@@ -1,0 +1,28 @@
+"""Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["jaxserve", "pallas_kernels"], "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def test_data():
+    """The folder of shared test data (models, tokenizers, workloads); tests that need it skip where it is absent."""
+    import pathlib
+
+    path = pathlib.Path(os.environ.get("JAXSERVE_TEST_DATA", "../shared"))
+    if not path.is_dir():
+        pytest.skip(f"no shared test data at {path}: set JAXSERVE_TEST_DATA")
+    return path.resolve()
