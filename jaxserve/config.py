@@ -12,15 +12,17 @@ from jaxserve.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _option(default: Any, group: str, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"group": group, "help": help})
+def _option(default: Any, group: str, help: str, *, is_size: bool = False, alias: str | None = None) -> Any:
+    """A field that is a flag: `is_size` takes bytes with a suffix (4GiB), `alias` is the name vLLM has for the same."""
+    metadata = {"group": group, "help": help, "is_size": is_size, "alias": alias}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine. None means: chosen from the model or the device at start-up, and logged."""
 
-    model: str = _option("", "model", "model directory, or the name of a built-in model")
+    model: str = _option("", "model", "model directory, or the name of a built-in model; default: scribe-15m")
     tokenizer: str | None = _option(None, "model", "directory of the tokenizer; default: the model's")
     dtype: DType = _option(
         "auto", "model", "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU"
@@ -33,7 +35,11 @@ class EngineConfig:
 
     block_size: int = _option(16, "cache", "KV positions a block")
     kv_cache_memory: int | None = _option(
-        None, "cache", "bytes for KV blocks (suffixes KiB, MiB, GiB); default: what is free on a GPU, 1GiB on CPU"
+        None,
+        "cache",
+        "bytes for KV blocks (suffixes KiB, MiB, GiB); default: what is free on a GPU, 1GiB on CPU",
+        is_size=True,
+        alias="--kv-cache-memory-bytes",
     )
     gpu_memory_utilization: float = _option(
         0.9, "cache", "share of the GPU's memory that weights, KV and steps may use"
@@ -54,11 +60,13 @@ class EngineConfig:
         "continuous", "scheduling", "static: fixed padded batches, a baseline to compare with"
     )
 
-    tensor_parallel_size: int = _option(1, "execution", "devices that share each layer")
+    tensor_parallel_size: int = _option(1, "execution", "devices that share each layer", alias="-tp")
     attention: Literal["auto", "xla"] = _option(
         "auto", "execution", "attention implementation; xla must be asked for on a GPU"
     )
-    overlap: bool = _option(True, "execution", "plan the next step while the device runs the last one")
+    overlap: bool = _option(
+        True, "execution", "plan the next step while the device runs the last one", alias="--async-scheduling"
+    )
     warmup: bool = _option(True, "execution", "compile every step shape at start-up")
     compilation_cache_dir: str | None = _option(
         None, "execution", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
@@ -91,7 +99,7 @@ class ServerConfig:
     )
     served_model_name: str | None = _option(None, "server", "name of the model in the API; default: the model argument")
     shutdown_timeout: float = _option(30.0, "server", "seconds that running requests may take after SIGTERM")
-    max_body_size: int = _option(32 * 2**20, "server", "largest request body, in bytes")
+    max_body_size: int = _option(32 * 2**20, "server", "largest request body, in bytes", is_size=True)
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "server", "what is logged")
 
     def __post_init__(self) -> None:
