@@ -12,9 +12,9 @@ from jaxserve.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _option(default: Any, group: str, help: str, *, is_size: bool = False, alias: str | None = None) -> Any:
+def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias: str | None = None) -> Any:
     """A field that is a flag: `is_size` takes bytes with a suffix (4GiB), `alias` is the name vLLM has for the same."""
-    metadata = {"group": group, "help": help, "is_size": is_size, "alias": alias}
+    metadata = {"group": group, "help": text, "is_size": is_size, "alias": alias}
     return dataclasses.field(default=default, metadata=metadata)
 
 
