@@ -1,0 +1,144 @@
+"""Dataclass and struct fields as command-line flags, and parsed flags back as objects. Used by `cli` and `bench`.
+
+A flag that is not given leaves no trace in the namespace, so that the defaults stand in one place: the field.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.request import SamplingParams
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose `--help GROUP` prints one group of flags. Abbreviated flags are not accepted."""
+
+    def __init__(self, *, prog: str, usage: str, description: str):
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} {usage}",
+            description=description,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+        )
+        self.groups: dict[str, list[argparse.Action]] = {}
+        self._containers: dict[str, argparse._ArgumentGroup] = {}
+        self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
+
+    def add_flag(self, group: str, *names: str, **options: Any) -> None:
+        """`add_argument` into the group of that title, which is made when it is first named."""
+        if group not in self.groups:
+            self.groups[group] = []
+            self._containers[group] = self.add_argument_group(group)
+        self.groups[group].append(self._containers[group].add_argument(*names, **options))
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: Any, _namespace: Any, values: Any, _option: str | None = None) -> None:
+        if values is None:
+            parser.print_help()
+        elif values in parser.groups:
+            formatter = parser.formatter_class(parser.prog)
+            formatter.start_section(values)
+            formatter.add_arguments(parser.groups[values])
+            formatter.end_section()
+            print(formatter.format_help().strip())  # noqa: T201
+        else:
+            parser.error(f"no group {values!r} of flags; there are: {', '.join(parser.groups)}")
+        parser.exit()
+
+
+def add_config_flags(
+    parser: Parser, config: type[EngineConfig] | type[ServerConfig], *, skip: Sequence[str] = ()
+) -> None:
+    """A flag for each field of a config dataclass, but for those in `skip`, in the groups of their metadata."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name not in skip:
+            names = [_flag(field.name)] + [alias for alias in [field.metadata["alias"]] if alias]
+            is_size = field.metadata["is_size"]
+            options = _size_options() if is_size else _options(hints[field.name])
+            default = f"{field.default // 2**20}MiB" if is_size and isinstance(field.default, int) else field.default
+            text = _with_default(field.metadata["help"], default)
+            parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
+
+
+def add_sampling_flags(parser: Parser, texts: Mapping[str, str], *, skip: Sequence[str] = ()) -> None:
+    """A flag for each field of SamplingParams, but for those in `skip`; `texts` has the help of every field."""
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name not in skip:
+            text = _with_default(texts[field.name], field.default)
+            parser.add_flag("sampling", _flag(field.name), dest=field.name, help=text, **_options(field.type))
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The flags among `names` that stand on the command line, with their values."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4096", "512MiB" or "1.5GiB"; suffixes are powers of 1024, their "i" and "B" optional.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 512MiB or 1.5GiB")
+    number, suffix = match.groups()
+    power = "BKMGT".index(suffix[0].upper()) if suffix else 0
+    return int(float(number) * 1024**power)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_default(text: str, default: Any) -> str:
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    if default not in (None, "", ()) and "default:" not in text:
+        text += f"; default: {default}"
+    return text.replace("%", "%%")
+
+
+def _size_options() -> dict[str, Any]:
+    return {"type": parse_size, "metavar": "BYTES", "default": argparse.SUPPRESS}
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """What `add_argument` needs to parse a value of this type. Sequences are flags that may be repeated."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS}
+    alternatives = [hint]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        alternatives = [option for option in typing.get_args(hint) if option is not types.NoneType]
+    hint = alternatives[0]
+    origin = typing.get_origin(hint)
+    if hint is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if origin is Literal:
+        return options | {"choices": typing.get_args(hint)}
+    if origin is Mapping:
+        return options | {"type": _id_map, "metavar": "JSON"}
+    if origin is Sequence:
+        (item,) = typing.get_args(hint)
+        return options | {"action": "append", "type": item, "metavar": _METAVARS[item]}
+    return options | {"type": hint, "metavar": _METAVARS[hint]}
+
+
+def _id_map(text: str) -> dict[int, float]:
+    try:
+        return {int(key): float(value) for key, value in json.loads(text).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f'{text!r} is not JSON such as {{"15": -100}}') from error

@@ -1,0 +1,211 @@
+"""The import rules of the house: arrows point down only, and what must stay free of jax does.
+
+Imports are read off the syntax tree, those inside functions included; what follows from them at run time is checked in
+a subprocess. `if TYPE_CHECKING:` imports obey the arrows, but may name jax: nothing is loaded for a type.
+"""
+
+import ast
+import graphlib
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import jaxserve
+
+ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
+
+PLAIN = "errors config request"
+
+# room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
+MAY_IMPORT = {
+    "cli": f"{PLAIN} jaxserve flags bench server llm engine loading",
+    "ray_serve": f"{PLAIN} jaxserve server engine",
+    "bench": f"{PLAIN} jaxserve flags llm",
+    "jaxserve": "llm request",
+    "flags": PLAIN,
+    "server": f"{PLAIN} tokenizer metrics engine",
+    "llm": f"{PLAIN} tokenizer engine loading",
+    "engine": f"{PLAIN} tokenizer metrics scheduling execution models structured loading layers",
+    "execution": f"{PLAIN} scheduling models sampling speculative loading layers quantization pallas_kernels",
+    "scheduling": PLAIN,
+    "models": f"{PLAIN} loading layers quantization",
+    "sampling": f"{PLAIN} layers",
+    "speculative": f"{PLAIN} scheduling models sampling layers",
+    "structured": f"{PLAIN} tokenizer",
+    "loading": f"{PLAIN} layers quantization",
+    "layers": f"{PLAIN} quantization pallas_kernels",
+    "quantization": f"{PLAIN} pallas_kernels",
+    "pallas_kernels": "",
+    "tokenizer": PLAIN,
+    "metrics": PLAIN,
+    "request": "errors",
+    "config": "errors",
+    "errors": "",
+}
+
+# Modules, or whole packages, in which jax is never loaded.
+NO_JAX = (
+    "jaxserve.bench",
+    "jaxserve.cli",
+    "jaxserve.config",
+    "jaxserve.engine.client",
+    "jaxserve.engine.frontend",
+    "jaxserve.errors",
+    "jaxserve.flags",
+    "jaxserve.loading.builtin",
+    "jaxserve.metrics",
+    "jaxserve.request",
+    "jaxserve.scheduling",
+    "jaxserve.server",
+    "jaxserve.tokenizer",
+)
+JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
+
+# The places where a module of NO_JAX starts an engine, inside a function: everything before stays quick.
+MAY_START_AN_ENGINE = {
+    "jaxserve.cli": {"jaxserve.llm", "jaxserve.engine.local"},
+    "jaxserve.bench.engine_run": {"jaxserve.llm"},
+}
+
+
+class Import(NamedTuple):
+    """One imported module, where, and whether only a type checker sees it."""
+
+    importer: str
+    target: str
+    line: int
+    typing_only: bool
+
+
+def _module_name(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {_module_name(path): path for name in ("jaxserve", "pallas_kernels") for path in (ROOT / name).rglob("*.py")}
+
+
+def _imports(module: str) -> list[Import]:
+    """Every import of a module; `from package import name` counts as the submodule where `name` is one."""
+    found = []
+    tree = ast.parse(MODULES[module].read_text())
+    typing_only = {
+        node
+        for guard in ast.walk(tree)
+        if isinstance(guard, ast.If) and ast.unparse(guard.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in guard.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} has a relative import: write the whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            exported = jaxserve._EXPORTS if node.module == "jaxserve" else {}
+            targets = [
+                name if name in MODULES else exported.get(name.removeprefix("jaxserve."), str(node.module))
+                for name in names
+            ]
+        else:
+            continue
+        found += [Import(module, target, node.lineno, node in typing_only) for target in targets]
+    return found
+
+
+def _room(module: str) -> str:
+    package, _, rest = module.partition(".")
+    return rest.split(".")[0] if package == "jaxserve" and rest else package
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("jaxserve", "pallas_kernels")
+
+
+def _is_free_of_jax(module: str) -> bool:
+    return module == "jaxserve" or any(module == name or module.startswith(f"{name}.") for name in NO_JAX)
+
+
+IMPORTS = [found for module in sorted(MODULES) for found in _imports(module)]
+
+
+def test_the_rules_are_a_hierarchy():
+    graph = {room: allowed.split() for room, allowed in MAY_IMPORT.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+    assert {room for allowed in graph.values() for room in allowed} <= graph.keys()
+
+
+def test_every_room_has_a_rule():
+    assert {_room(module) for module in MODULES} <= MAY_IMPORT.keys()
+
+
+def test_arrows_point_down():
+    upward = [
+        f"{found.importer}:{found.line} imports {found.target}"
+        for found in IMPORTS
+        if _is_ours(found.target)
+        and _room(found.target) != _room(found.importer)
+        and _room(found.target) not in MAY_IMPORT[_room(found.importer)].split()
+    ]
+    assert not upward, "against the table MAY_IMPORT:\n" + "\n".join(upward)
+
+
+def test_jax_is_named_in_no_module_that_must_not_load_it():
+    wrong = [
+        f"{found.importer}:{found.line} imports {found.target}"
+        for found in IMPORTS
+        if _is_free_of_jax(found.importer)
+        and not found.typing_only
+        and found.target not in MAY_START_AN_ENGINE.get(found.importer, ())
+        and (found.target.split(".")[0] in JAX or (_is_ours(found.target) and not _is_free_of_jax(found.target)))
+    ]
+    assert not wrong, "these must stay free of jax:\n" + "\n".join(wrong)
+
+
+def test_imports_by_string_are_the_lazy_exports_only():
+    users = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).endswith(("import_module", "__import__"))
+    }
+    assert users <= {"jaxserve"}
+
+
+def _python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_importing_the_modules_without_jax_loads_no_jax():
+    modules = [module for module in sorted(MODULES) if _is_free_of_jax(module)]
+    culprits = _python(
+        f"import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        f"    importlib.import_module(name)\n"
+        f"    loaded = sys.modules.keys() & {JAX!r}\n"
+        f"    if loaded:\n"
+        f"        print(name, 'loads', *loaded)\n"
+        f"        break\n"
+    )
+    assert not culprits
+
+
+@pytest.mark.parametrize("command", ["import jaxserve", "import jaxserve.cli"])
+def test_import_is_cheap(command):
+    heavy = JAX | {"transformers", "tokenizers", "torch", "numpy", "starlette", "uvicorn", "httpx", "jinja2"}
+    code = f"import time; start = time.perf_counter(); {command}; print(time.perf_counter() - start)"
+    assert min(float(_python(code)) for _ in range(5)) < 0.3
+    assert _python(f"import sys; {command}; print(*sys.modules.keys() & {heavy!r})") == ""
+
+
+def test_exported_names():
+    assert sorted(jaxserve.__all__) == ["CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "generate"]
+    for name in jaxserve.__all__:
+        assert getattr(jaxserve, name).__name__ == name
+        assert name in dir(jaxserve)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jaxserve.nothing  # noqa: B018
