@@ -1,0 +1,1 @@
+"""Measurements: workloads, runs in processes of their own, and tables. Nothing here imports jax before it runs."""

@@ -1,0 +1,67 @@
+"""The flags of `jaxserve bench ...`, one function a benchmark."""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable
+
+from jaxserve.bench import host, throughput
+from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, mixed_jobs
+from jaxserve.flags import Parser
+
+PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
+
+
+def add_commands(parser: Parser) -> None:
+    """Add the benchmarks to `jaxserve bench` as its commands."""
+    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+
+    def add(name: str, summary: str, run: Callable[[argparse.Namespace], None]) -> Parser:
+        command: Parser = commands.add_parser(
+            name, prog=f"jaxserve bench {name}", usage="[options]", help=summary, description=summary
+        )
+        command.set_defaults(run=run)
+        return command
+
+    mixed = add("throughput", "continuous and static batching, and transformers, on the same requests", _throughput)
+    _add_number(mixed, "--num-requests", 64, "requests, all there at the start")
+    _add_number(mixed, "--input-len", 128, "mean prompt length")
+    _add_number(mixed, "--output-len", 64, "mean output length")
+    _add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
+    _add_number(mixed, "--seed", 0, "seed of lengths and tokens")
+    mixed.add_flag(
+        "workload",
+        "--peer-python",
+        metavar="PATH",
+        help=f"interpreter with torch and transformers, '' for none; default: {PEER_PYTHON}, if it is there",
+    )
+
+    step = add("host", "host time of a decode step, by phase", _host)
+    _add_number(step, "--num-requests", 256, "requests that run at once")
+    _add_number(step, "--input-len", 64, "prompt length")
+    _add_number(step, "--num-steps", 200, "steps to measure")
+
+
+def _add_number(parser: Parser, name: str, default: int, text: str) -> None:
+    parser.add_flag("workload", name, type=int, default=default, metavar="N", help=f"{text}; default: {default}")
+
+
+def _throughput(args: argparse.Namespace) -> None:
+    peer = args.peer_python
+    if peer is None and PEER_PYTHON.exists():
+        peer = str(PEER_PYTHON)
+    elif peer is None:
+        print(f"transformers is left out: there is no {PEER_PYTHON} (make goldens)", file=sys.stderr)
+    jobs = mixed_jobs(
+        args.num_requests,
+        mean_input=args.input_len,
+        mean_output=args.output_len,
+        seed=args.seed,
+        vocab_size=LLAMA_100M["vocab_size"],
+    )
+    print(throughput.run(jobs, config=LLAMA_100M, max_num_seqs=args.max_num_seqs, peer_python=peer or None))
+
+
+def _host(args: argparse.Namespace) -> None:
+    report = host.run(LLAMA_HOST, num_requests=args.num_requests, input_len=args.input_len, num_steps=args.num_steps)
+    print(report)

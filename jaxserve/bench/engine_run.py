@@ -1,0 +1,125 @@
+"""One workload on one engine, in a process of its own: `python -m jaxserve.bench.engine_run SPEC.json`.
+
+Prints one JSON line: an EngineRun.
+"""
+
+import pathlib
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jaxserve.bench.workloads import Job
+from jaxserve.config import EngineConfig
+from jaxserve.request import EngineOutput, EngineRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.engine.client import EngineClient, EngineStats
+
+_SAMPLING_INTERVAL = 0.02
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and on what; `num_threads` is for those who must be told (torch)."""
+
+    engine: EngineConfig
+    jobs: list[Job]
+    num_threads: int
+
+
+class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it.
+
+    `kv_use` is the share of allocated block positions that hold a token, averaged over the snapshots at full load:
+    those with at least nine tenths of the most requests that ever ran at once. None if there was no snapshot.
+    """
+
+    seconds: float
+    num_steps: int
+    num_running_peak: int
+    num_preemptions: int
+    num_recompiles: int
+    kv_use: float | None
+
+
+def run(spec: RunSpec) -> EngineRun:
+    """Start an engine, give it all jobs at once and wait for the last."""
+    from jaxserve.engine.local import LocalEngineClient
+
+    client = LocalEngineClient.start(spec.engine)
+    try:
+        complete(client, spec.jobs[:1], prefix="warmup")
+        before = client.stats()
+        start = time.perf_counter()
+        snapshots = complete(client, spec.jobs, prefix="job")
+        seconds = time.perf_counter() - start
+        after = client.stats()
+    finally:
+        client.close()
+    return EngineRun(
+        seconds=seconds,
+        num_steps=after.num_steps - before.num_steps,
+        num_running_peak=max((snapshot.num_running for snapshot in snapshots), default=0),
+        num_preemptions=after.num_preemptions,
+        num_recompiles=after.num_recompiles_after_warmup,
+        kv_use=kv_use_at_full_load(snapshots),
+    )
+
+
+def complete(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[EngineStats]":
+    """Run these jobs to their end and return snapshots taken on the way.
+
+    Raises RuntimeError if a job ends early.
+    """
+    unfinished = {f"{prefix}-{number}": job.output_len for number, job in enumerate(jobs)}
+    failures: list[str] = []
+    done = threading.Event()
+
+    def receive(outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            unfinished[output.request_id] -= len(output.new_token_ids)
+            if output.finish_reason is not None:
+                if unfinished.pop(output.request_id) or output.finish_reason != "length":
+                    failures.append(f"{output.request_id} ended with {output.finish_reason}: {output.error}")
+                if not unfinished:
+                    done.set()
+
+    client.submit([engine_request(name, job) for name, job in zip(list(unfinished), jobs, strict=True)], receive)
+    snapshots = []
+    while not done.wait(_SAMPLING_INTERVAL):
+        snapshots.append(client.stats())
+        if not client.is_alive():
+            raise RuntimeError("the engine has stopped")
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return snapshots
+
+
+def engine_request(request_id: str, job: Job) -> EngineRequest:
+    """A job as the engine takes it: greedy, of exactly its output length."""
+    params = SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True)
+    return EngineRequest(
+        request_id=request_id,
+        group_id=request_id,
+        prompt_token_ids=job.prompt_token_ids,
+        params=params,
+        max_tokens=job.output_len,
+    )
+
+
+def kv_use_at_full_load(snapshots: "list[EngineStats]") -> float | None:
+    """The mean share of allocated positions that hold a token, see EngineRun."""
+    peak = max((snapshot.num_running for snapshot in snapshots), default=0)
+    shares = [
+        snapshot.kv_tokens_held / snapshot.kv_positions_allocated
+        for snapshot in snapshots
+        if snapshot.num_running >= 0.9 * peak and snapshot.kv_positions_allocated
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+if __name__ == "__main__":
+    spec = msgspec.json.decode(pathlib.Path(sys.argv[1]).read_bytes(), type=RunSpec)
+    print(msgspec.json.encode(run(spec)).decode())

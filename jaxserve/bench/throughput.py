@@ -1,0 +1,96 @@
+"""`jaxserve bench throughput`: mixed requests under continuous and static batching, and under transformers.
+
+Each contender runs alone, in a process of its own, one after the other in one run, so that ratios can be read off.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxserve.bench import peers
+from jaxserve.bench.engine_run import EngineRun, RunSpec
+from jaxserve.bench.report import table
+from jaxserve.bench.workloads import Job, write_config
+from jaxserve.config import EngineConfig
+from jaxserve.errors import JaxserveError
+
+
+class Contender(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    seconds: float
+    kv_use: float | None
+
+
+def run(jobs: list[Job], *, config: Mapping[str, Any], max_num_seqs: int, peer_python: str | None) -> str:
+    """Measure every contender on these jobs and return the report.
+
+    `config` is the config.json of the model, which gets random weights. `peer_python` is an interpreter with torch and
+    transformers, or None to leave the peer out. Raises JaxserveError if a contender fails.
+    """
+    max_model_len = max(len(job.prompt_token_ids) + job.output_len for job in jobs)
+    contenders = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(pathlib.Path(folder), config)
+        for scheduler in ("continuous", "static"):
+            engine = EngineConfig(
+                model=str(model),
+                load_format="dummy",
+                dtype="float32",
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                enable_prefix_caching=False,
+                scheduler=scheduler,
+            )
+            spec = RunSpec(engine=engine, jobs=jobs, num_threads=os.cpu_count() or 1)
+            print(f"running jaxserve, {scheduler} batching ...", file=sys.stderr)
+            line = _run_process([sys.executable, "-m", "jaxserve.bench.engine_run"], spec)
+            result = msgspec.json.decode(line, type=EngineRun)
+            contenders.append(Contender(f"jaxserve, {scheduler} batching", result.seconds, result.kv_use))
+        if peer_python is not None:
+            print("running transformers generate ...", file=sys.stderr)
+            script = str(pathlib.Path(peers.__file__).with_name("hf_generate.py"))
+            seconds = json.loads(_run_process([peer_python, script], spec))["seconds"]
+            contenders.append(Contender("transformers generate", seconds, None))
+    return report(contenders, jobs, max_num_seqs=max_num_seqs)
+
+
+def report(contenders: list[Contender], jobs: list[Job], *, max_num_seqs: int) -> str:
+    """The workload in a sentence, and the table; the first contender is the one the others are compared with."""
+    num_output = sum(job.output_len for job in jobs)
+    num_input = sum(len(job.prompt_token_ids) for job in jobs)
+    rows = [
+        [
+            contender.name,
+            f"{contender.seconds:.1f}",
+            f"{num_output / contender.seconds:.1f}",
+            f"{contenders[0].seconds / contender.seconds:.2f}",
+            "-" if contender.kv_use is None else f"{contender.kv_use:.1%}",
+        ]
+        for contender in contenders
+    ]
+    longest = max(job.output_len for job in jobs)
+    return (
+        f"{len(jobs)} requests, {num_input} prompt and {num_output} output tokens (longest output {longest}), at most "
+        f"{max_num_seqs} at once; random weights in float32; {os.cpu_count()} CPU cores\n\n"
+        + table(["", "seconds", "output tokens/s", "relative", "KV positions in use"], rows)
+    )
+
+
+def _run_process(command: list[str], spec: RunSpec) -> bytes:
+    """Run a contender on the spec and return the JSON line it prints last."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(msgspec.json.encode(spec))
+        file.flush()
+        result = subprocess.run([*command, file.name], stdout=subprocess.PIPE, check=False)
+    if result.returncode != 0:
+        raise JaxserveError(f"{' '.join(command)} failed with exit code {result.returncode}")
+    return result.stdout.splitlines()[-1]

@@ -1,0 +1,71 @@
+"""What a benchmark asks for: seeded request mixes, and model directories to run them on with random weights."""
+
+import json
+import math
+import pathlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request of a workload: a prompt of token ids, and how many tokens to generate, neither more nor fewer."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+
+
+def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, vocab_size: int) -> list[Job]:
+    """`count` jobs whose prompt and output lengths are log-normal with these means, so that a few are much longer.
+
+    Lengths lie between 1 and four times the mean.
+    """
+    rng = random.Random(seed)
+
+    def length(mean: int) -> int:
+        sigma = 0.8
+        drawn = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)  # so that the mean is `mean`
+        return round(min(max(drawn, 1), 4 * mean))
+
+    return [
+        Job([rng.randrange(vocab_size) for _ in range(length(mean_input))], length(mean_output)) for _ in range(count)
+    ]
+
+
+LLAMA_100M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+"""100 million parameters, as the config.json of a Hugging Face checkpoint."""
+
+LLAMA_HOST: dict[str, Any] = LLAMA_100M | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""As many layers, hence arrays to pass, as a model of 8 billion parameters, but next to no work for the device."""
+
+
+def write_config(folder: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
+    """A model directory without weights, for `load_format="dummy"`."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder

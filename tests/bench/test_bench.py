@@ -1,0 +1,77 @@
+import statistics
+
+from jaxserve.bench import host, throughput
+from jaxserve.bench.engine_run import kv_use_at_full_load
+from jaxserve.bench.report import table
+from jaxserve.bench.workloads import LLAMA_100M, Job, mixed_jobs
+from jaxserve.engine.client import EngineStats
+
+TINY = LLAMA_100M | {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def _jobs(count: int, seed: int = 0) -> list[Job]:
+    return mixed_jobs(count, mean_input=100, mean_output=50, seed=seed, vocab_size=77)
+
+
+def test_mixed_jobs_have_the_asked_means_and_a_tail():
+    jobs = _jobs(4000)
+    lengths = [len(job.prompt_token_ids) for job in jobs]
+    assert 90 < statistics.mean(lengths) < 105
+    assert 45 < statistics.mean(job.output_len for job in jobs) < 53
+    assert min(lengths) >= 1
+    assert 250 < max(lengths) <= 400
+    assert {token for job in jobs for token in job.prompt_token_ids} == set(range(77))
+
+
+def test_a_seed_fixes_the_jobs():
+    assert _jobs(20) == _jobs(20)
+    assert _jobs(20) != _jobs(20, seed=1)
+
+
+def test_kv_use_counts_the_snapshots_at_full_load_only():
+    def snapshot(running: int, held: int, allocated: int) -> EngineStats:
+        return EngineStats(num_running=running, kv_tokens_held=held, kv_positions_allocated=allocated)
+
+    ramp, full, almost, tail = snapshot(2, 1, 100), snapshot(10, 80, 100), snapshot(9, 90, 100), snapshot(8, 1, 100)
+    assert kv_use_at_full_load([ramp, full, almost, tail]) == (0.8 + 0.9) / 2
+    assert kv_use_at_full_load([]) is None
+
+
+def test_a_table_is_aligned_markdown():
+    assert table(["", "seconds"], [["a", "1.0"], ["longer", "12.5"]]).splitlines() == [
+        "|        | seconds |",
+        "| ------ | ------: |",
+        "| a      |     1.0 |",
+        "| longer |    12.5 |",
+    ]
+
+
+def test_the_report_compares_with_the_first_contender():
+    contenders = [throughput.Contender("ours", 2.0, 0.97), throughput.Contender("theirs", 8.0, None)]
+    report = throughput.report(contenders, [Job([1, 2, 3], 10), Job([4], 30)], max_num_seqs=2)
+    assert "2 requests, 4 prompt and 40 output tokens (longest output 30), at most 2 at once" in report
+    ours, theirs = report.splitlines()[-2:]
+    assert [cell.strip() for cell in ours.split("|")[1:-1]] == ["ours", "2.0", "20.0", "1.00", "97.0%"]
+    assert [cell.strip() for cell in theirs.split("|")[1:-1]] == ["theirs", "8.0", "5.0", "0.25", "-"]
+
+
+def test_throughput_runs_both_schedulers():
+    jobs = mixed_jobs(5, mean_input=12, mean_output=6, seed=0, vocab_size=128)
+    report = throughput.run(jobs, config=TINY, max_num_seqs=2, peer_python=None)
+    names = [line.split("|")[1].strip() for line in report.splitlines() if line.startswith("| jaxserve")]
+    assert names == ["jaxserve, continuous batching", "jaxserve, static batching"]
+
+
+def test_host_times_every_phase():
+    report = host.run(TINY, num_requests=4, input_len=8, num_steps=5)
+    lines = [line.split("|") for line in report.splitlines() if line.startswith("|")][2:]
+    rows = {cells[1].strip(): float(cells[2]) for cells in lines}
+    assert set(rows) == {*host.PHASES, "all"}
+    assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))

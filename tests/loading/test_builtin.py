@@ -1,0 +1,42 @@
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import CheckpointError
+from jaxserve.loading import builtin
+from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL, resolve_model
+
+
+def test_a_path_is_itself(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
+def test_a_built_in_model_is_found_in_either_place(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin, "_CHECKPOINT_ROOTS", (tmp_path / "package", tmp_path / "tree"))
+    (tmp_path / "tree" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"{name} is not part of this installation"):
+        resolve_model(name)
+    (tmp_path / "tree" / name / "config.json").write_text("{}")
+    assert resolve_model(name) == str(tmp_path / "tree" / name)
+
+
+def test_the_default_is_built_in_and_documented(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin, "_CHECKPOINT_ROOTS", (tmp_path,))
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    (tmp_path / DEFAULT_MODEL / "config.json").write_text("{}")
+    assert resolve_model("") == str(tmp_path / DEFAULT_MODEL)
+    assert DEFAULT_MODEL in EngineConfig.__dataclass_fields__["model"].metadata["help"]
+
+
+def test_what_is_not_a_model_is_said_in_one_line(tmp_path):
+    (tmp_path / "weights.bin").write_text("")
+    for name, message in [
+        ("gpt-17", "no model 'gpt-17': it is neither a directory nor a built-in model"),
+        (str(tmp_path / "nowhere"), "neither a directory nor a built-in model"),
+        (str(tmp_path), "holds no config.json"),
+        (str(tmp_path / "weights.bin"), "is a file"),
+    ]:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            resolve_model(name)
+        assert "\n" not in str(caught.value)
