@@ -20,9 +20,9 @@ class Batch:
     positions: Int[Array, " T"]
     write_index: Int[Array, " T"]
     """Where a token's K and V go: block * block_size + offset; unique, and >= num_blocks * block_size for padding."""
-    query_starts: Int[Array, " B+1"]
     seq_lens: Int[Array, " B"]
     """Context length of each row, the tokens of this step included."""
+    query_starts: Int[Array, " B+1"]
     block_tables: Int[Array, "B N"]
     """Block ids of each row; entries past its length are 0 and never attended to."""
     num_decode_rows: Int[Array, ""]

@@ -5,12 +5,21 @@ from a Hugging Face checkpoint, the targets of quantization and the Orbax restor
 """
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jaxserve.layers.sharding import partition_spec
 
 Transform = Callable[..., np.ndarray]
+Params = dict[str, Any]
+"""A tree of dicts and lists; the leaves are ParamSpecs, arrays or whatever else there is one of for each weight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,15 +27,17 @@ class ParamSpec:
     """One weight: its shape, the logical name of each axis, and where it comes from.
 
     `axes` are logical names ("embed", "heads", "kv_heads", "ffn", "vocab", or None), mapped to mesh axes by
-    `layers.sharding`. `source` are the Hugging Face tensor names it is made of; `transform` takes these tensors, in
-    order, as NumPy arrays and returns the weight (default: the one tensor, unchanged). `dtype` None means the dtype
-    that the engine serves in. `quantize` marks the weights that a quantization format replaces. `init_scale` is the
-    standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
+    `layers.sharding`. `source` are the Hugging Face tensor names it is made of, `source_shapes` their shapes (default:
+    the one tensor has the weight's shape); `transform` takes these tensors, in order, as NumPy arrays and returns the
+    weight (default: the one tensor, unchanged). `dtype` None means the dtype that the engine serves in. `quantize`
+    marks the weights that a quantization format replaces. `init_scale` is the standard deviation of random
+    initialisation, None for ones (norms), 0.0 for zeros (biases).
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     source: tuple[str, ...]
+    source_shapes: tuple[tuple[int, ...], ...] = ()
     transform: Transform | None = None
     dtype: Any = None
     quantize: bool = False
@@ -35,3 +46,62 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"{self.source}: shape {self.shape} and axes {self.axes} differ in rank")
+        if not self.source_shapes:
+            object.__setattr__(self, "source_shapes", (self.shape,))
+        if len(self.source) != len(self.source_shapes):
+            raise ValueError(f"{self.source}: there must be one of source_shapes {self.source_shapes} for each")
+
+    def dtype_in(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of this weight in an engine that serves in `dtype`."""
+        return np.dtype(dtype if self.dtype is None else self.dtype)
+
+
+def shardings(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
+    """The NamedSharding of every weight. Raises ConfigError for an axis that does not divide over the mesh."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh, name=spec.source[0])), specs
+    )
+
+
+def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:
+    """Shape, dtype and sharding of every weight, without any memory."""
+    return jax.tree.map(
+        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=sharding),
+        specs,
+        shardings(specs, mesh),
+    )
+
+
+def num_bytes(specs: Params, *, dtype: np.dtype) -> int:
+    """Bytes of the whole tree, on all devices together and without copies on several of them."""
+    return sum(int(np.prod(spec.shape)) * spec.dtype_in(dtype).itemsize for spec in jax.tree.leaves(specs))
+
+
+def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) -> Params:
+    """Random weights, made on the devices that hold them.
+
+    A weight depends on the seed and its path in the tree only: not on the mesh, nor on the other weights. What is
+    compiled is one small program a distinct shape.
+    """
+    base = jax.random.key(seed)
+
+    def init(path: Any, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        key = jax.random.fold_in(base, np.uint32(zlib.crc32(name.encode())))
+        return _initializer(spec.shape, spec.dtype_in(dtype), spec.init_scale, sharding)(key)
+
+    return jax.tree_util.tree_map_with_path(init, specs, shardings(specs, mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _initializer(
+    shape: tuple[int, ...], dtype: np.dtype, scale: float | None, sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
+    def init(key: jax.Array) -> jax.Array:
+        if scale is None:
+            return jnp.ones(shape, dtype)
+        if scale == 0.0:
+            return jnp.zeros(shape, dtype)
+        return scale * jax.random.normal(key, shape, dtype)
+
+    return jax.jit(init, out_shardings=sharding)

@@ -1,0 +1,27 @@
+"""Model families: a Hugging Face `model_type` names the module that knows its config, its weights and its forward pass.
+
+Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
+`param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache, attention)` and
+`logits(params, config, hidden)`; all functions are pure.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import llama, mistral, qwen2, qwen3
+
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def get_family(hf_config: dict[str, Any]) -> ModuleType:
+    """The module that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise CheckpointError(f"config.json: unknown model_type {model_type!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

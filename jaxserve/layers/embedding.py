@@ -1,0 +1,46 @@
+"""Token ids to vectors at the bottom of a model, vectors to logits at its top; one table may serve both."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.linear import linear
+from jaxserve.layers.params import ParamSpec
+
+
+def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
+    """A table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
+    return ParamSpec(shape=(vocab_size, hidden_size), axes=("vocab", "embed"), source=(f"{source}.weight",))
+
+
+def embed(table: Float[Array, "V E"], token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
+    """The table's rows for these tokens, replicated."""
+    with jax.named_scope("embed"):
+        sharding = jax.typeof(table).sharding
+        axis = None if sharding.mesh.empty else sharding.spec[0]
+        if axis is None:
+            return table[token_ids]
+        return jax.shard_map(
+            lambda rows, ids: _embed_shard(rows, ids, axis),
+            in_specs=(PartitionSpec(axis, None), PartitionSpec(None)),
+            out_specs=PartitionSpec(None, None),
+        )(table, token_ids)
+
+
+def _embed_shard(rows: Float[Array, "v E"], token_ids: Int[Array, " T"], axis: str) -> Float[Array, "T E"]:
+    """Each device looks up the tokens it owns; the sum over devices has exactly one term that is not zero."""
+    local = token_ids - jax.lax.axis_index(axis) * rows.shape[0]
+    is_mine = (local >= 0) & (local < rows.shape[0])
+    found = jnp.where(is_mine[:, None], rows[jnp.where(is_mine, local, 0)], 0)
+    return jax.lax.psum(found, axis)
+
+
+def unembed(table: Float[Array, "V E"], hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits, float32 and replicated."""
+    with jax.named_scope("lm_head"):
+        logits = linear(hidden, table, output_dtype=jnp.dtype(jnp.float32))
+        mesh = jax.typeof(logits).sharding.mesh
+        if mesh.empty:
+            return logits
+        return jax.sharding.reshard(logits, NamedSharding(mesh, PartitionSpec(None, None)))

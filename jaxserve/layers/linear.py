@@ -1,0 +1,43 @@
+"""The one place where an activation meets a weight, whatever the weight's format and however it is sharded.
+
+A weight keeps a checkpoint's order, [*out, *in]: nothing is transposed while loading, and both operands of the matmul
+run along the contracted axis, which is what fp8 tensor cores ask for.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+
+def linear(
+    x: Float[Array, " T *inputs"],
+    weight: Float[Array, "..."],
+    bias: Float[Array, "*outputs"] | None = None,
+    *,
+    output_dtype: jnp.dtype | None = None,
+) -> Float[Array, " T *outputs"]:
+    """Contract all axes of `x` but the first with the last axes of `weight`; the result is in x's dtype by default.
+
+    Contracting a sharded axis ends in an all-reduce and a replicated result, otherwise the output is sharded as the
+    weight is. float32 operands are multiplied in full float32, also where the hardware would rather round them.
+    """
+    num_outputs = weight.ndim - (x.ndim - 1)
+    contracted = (tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim)))
+    y = jax.lax.dot_general(
+        x,
+        weight,
+        (contracted, ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=output_dtype or x.dtype,
+        out_sharding=_output_sharding(weight, num_outputs),
+    )
+    return y if bias is None else y + bias[None]
+
+
+def _output_sharding(weight: Array, num_outputs: int) -> NamedSharding | None:
+    """Tokens are replicated, outputs lie as in the weight; None without a mesh."""
+    sharding = jax.typeof(weight).sharding
+    if sharding.mesh.empty:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[:num_outputs]))

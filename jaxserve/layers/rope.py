@@ -1,0 +1,72 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split order of Hugging Face checkpoints."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: wavelengths well inside the original context stay, those beyond it are stretched by `factor`.
+
+    Between original_max_position_embeddings / high_freq_factor and / low_freq_factor the two are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotation of heads of `head_dim` dimensions: the base `theta`, and how it is stretched to longer contexts."""
+
+    head_dim: int
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | None = None
+
+
+def frequencies(rope: Rope) -> np.ndarray:
+    """Radians a position for each of the head_dim / 2 pairs; computed in float64, rounded once to float32."""
+    frequency = rope.theta ** (-np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim)
+    match rope.scaling:
+        case None:
+            scaled = frequency
+        case LinearScaling():
+            scaled = frequency / rope.scaling.factor
+        case Llama3Scaling():
+            scaled = _scale_llama3(frequency, rope.scaling)
+    return scaled.astype(np.float32)
+
+
+def _scale_llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    unscaled_share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return unscaled_share * frequency + (1 - unscaled_share) * frequency / scaling.factor
+
+
+def rotations(rope: Rope, positions: Int[Array, " T"]) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+    """Cosine and sine of each token's angles, float32; one pair serves all layers of a step."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies(rope)[None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "T H D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T H D"]:
+    """Rotate the pairs (i, i + D/2) of every head by its token's angles, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

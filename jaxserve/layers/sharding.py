@@ -1,0 +1,44 @@
+"""Logical axis -> mesh axis: the one table that says how weights and KV are split over devices.
+
+A mesh without the named axis, or with one device along it, leaves that axis whole.
+"""
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxserve.errors import ConfigError
+
+MESH_AXIS_OF: dict[str, str | None] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "ffn": "tensor",
+    "embed": None,
+}
+
+
+def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
+    """The mesh axis that splits this logical axis, None if it stays whole. An unknown logical axis is a KeyError."""
+    name = None if axis is None else MESH_AXIS_OF[axis]
+    return name if name is not None and mesh.shape.get(name, 1) > 1 else None
+
+
+def partition_spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str
+) -> PartitionSpec:
+    """How an array with these logical axes is laid out over the mesh; `name` is what errors call it.
+
+    Raises ConfigError if an axis does not divide over its devices, or if two axes claim the same devices.
+    """
+    mesh_axes = tuple(mesh_axis(axis, mesh) for axis in axes)
+    taken: dict[str, str | None] = {}
+    for axis, size, on in zip(axes, shape, mesh_axes, strict=True):
+        if on is None:
+            continue
+        if on in taken:
+            raise ConfigError(f"{name}: axes {taken[on]!r} and {axis!r} cannot both be split over mesh axis {on!r}")
+        taken[on] = axis
+        if size % mesh.shape[on]:
+            raise ConfigError(
+                f"{name}: {axis} of size {size} cannot be split evenly over {mesh.shape[on]} devices (mesh axis {on!r})"
+            )
+    return PartitionSpec(*mesh_axes)

@@ -1,0 +1,76 @@
+"""The plainest way to run a model, which everything faster must agree with: a full forward pass a token, no cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.layers.batch import Batch, KVCache
+
+
+def dense_attention(q, k, v, k_pages, v_pages, batch, *, scale, sliding_window=None, soft_cap=None):
+    """An AttentionFn for one sequence whose tokens are all in the batch, in order; the pages pass through untouched."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    precision = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum(
+        "qkgd,skd->kgqs", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    ) * jnp.float32(scale)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    distance = batch.positions[:, None] - batch.positions[None, :]
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    weights = jax.nn.softmax(jnp.where(visible[None, None], scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("kgqs,skd->qkgd", weights, v.astype(jnp.float32), precision=precision)
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype), k_pages, v_pages
+
+
+def one_sequence(token_ids):
+    """The Batch of a single sequence that starts at position 0; nothing is written to pages."""
+    num_tokens = token_ids.shape[0]
+    return Batch(
+        token_ids=token_ids,
+        positions=jnp.arange(num_tokens, dtype=jnp.int32),
+        write_index=jnp.arange(num_tokens, dtype=jnp.int32),
+        query_starts=jnp.array([0, num_tokens], jnp.int32),
+        seq_lens=jnp.array([num_tokens], jnp.int32),
+        block_tables=jnp.zeros((1, 1), jnp.int32),
+        num_decode_rows=jnp.int32(0),
+        num_rows=jnp.int32(1),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def naive_logits(params, config, family, token_ids):
+    """Logits [T, V] of every position of one sequence, float32."""
+    specs = family.kv_specs(config)
+    no_pages = tuple(jnp.zeros((1, spec.num_kv_heads, 1, spec.head_dim), jnp.float32) for spec in specs)
+    cache = KVCache(k=no_pages, v=no_pages)
+    hidden, _ = family.forward(params, config, one_sequence(token_ids), cache, dense_attention)
+    return family.logits(params, config, hidden)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _next_token(params, config, family, token_ids, length):
+    logits = naive_logits(params, config, family, token_ids)
+    return jnp.argmax(jax.lax.dynamic_index_in_dim(logits, length - 1, keepdims=False))
+
+
+def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_length=None):
+    """`num_tokens` greedy tokens after `prompt_ids`, each from a full forward pass over all before it.
+
+    Sequences are padded at the end to `padded_length` (which causal attention does not see), so that one compiled
+    function serves all prompts of a test.
+    """
+    length = len(prompt_ids) + num_tokens
+    padded_length = padded_length or -(-length // 64) * 64
+    assert length <= padded_length
+    token_ids = np.zeros(padded_length, np.int32)
+    token_ids[: len(prompt_ids)] = prompt_ids
+    for position in range(len(prompt_ids), length):
+        token_ids[position] = _next_token(params, config, family, token_ids, np.int32(position))
+    return token_ids[len(prompt_ids) : length].tolist()
