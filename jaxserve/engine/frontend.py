@@ -1,0 +1,267 @@
+"""Frontend: everything between text and EngineClient, shared by LLM and the server. No jax here.
+
+`prepare` turns a prompt and its SamplingParams into validated EngineRequests; `generate` (a thread that waits) and
+`submit` (asyncio) run them and bring back text.
+"""
+
+import asyncio
+import operator
+import queue
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.stream import Dispatcher, RequestStream
+from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest
+from jaxserve.request import MAX_BAD_WORD_TOKENS, SEED_LIMIT, EngineOutput, EngineRequest, RequestOutput, SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+_ALIVE_CHECK_SECONDS = 1.0
+_SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings lie far apart, in all their bits
+
+# generation_config.json -> SamplingParams. `do_sample` is not looked at, as vLLM does not.
+_GENERATION_CONFIG_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class Frontend:
+    """The text side of one engine. `prepare` and `generate` may be called from any thread.
+
+    A request without a seed draws one from the front end's generator. With `seed` given that generator is
+    reproducible (LLM: the same calls give the same texts); without it, every run of a server differs.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        default_sampling: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ):
+        """`default_sampling` are SamplingParams fields that the model's authors recommend (`sampling_defaults`)."""
+        self.client = client
+        self.tokenizer = tokenizer
+        self.default_sampling = dict(default_sampling or {})
+        self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *client.info.eos_token_ids))
+        self._random = random.Random(seed)
+        self._dispatcher: Dispatcher | None = None
+
+    def sampling_params(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
+        """SamplingParams from the fields that a caller has given, over the model's defaults.
+
+        Raises InvalidRequest for a value out of range, TypeError for an unknown field.
+        """
+        return SamplingParams(**{**self.default_sampling, **(given or {})})
+
+    def prepare(
+        self,
+        prompt: str | Iterable[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        prompt_text: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        truncate_prompt_tokens: int | None = None,
+    ) -> RequestGroup:
+        """Tokenize and validate: afterwards only the engine itself can refuse the request.
+
+        `prompt_text` is what RequestOutput shows as the prompt where `prompt` is token ids (a rendered chat, say).
+        `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 as many as leave room for the output.
+
+        Raises InvalidRequest, naming the field, or ContextLengthExceeded.
+        """
+        vocab_size = self.client.info.vocab_size
+        _check_params(params, vocab_size)
+        if isinstance(prompt, str):
+            prompt_text, token_ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            token_ids = _as_token_ids("prompt", prompt)
+        _check_token_ids("prompt", token_ids, vocab_size)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        token_ids = self._truncate(token_ids, params, truncate_prompt_tokens)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        bad_word_ids = self._bad_word_ids(params.bad_words)
+        stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        # Prompt logprobs are the same for all siblings: the first computes them.
+        sibling_params = msgspec.structs.replace(params, prompt_logprobs=None)
+        requests = [
+            EngineRequest(
+                request_id=f"{request_id}-{index}",
+                group_id=f"{request_id}-0",
+                prompt_token_ids=token_ids,
+                params=params if index == 0 else sibling_params,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                bad_word_ids=bad_word_ids,
+                seed=(seed + index * _SIBLING_SEED_STRIDE) % SEED_LIMIT,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return RequestGroup(request_id, prompt_text, requests, self.tokenizer)
+
+    def generate(self, groups: Sequence[RequestGroup]) -> Iterator[tuple[RequestGroup, RequestOutput]]:
+        """Run prepared prompts together; yields (group, what is new for it) as it comes, until all have finished.
+
+        A sequence that the engine could not finish ends with finish_reason "error", and its group's `error` says why;
+        the others go on. Ending the iteration early, also by an exception such as KeyboardInterrupt, aborts the rest.
+
+        Raises what `EngineClient.submit` raises, and EngineDead when the engine dies.
+        """
+        outputs: queue.SimpleQueue[list[EngineOutput]] = queue.SimpleQueue()
+        group_of = {request.request_id: group for group in groups for request in group.requests}
+        unfinished = {group.request_id for group in groups}
+        try:
+            self.client.submit([request for group in groups for request in group.requests], outputs.put)
+            while unfinished:
+                for group, news in _by_group(self._next(outputs), group_of):
+                    delta = self._advance(group, news)
+                    if group.is_finished:
+                        unfinished.discard(group.request_id)
+                    if delta is not None:
+                        yield group, delta
+        finally:
+            rest = [request_id for group in groups for request_id in group.unfinished_ids]
+            if rest:
+                self.client.abort(rest)
+
+    async def submit(self, group: RequestGroup) -> RequestStream:
+        """Start a prepared prompt in the running event loop. Raises what `EngineClient.submit` raises."""
+        loop = asyncio.get_running_loop()
+        if self._dispatcher is None or self._dispatcher.loop is not loop:
+            self._dispatcher = Dispatcher(self.client, loop)
+        return self._dispatcher.submit(group)
+
+    def _next(self, outputs: queue.SimpleQueue[list[EngineOutput]]) -> list[EngineOutput]:
+        while True:
+            try:
+                return outputs.get(timeout=_ALIVE_CHECK_SECONDS)
+            except queue.Empty:
+                if not self.client.is_alive():
+                    raise EngineDead("the engine has died") from None
+
+    def _advance(self, group: RequestGroup, outputs: list[EngineOutput]) -> RequestOutput | None:
+        if stopped := group.push(outputs):
+            self.client.abort(stopped)
+        if group.error is not None and not self.client.is_alive():
+            raise EngineDead(group.error)
+        return group.take_delta()
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams, limit: int | None) -> list[int]:
+        if limit is None:
+            return token_ids
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
+            )
+        if limit == -1:
+            limit = max(1, self.client.info.max_model_len - (params.max_tokens or 1))
+        return token_ids[-limit:]
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the context."""
+        max_model_len = self.client.info.max_model_len
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if num_prompt_tokens + wanted > max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context length is {max_model_len} tokens, but {num_prompt_tokens + wanted} were "
+                f"requested: {num_prompt_tokens} in the prompt and {wanted} for the output",
+                param="prompt" if num_prompt_tokens >= max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        if params.max_tokens is not None:
+            return params.max_tokens
+        rest = max_model_len - num_prompt_tokens
+        if params.min_tokens > rest:
+            raise InvalidRequest(
+                f"min_tokens ({params.min_tokens}) exceeds the {rest} tokens that the context has left",
+                param="min_tokens",
+            )
+        return rest
+
+    def _bad_word_ids(self, bad_words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each word, at the start of a text and after a space.
+
+        Where the tokenizer puts a space before every text itself (sentencepiece), only one of them is a word: the
+        second form is kept if it differs in its first token and is not longer.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in bad_words:
+            bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            if not bare:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens", param="bad_words")
+            if len(bare) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"bad_words: {word!r} has {len(bare)} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed",
+                    param="bad_words",
+                )
+            sequences[bare] = None
+            if len(spaced) <= len(bare) and spaced[0] != bare[0]:
+                sequences[spaced] = None
+        return tuple(sequences)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields that a model's generation_config.json recommends."""
+    return {
+        field: generation_config[key]
+        for key, field in _GENERATION_CONFIG_FIELDS.items()
+        if generation_config.get(key) is not None
+    }
+
+
+def _by_group(
+    outputs: list[EngineOutput], group_of: Mapping[str, RequestGroup]
+) -> Iterable[tuple[RequestGroup, list[EngineOutput]]]:
+    news: dict[str, tuple[RequestGroup, list[EngineOutput]]] = {}
+    for output in outputs:
+        group = group_of[output.request_id]
+        news.setdefault(group.request_id, (group, []))[1].append(output)
+    return news.values()
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    """What SamplingParams cannot check by itself."""
+    for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+            raise InvalidRequest(f"{name} must be a list of strings", param=name)
+    if params.stop_strings and not params.detokenize:
+        raise InvalidRequest("stop strings need detokenize=True", param="stop")
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        _check_token_ids(name, _as_token_ids(name, token_ids), vocab_size)
+
+
+def _as_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
+    """Plain ints, also from a NumPy array."""
+    try:
+        return list(map(operator.index, token_ids))
+    except TypeError as error:
+        raise InvalidRequest(f"{name} must be token ids (integers): {error}", param=name) from error
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", param=name)

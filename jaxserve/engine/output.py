@@ -1,0 +1,276 @@
+"""From EngineOutput to RequestOutput: text, stop strings and logprobs of one prompt's sequences, on the caller's side.
+
+A `RequestGroup` is the front end's state of one prompt: it takes what the engine's steps bring and gives out what is
+new since the last time, or everything at the end.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxserve.request import (
+    CompletionOutput,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    TokenLogprobs,
+)
+from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+class StopChecker:
+    """Finds stop strings in a text that comes in pieces, and holds back what may still become one.
+
+    The text is read character by character, so that where tokens begin and end makes no difference: the stop string
+    that is complete first wins, the longest of those that end together.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False):
+        self._matchers = [_Matcher(stop) for stop in sorted(stop_strings, key=len, reverse=True)]
+        self._include = include_in_output
+        self._held = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Returns the text that can be shown now, and the stop string if one is complete: nothing follows it then.
+
+        With `may_stop=False` a stop string that ends in this piece is ordinary text (min_tokens).
+        """
+        found: _Matcher | None = None
+        found_end = 0
+        for matcher in self._matchers:
+            end = matcher.push(text, may_stop=may_stop)
+            if end is not None and (found is None or end < found_end):
+                found, found_end = matcher, end
+        seen = self._held + text
+        if found is not None:
+            end = len(self._held) + found_end
+            self._held = ""
+            return seen[: end if self._include else end - len(found.stop)], found.stop
+        num_held = 0 if self._include else max((matcher.matched for matcher in self._matchers), default=0)
+        shown = len(seen) - num_held
+        self._held = seen[shown:]
+        return seen[:shown], None
+
+    def flush(self) -> str:
+        """End of the sequence: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt for one stop string: `matched` is the longest prefix of it that ends the text so far.
+
+    `_border[k]` is the longest proper prefix of stop[:k] that also ends it. The table grows with `matched`, so that a
+    huge stop string costs no more than the text that is compared with it.
+    """
+
+    def __init__(self, stop: str):
+        self.stop = stop
+        self.matched = 0
+        self._border = [0, 0]
+
+    def push(self, text: str, *, may_stop: bool) -> int | None:
+        """Returns how many characters of `text` complete the stop string first; then this matcher is done."""
+        stop, border, matched = self.stop, self._border, self.matched
+        start = 0
+        if matched == 0:
+            start = text.find(stop[0])
+            if start < 0:
+                return None
+        for position in range(start, len(text)):
+            character = text[position]
+            while matched and stop[matched] != character:
+                matched = border[matched]
+            if stop[matched] == character:
+                matched += 1
+                if matched == len(border):
+                    self._grow_border()
+            if matched == len(stop):
+                if may_stop:
+                    return position + 1
+                matched = border[matched]
+        self.matched = matched
+        return None
+
+    def _grow_border(self) -> None:
+        last = self.stop[len(self._border) - 1]
+        length = self._border[-1]
+        while length and self.stop[length] != last:
+            length = self._border[length]
+        self._border.append(length + 1 if self.stop[length] == last else 0)
+
+
+class _Sequence:
+    """One of the n continuations: what the engine has brought, and how much of it has been given out."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, *, index: int):
+        params = request.params
+        self.request_id = request.request_id
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._tokenizer = tokenizer
+        self._params = params
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids=request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        self._num_given = (0, 0)  # token ids, pieces of text
+        self._finish_given = False
+
+    def push(self, output: EngineOutput) -> bool:
+        """Take one step's output. Returns whether a stop string has ended the sequence, unknown to the engine."""
+        if self.finish_reason is not None:
+            return False  # the engine was a step ahead of a stop string
+        for position, token_id in enumerate(output.new_token_ids):
+            self._token_ids.append(token_id)
+            if self._logprobs is not None and output.logprobs is not None:
+                self._logprobs.append(logprob_entry(self._tokenizer, output.logprobs[position]))
+            ends = output.finish_reason == "stop" and position == len(output.new_token_ids) - 1
+            if ends and token_id == output.stop_reason and not self._params.include_stop_str_in_output:
+                continue  # a stop token is no text
+            stop = self._push_text(token_id)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = "stop", stop
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            self._finish(output)
+        return False
+
+    def _push_text(self, token_id: int) -> str | None:
+        if self._detokenizer is None:
+            return None
+        piece = self._detokenizer.push(token_id)
+        if not piece:
+            return None
+        shown, stop = self._stops.push(piece, may_stop=len(self._token_ids) > self._params.min_tokens)
+        if shown:
+            self._text.append(shown)
+        return stop
+
+    def _finish(self, output: EngineOutput) -> None:
+        rest = self._stops.flush()
+        if self._detokenizer is not None:
+            rest += self._detokenizer.flush()
+        if rest:
+            self._text.append(rest)
+        self.finish_reason = output.finish_reason
+        if output.stop_reason in self._params.stop_token_ids:  # EOS is the ordinary end: no reason is given for it
+            self.stop_reason = output.stop_reason
+
+    def take_delta(self) -> CompletionOutput | None:
+        """What is new since the last call, if anything is."""
+        num_tokens, num_pieces = self._num_given
+        is_new = num_tokens < len(self._token_ids) or num_pieces < len(self._text)
+        if not is_new and (self.finish_reason is None or self._finish_given):
+            return None
+        self._num_given = len(self._token_ids), len(self._text)
+        self._finish_given = self.finish_reason is not None
+        return self._output(num_tokens, num_pieces)
+
+    def result(self) -> CompletionOutput:
+        """Everything so far."""
+        return self._output(0, 0)
+
+    def _output(self, first_token: int, first_piece: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._text[first_piece:]),
+            token_ids=self._token_ids[first_token:],
+            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class RequestGroup:
+    """One prompt with its n sequences, from `Frontend.prepare` until all of them have finished.
+
+    Attributes:
+        requests: what the engine gets, one a sequence.
+        error: why the engine could not finish one of the sequences, if so.
+    """
+
+    def __init__(self, request_id: str, prompt: str | None, requests: list[EngineRequest], tokenizer: Tokenizer):
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = requests[0].prompt_token_ids
+        self.requests = requests
+        self.error: str | None = None
+        self._tokenizer = tokenizer
+        self._sequences = {
+            request.request_id: _Sequence(request, tokenizer, index=index) for index, request in enumerate(requests)
+        }
+        wants_prompt_logprobs = requests[0].params.prompt_logprobs is not None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wants_prompt_logprobs else None
+        self._prompt_logprobs_given = False
+        self._num_cached_tokens = 0
+
+    def push(self, outputs: Iterable[EngineOutput]) -> list[str]:
+        """Take outputs of these sequences. Returns the ids of those that a stop string has ended: abort them."""
+        stopped = []
+        for output in outputs:
+            sequence = self._sequences[output.request_id]
+            if sequence.index == 0:  # the siblings find the prompt in the cache because the first put it there
+                self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+            if self._prompt_logprobs is not None and output.prompt_logprobs:
+                self._prompt_logprobs += [logprob_entry(self._tokenizer, entry) for entry in output.prompt_logprobs]
+            if sequence.push(output):
+                stopped.append(output.request_id)
+            if output.finish_reason == "error" and self.error is None:
+                self.error = output.error or "the engine could not finish this request"
+        return stopped
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Ids of the sequences that the engine still works on."""
+        return [sequence.request_id for sequence in self._sequences.values() if sequence.finish_reason is None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return not self.unfinished_ids
+
+    def take_delta(self) -> RequestOutput | None:
+        """What is new since the last call, if anything is; only the sequences that have news are in it.
+
+        `prompt_logprobs` come once, complete, with the first tokens.
+        """
+        deltas = [delta for sequence in self._sequences.values() if (delta := sequence.take_delta()) is not None]
+        if not deltas:
+            return None
+        prompt_logprobs = None if self._prompt_logprobs_given else self._prompt_logprobs
+        self._prompt_logprobs_given = True
+        return self._output(deltas, prompt_logprobs)
+
+    def result(self) -> RequestOutput:
+        """Everything so far, all sequences in order."""
+        return self._output([sequence.result() for sequence in self._sequences.values()], self._prompt_logprobs)
+
+    def _output(
+        self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            finished=self.is_finished,
+        )
+
+
+def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
+    """Token id -> Logprob at one position: the token itself first, then the most likely ones in order."""
+    logprobs = {entry.token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
+        logprobs.setdefault(token_id, Logprob(logprob, rank, tokenizer.token_text(token_id)))
+    return logprobs
