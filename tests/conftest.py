@@ -8,7 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["jaxserve", "pallas_kernels"], "beartype.beartype")
+# The tower of PEP 484: an int is welcome where a float is.
+TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+install_import_hook(["jaxserve", "pallas_kernels"], TYPECHECKER)
 
 import jax
 import pytest
