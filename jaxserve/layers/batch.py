@@ -1,12 +1,16 @@
 """The two pytrees that a model's forward pass reads besides its weights: the Batch of one step and the KVCache.
 
-Both are made in `execution` and live here because models and layers, below it, take them as arguments.
+Both are made in `execution` and live here because models and layers, below it, take them as arguments. Their fields
+are not checked at run time: jax rebuilds a pytree with leaves of other kinds too (shapes, shardings, placeholders).
 """
+
+from typing import no_type_check
 
 import flax.struct
 from jaxtyping import Array, Float, Int
 
 
+@no_type_check
 @flax.struct.dataclass
 class Batch:
     """The device arrays of one step: T tokens of B requests, ragged, padded to the step's bucket.
@@ -20,15 +24,16 @@ class Batch:
     positions: Int[Array, " T"]
     write_index: Int[Array, " T"]
     """Where a token's K and V go: block * block_size + offset; unique, and >= num_blocks * block_size for padding."""
+    query_starts: Int[Array, " B+1"]
     seq_lens: Int[Array, " B"]
     """Context length of each row, the tokens of this step included."""
-    query_starts: Int[Array, " B+1"]
     block_tables: Int[Array, "B N"]
     """Block ids of each row; entries past its length are 0 and never attended to."""
     num_decode_rows: Int[Array, ""]
     num_rows: Int[Array, ""]
 
 
+@no_type_check
 @flax.struct.dataclass
 class KVCache:
     """Paged keys and values, one pool a layer, [P blocks, K kv heads, S block size, D head dim] each; donated.
