@@ -1,0 +1,86 @@
+"""Every refusal and failure as `{"error": {message, type, param, code}}`, whatever raised it."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull, RequestFailed, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_HTTP_TYPES = {401: "authentication_error", 404: "not_found_error"}
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong; `param` names the field of the request, `code` is machine-readable."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+def error_body(error: BaseException) -> ErrorBody:
+    """What a client may know of `error`: all of a refusal, nothing of a fault of ours."""
+    if isinstance(error, InvalidRequest):
+        return ErrorBody(
+            ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code or error.status)
+        )
+    if isinstance(error, QueueFull):
+        return ErrorBody(ErrorDetail(message=str(error), type=error.type, code=error.status))
+    if isinstance(error, Unavailable):
+        return ErrorBody(ErrorDetail(message="the server cannot take requests now", type=error.type, code=error.status))
+    if isinstance(error, RequestFailed):
+        return ErrorBody(ErrorDetail(message=str(error), type=error.type, code=error.status))
+    return ErrorBody(ErrorDetail(message="internal server error", type=JaxserveError.type, code=500))
+
+
+def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    """`body` as JSON."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def refusal(
+    status: int, message: str, *, kind: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer for a request that never reached a route."""
+    kind = kind or _HTTP_TYPES.get(status, "invalid_request_error")
+    return error_response(status, ErrorBody(ErrorDetail(message=message, type=kind, code=status)), headers)
+
+
+async def on_jaxserve_error(_request: Request, error: Exception) -> Response:
+    """Answers an exception of our own with the status it carries."""
+    assert isinstance(error, JaxserveError)
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 500:
+        logger.error("a request failed: %s", error)
+    return error_response(error.status, error_body(error), headers)
+
+
+async def on_http_exception(_request: Request, error: Exception) -> Response:
+    """Answers what Starlette itself refuses: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    return refusal(error.status_code, error.detail, headers=error.headers)
+
+
+async def on_exception(_request: Request, error: Exception) -> Response:
+    """Answers a bug. Starlette raises it again, so that it is logged with its traceback."""
+    return error_response(500, error_body(error))
+
+
+async def on_disconnect(_request: Request, _error: Exception) -> Response:
+    """Answers nobody: the client has gone. The status is what proxies log for it."""
+    return Response(status_code=499)

@@ -1,0 +1,84 @@
+"""Log probabilities of tokens, from the engine's candidates to the two shapes that clients know."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxserve.request import Logprob
+from jaxserve.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from jaxserve.server.protocol.completions import CompletionLogprobs
+from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+
+Candidates = Mapping[int, Logprob]
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], candidates: Sequence[Candidates], *, num_top: int
+) -> ChatLogprobs:
+    """`logprobs` of a chat choice: each token with the `num_top` most likely ones at its position."""
+    content = []
+    for token_id, entry in zip(token_ids, candidates, strict=True):
+        top = [
+            TopLogprob(logprob.decoded_token, _finite(logprob.logprob), list(tokenizer.token_bytes(top_id)))
+            for top_id, logprob in _most_likely(entry, num_top)
+        ]
+        token = entry[token_id]
+        token_bytes = list(tokenizer.token_bytes(token_id))
+        content.append(TokenLogprob(token.decoded_token, _finite(token.logprob), token_bytes, top))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """Builds `logprobs` of one completion choice, piece by piece, with the place of each token in the choice's text.
+
+    `prompt_token_ids` precede the text: they are [] where the prompt is echoed and so a part of it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        num_top: int,
+    ):
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._offset = 0
+
+    def add(self, token_ids: Sequence[int], candidates: Sequence[Candidates | None]) -> CompletionLogprobs:
+        """The next tokens of the choice. A token without candidates (the first of a prompt) has no log probability."""
+        built = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        for token_id, entry in zip(token_ids, candidates, strict=True):
+            built.text_offset.append(self._offset)
+            self._offset += len(self._detokenizer.push(token_id))
+            if entry is None:
+                built.tokens.append(self._tokenizer.token_text(token_id))
+                built.token_logprobs.append(None)
+                built.top_logprobs.append(None)
+            else:
+                built.tokens.append(entry[token_id].decoded_token)
+                built.token_logprobs.append(_finite(entry[token_id].logprob))
+                built.top_logprobs.append(self._top(token_id, entry))
+        return built
+
+    def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
+        """The most likely tokens, and the token itself, by text; of two with the same text the likelier."""
+        top: dict[str, float] = {}
+        for _, logprob in [*_most_likely(entry, self._num_top), (token_id, entry[token_id])]:
+            value = _finite(logprob.logprob)
+            top[logprob.decoded_token] = max(value, top.get(logprob.decoded_token, value))
+        return top
+
+
+def _most_likely(entry: Candidates, num_top: int) -> list[tuple[int, Logprob]]:
+    """The `num_top` most likely candidates in order. A candidate of a lower rank is there as the chosen token only."""
+    ranked = sorted(entry.items(), key=lambda candidate: candidate[1].rank)
+    return [candidate for candidate in ranked if candidate[1].rank <= num_top][:num_top]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

@@ -1,0 +1,253 @@
+"""POST /v1/chat/completions: the request, its messages, and the shapes of the answer."""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import FinishReason, Logprob
+from jaxserve.server.protocol.common import (
+    GenerationRequest,
+    check_choices,
+    check_generation_request,
+    check_num_logprobs,
+    not_supported,
+    refuse_unless_empty,
+)
+from jaxserve.server.protocol.usage import Usage
+
+MAX_MESSAGES = 4096
+# What a client may pass to the chat template. Templates decide what they read; nothing else reaches them.
+TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content. Only text parts are served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *GenerationRequest.unsupported,
+        "tools",
+        "functions",
+        "function_call",
+        "audio",
+        "reasoning_effort",
+        "chat_template",
+        "documents",
+        "web_search_options",
+        "echo",
+    )
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    reasoning_effort: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    web_search_options: Any = None
+    echo: Any = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """`max_completion_tokens` under either of its names; None is up to the context length."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs` of this request."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def check_chat_request(body: ChatRequest) -> None:
+    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    check_generation_request(body)
+    check_choices(1, body.n)
+    if body.tool_choice not in ("auto", "none"):  # with no tools both mean nothing
+        refuse_unless_empty("tool_choice", body.tool_choice)
+    if body.modalities not in (None, ["text"]):
+        raise not_supported("modalities", "a modality other than text")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise InvalidRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
+    if body.top_logprobs is not None:
+        check_num_logprobs("top_logprobs", body.top_logprobs)
+        if not body.logprobs and body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+def template_messages(
+    messages: list[ChatMessage], *, continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> list[dict[str, Any]]:
+    """The messages as a chat template reads them: content as one text, `developer` as `system`.
+
+    Raises InvalidRequest for parts, roles and combinations that cannot be served.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are allowed", param="messages"
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, param: str) -> dict[str, Any]:
+    if message.role in ("tool", "function"):
+        raise not_supported(f"{param}.role", f"the role {message.role!r}")
+    for name in ("tool_calls", "function_call", "audio"):
+        refuse_unless_empty(f"{param}.{name}", getattr(message, name))
+    if message.content is None:
+        raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
+    rendered = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content if isinstance(message.content, str) else _join_parts(message.content, param),
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    return rendered
+
+
+def _join_parts(parts: list[ContentPart], param: str) -> str:
+    texts = []
+    for i, part in enumerate(parts):
+        if part.type != "text":
+            raise not_supported(f"{param}.content[{i}].type", f"content of type {part.type[:40]!r}")
+        if part.text is None:
+            raise InvalidRequest(f"{param}.content[{i}].text is missing", param=f"{param}.content[{i}].text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, bool | int | float | str]:
+    """The client's template variables, if all are allowed.
+
+    Raises InvalidRequest for a name that is not on the list or a value that is not a plain scalar.
+    """
+    for name, value in (kwargs or {}).items():
+        if name not in TEMPLATE_KWARGS:
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name[:40]} is not supported; allowed are {', '.join(sorted(TEMPLATE_KWARGS))}",
+                param="chat_template_kwargs",
+                code="unsupported_parameter",
+            )
+        if not isinstance(value, bool | int | float | str):
+            raise InvalidRequest(f"chat_template_kwargs.{name} must be a scalar", param="chat_template_kwargs")
+    return kwargs or {}
+
+
+class TopLogprob(msgspec.Struct):
+    """One candidate token: its text, its log probability, and the UTF-8 bytes it stands for."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    """The chosen token and the most likely ones at its position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry a generated token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What is new in a chunk: the role first, then text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer of n."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new of one answer of n."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

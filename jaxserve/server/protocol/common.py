@@ -1,0 +1,215 @@
+"""Fields and checks that completions and chat share: bytes of a body in, SamplingParams out.
+
+None means absent throughout. Ranges are checked by SamplingParams itself; here are types, caps and combinations.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams
+
+MAX_CHOICES = 1024  # prompts times n of one HTTP request
+MAX_STOP_LENGTH = 1024  # characters of one stop string: it is searched for after every token
+MAX_BAD_WORD_LENGTH = 256
+MAX_CACHE_SALT_LENGTH = 256
+PRIORITY_LIMIT = 2**31
+
+_SAMPLING_FIELDS = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "seed",
+    "skip_special_tokens",
+)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common. Fields named in `unsupported` are known, but refused when set."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "use_beam_search",
+        "logits_processors",
+        "prompt_embeds",
+    )
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+
+
+def decode_body[T](body: bytes, kind: type[T]) -> T:
+    """The JSON `body` as `kind`.
+
+    Raises InvalidRequest for malformed JSON and for a wrong type, which names the parameter.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, param = _split_path(str(error))
+        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from None
+    except RecursionError:
+        raise InvalidRequest("the JSON body is nested too deeply") from None
+    except (msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8, numbers of thousands of digits
+        raise InvalidRequest("the request body is not valid JSON") from None
+
+
+def _split_path(message: str) -> tuple[str, str | None]:
+    """Take apart msgspec's "<what> - at `$.a.b[0]`", or "... - at `key` in `$.a`", as (what, "a.b[0]")."""
+    what, _, place = message.partition(" - at ")
+    path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", place)
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
+    if missing:
+        return "this field is required", f"{path}.{missing[1]}" if path else missing[1]
+    return what.replace("`", ""), path or None
+
+
+def check_generation_request(body: GenerationRequest) -> None:
+    """Refuse what this server cannot do and combinations that contradict themselves.
+
+    Raises InvalidRequest, naming the field.
+    """
+    for name in body.unsupported:
+        refuse_unless_empty(name, getattr(body, name))
+    if body.response_format is not None:
+        kind = body.response_format.get("type") if isinstance(body.response_format, dict) else None
+        if kind is None:
+            raise InvalidRequest("response_format must be an object with a type", param="response_format")
+        if kind != "text":
+            raise not_supported("response_format", f"response_format of type {str(kind)[:40]!r}")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise InvalidRequest("best_of must be equal to n", param="best_of")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < 1:
+        raise InvalidRequest("truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens")
+    if body.priority is not None and not -PRIORITY_LIMIT <= body.priority < PRIORITY_LIMIT:
+        raise InvalidRequest(
+            f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {body.priority}", param="priority"
+        )
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_CACHE_SALT_LENGTH:
+        raise InvalidRequest(f"cache_salt must have 1 to {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    _check_lengths("stop", stops, MAX_STOP_LENGTH)
+    _check_lengths("bad_words", body.bad_words, MAX_BAD_WORD_LENGTH)
+
+
+def refuse_unless_empty(name: str, value: Any) -> None:
+    """Raises InvalidRequest when a field that is not supported carries a meaning."""
+    if value is not None and value is not False and value not in ("", [], {}):
+        raise not_supported(name, name)
+
+
+def not_supported(param: str, what: str) -> InvalidRequest:
+    """The refusal of something that the API knows and this server does not."""
+    return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
+
+
+def _check_lengths(name: str, texts: list[str] | None, limit: int) -> None:
+    if any(len(text) > limit for text in texts or ()):
+        raise InvalidRequest(f"an entry of {name} is longer than {limit} characters", param=name)
+
+
+def sampling_params(
+    body: GenerationRequest,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """SamplingParams of a request: what it brings, else the model's `defaults`, else the API's.
+
+    Raises InvalidRequest, naming the field, for a value out of range.
+    """
+    chosen: dict[str, Any] = {}
+    for name in _SAMPLING_FIELDS:
+        value = getattr(body, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            chosen[name] = value
+    return SamplingParams(**chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def check_choices(num_prompts: int, n: int | None) -> None:
+    """Raises InvalidRequest when one HTTP request asks for too many continuations at once."""
+    if n is not None and not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n must be in [1, {MAX_N}], got {n}", param="n")
+    if num_prompts * (n or 1) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={n or 1} are too many: at most {MAX_CHOICES} choices a request",
+            param="prompt",
+        )
+
+
+def check_num_logprobs(name: str, value: int) -> None:
+    """Raises InvalidRequest when `value` most likely tokens are too many."""
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {value}", param=name)

@@ -1,0 +1,98 @@
+"""POST /v1/completions: the request, its prompts, and the shapes of the answer."""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import FinishReason, Logprob
+from jaxserve.server.protocol.common import GenerationRequest, check_choices, check_generation_request
+from jaxserve.server.protocol.usage import Usage
+
+DEFAULT_MAX_TOKENS = 16
+
+type Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/completions. `max_tokens` may be 0 together with `echo`: score the prompt only."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (*GenerationRequest.unsupported, "suffix")
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Any = None
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a text or a list of token ids.
+
+        Raises InvalidRequest for an empty or a mixed list.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        if _is_token_ids(self.prompt):
+            return [self.prompt]
+        if all(isinstance(entry, str) for entry in self.prompt):
+            return self.prompt
+        if all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in self.prompt):
+            return self.prompt
+        raise InvalidRequest(
+            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+            param="prompt",
+        )
+
+    @property
+    def is_score_only(self) -> bool:
+        """Whether the prompt is to be scored and nothing generated."""
+        return self.max_tokens == 0
+
+
+def _is_token_ids(entries: list[Any]) -> bool:
+    return all(type(entry) is int for entry in entries)  # type(): a bool is no token id
+
+
+def check_completion_request(body: CompletionRequest, prompts: list[Prompt]) -> None:
+    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    check_generation_request(body)
+    check_choices(len(prompts), body.n)
+    if body.is_score_only and not body.echo:
+        raise InvalidRequest("max_tokens must be at least 1 without echo", param="max_tokens")
+    if body.is_score_only and body.min_tokens:
+        raise InvalidRequest("min_tokens must not exceed max_tokens (0)", param="min_tokens")
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token. The first token of an echoed prompt has None, as nothing predicts it."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One continuation, or what is new of it in a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The whole answer, and the chunk of a stream alike."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,28 @@
+"""The usage object of every answer."""
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """`cached_tokens`: prompt tokens whose KV came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens read and written for one HTTP request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """A Usage with its total."""
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens),
+    )

@@ -1,0 +1,61 @@
+"""POST /tokenize and /detokenize, as vLLM has them; GET /version."""
+
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.chat import ChatMessage
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either a `prompt` or the `messages` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: list[ChatMessage] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    """The token ids, and their texts if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids of a text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The text."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    """Which jaxserve this is."""
+
+    version: str
+
+
+class Health(msgspec.Struct):
+    """`ok`, or why not."""
+
+    status: str
+
+
+def check_tokenize_request(body: TokenizeRequest) -> None:
+    """Raises InvalidRequest unless there is exactly one of `prompt` and `messages`."""
+    if (body.prompt is None) != bool(body.messages):
+        raise InvalidRequest("give either prompt or messages", param="prompt")

@@ -1,0 +1,179 @@
+"""POST /v1/completions: texts or token ids in, their continuations out."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+from msgspec import UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.engine.output import RequestGroup
+from jaxserve.request import CompletionOutput
+from jaxserve.server import generation
+from jaxserve.server.body import json_response, read_json
+from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
+from jaxserve.server.protocol.common import sampling_params
+from jaxserve.server.protocol.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    check_completion_request,
+)
+from jaxserve.server.protocol.usage import Usage
+from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.streaming import EventStream, event, while_wanted
+
+
+async def create(request: Request) -> Response:
+    """Continue each prompt n times."""
+    state = server_state(request.scope)
+    body = await read_json(request, CompletionRequest)
+    state.check_model(body.model)
+    size = len(await request.body())
+    completion = _Completion(state, body, await generation.prepare(lambda: _prepare(state, body), size=size))
+    if body.stream:
+        return EventStream(completion.events(), stopping=state.stopping)
+    answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.stopping)
+    return json_response(answer)
+
+
+def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
+    """Validated, tokenized prompts. Raises InvalidRequest."""
+    prompts = body.prompts()
+    check_completion_request(body, prompts)
+    num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+    if body.echo and body.logprobs is not None:
+        num_prompt_logprobs.append(body.logprobs)
+    params = sampling_params(
+        body,
+        state.frontend.default_sampling,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+        logprobs=body.logprobs,
+        prompt_logprobs=max(num_prompt_logprobs, default=None),
+    )
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    groups = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            generation.check_text_length(prompt, state)
+        group = state.frontend.prepare(
+            prompt,
+            params,
+            request_id=f"{request_id}-{index}",
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+        groups.append(group)
+    return groups
+
+
+class _Completion:
+    """One request on its way back. Choice k is continuation k % n of prompt k // n."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, groups: Sequence[RequestGroup]):
+        self._state = state
+        self._body = body
+        self._groups = groups
+        self._created = int(time.time())
+        self._usage = generation.UsageCounter(groups, is_score_only=body.is_score_only)
+
+    async def answer(self) -> CompletionResponse:
+        """Everything at once."""
+        async with contextlib.aclosing(generation.run(self._state, self._groups)) as deltas:
+            async for prompt_index, delta in deltas:
+                self._usage.count(prompt_index, delta)
+        choices = [
+            _ChoiceWriter(
+                self._state, self._body, group, index=prompt_index * len(group.requests) + output.index
+            ).write(output)
+            for prompt_index, group in enumerate(self._groups)
+            for output in group.result().outputs
+        ]
+        return self._response(choices, usage=self._usage.total())
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Piece by piece, as server-sent events."""
+        options = self._body.stream_options
+        writers: dict[int, _ChoiceWriter] = {}
+        async with contextlib.aclosing(generation.run(self._state, self._groups)) as deltas:
+            async for prompt_index, delta in deltas:
+                self._usage.count(prompt_index, delta)
+                group = self._groups[prompt_index]
+                for output in delta.outputs:
+                    index = prompt_index * len(group.requests) + output.index
+                    if index not in writers:
+                        writers[index] = _ChoiceWriter(self._state, self._body, group, index=index)
+                    choice = writers[index].write(output)
+                    if _has_news(choice):
+                        yield event(self._response([choice], usage=self._usage.in_chunk(options)))
+        if options is not None and options.include_usage:
+            yield event(self._response([], usage=self._usage.total()))
+
+    def _response(self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None) -> CompletionResponse:
+        return CompletionResponse(
+            id=self._groups[0].request_id.removesuffix("-0"),
+            created=self._created,
+            model=self._state.model,
+            choices=choices,
+            usage=usage,
+        )
+
+
+def _has_news(choice: CompletionChoice) -> bool:
+    """Whether a chunk is worth sending: a token that only holds text back is not."""
+    return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
+
+
+class _ChoiceWriter:
+    """Writes one choice: whole in one piece, or the pieces of a stream in order."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, group: RequestGroup, *, index: int):
+        self._state = state
+        self._body = body
+        self._group = group
+        self._index = index
+        self._is_first = True
+        self._logprobs: CompletionLogprobsBuilder | None = None
+        if body.logprobs is not None:
+            self._logprobs = CompletionLogprobsBuilder(
+                state.frontend.tokenizer,
+                prompt_token_ids=[] if body.echo else group.prompt_token_ids,
+                skip_special_tokens=group.requests[0].params.skip_special_tokens,
+                num_top=body.logprobs,
+            )
+
+    def write(self, output: CompletionOutput) -> CompletionChoice:
+        """The next piece, from what is new of the sequence."""
+        body, group = self._body, self._group
+        choice = CompletionChoice(
+            index=self._index, text=output.text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+        )
+        token_ids: list[int] = output.token_ids
+        candidates: list[Candidates | None] = [*(output.logprobs or ())]
+        if body.is_score_only:  # the engine generates one token at least; here nobody has asked for it
+            choice.text, token_ids, candidates = "", [], []
+            choice.finish_reason, choice.stop_reason = output.finish_reason and "length", None
+        if body.return_token_ids:
+            choice.token_ids = token_ids
+        if self._is_first:
+            self._is_first = False
+            if body.return_token_ids:
+                choice.prompt_token_ids = group.prompt_token_ids
+            if body.prompt_logprobs is not None:
+                choice.prompt_logprobs = group.result().prompt_logprobs or []
+            if body.echo:
+                choice.text = self._prompt_text() + choice.text
+                token_ids = [*group.prompt_token_ids, *token_ids]
+                candidates = [*(group.result().prompt_logprobs or ()), *candidates]
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs.add(token_ids, candidates)
+        return choice
+
+    def _prompt_text(self) -> str:
+        if self._group.prompt is not None and self._body.truncate_prompt_tokens is None:
+            return self._group.prompt
+        return self._state.frontend.tokenizer.decode(self._group.prompt_token_ids)

@@ -1,0 +1,85 @@
+"""What operators and evaluation tools ask for: tokens, health, version, metrics. Nothing here waits for the engine."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve import __version__
+from jaxserve.errors import InvalidRequest
+from jaxserve.server import generation
+from jaxserve.server.body import json_response, read_json
+from jaxserve.server.protocol.utility import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Health,
+    TokenizeRequest,
+    TokenizeResponse,
+    Version,
+    check_tokenize_request,
+)
+from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.template import render_chat
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or of a templated chat."""
+    state = server_state(request.scope)
+    body = await read_json(request, TokenizeRequest)
+    state.check_model(body.model)
+    check_tokenize_request(body)
+    size = len(await request.body())
+    tokens = await generation.prepare(lambda: _tokens(state, body), size=size)
+    tokenizer = state.frontend.tokenizer
+    return json_response(
+        TokenizeResponse(
+            count=len(tokens),
+            max_model_len=state.frontend.client.info.max_model_len,
+            tokens=tokens,
+            token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+        )
+    )
+
+
+def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+    tokenizer = state.frontend.tokenizer
+    if body.prompt is None:
+        return tokenizer.encode(render_chat(state, body), add_special_tokens=bool(body.add_special_tokens))
+    return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = server_state(request.scope)
+    body = await read_json(request, DetokenizeRequest)
+    state.check_model(body.model)
+    tokenizer = state.frontend.tokenizer
+    if not all(0 <= token <= tokenizer.max_token_id for token in body.tokens):
+        raise InvalidRequest(f"tokens must be in [0, {tokenizer.max_token_id}]", param="tokens")
+    text = await generation.prepare(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), size=len(await request.body())
+    )
+    return json_response(DetokenizeResponse(text))
+
+
+async def health(request: Request) -> Response:
+    """200 while new requests are taken, else 503."""
+    closed = server_state(request.scope).why_closed()
+    body = Health("ok" if closed is None else str(closed))
+    return Response(msgspec.json.encode(body), 200 if closed is None else 503, media_type="application/json")
+
+
+async def live(_request: Request) -> Response:
+    """200 as long as the process answers at all."""
+    return json_response(Health("ok"))
+
+
+async def version(_request: Request) -> Response:
+    """The version of jaxserve."""
+    return json_response(Version(__version__))
+
+
+async def metrics(request: Request) -> Response:
+    """All metrics in Prometheus' text format."""
+    return Response(server_state(request.scope).metrics.render(), headers={"content-type": _METRICS_TYPE})
