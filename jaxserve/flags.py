@@ -75,12 +75,12 @@ def add_config_flags(
             parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
 
 
-def add_sampling_flags(parser: Parser, texts: Mapping[str, str], *, skip: Sequence[str] = ()) -> None:
-    """A flag for each field of SamplingParams, but for those in `skip`; `texts` has the help of every field."""
-    for field in msgspec.structs.fields(SamplingParams):
-        if field.name not in skip:
-            text = _with_default(texts[field.name], field.default)
-            parser.add_flag("sampling", _flag(field.name), dest=field.name, help=text, **_options(field.type))
+def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> None:
+    """A flag for each field of SamplingParams that `texts` has the help of."""
+    fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    for name, text in texts.items():
+        options = _options(fields[name].type)
+        parser.add_flag(group, _flag(name), dest=name, help=_with_default(text, fields[name].default), **options)
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

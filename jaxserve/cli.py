@@ -1,0 +1,212 @@
+"""The `jaxserve` command: where a run begins. Flags come from the config dataclasses, errors end as one line.
+
+Nothing heavy is imported before a command needs it, so that `--help` and a mistyped flag answer at once.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxserve import __version__
+from jaxserve.bench.commands import add_commands as add_bench_commands
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.errors import JaxserveError
+from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+
+_SAMPLING_HELP = {
+    "sampling": {
+        "temperature": "0: always the most likely token",
+        "top_p": "sample from the most likely tokens with this total probability",
+        "top_k": "sample from this many most likely tokens; 0: from all",
+        "min_p": "leave out tokens less likely than this share of the most likely one",
+        "presence_penalty": "make tokens that the text has less likely",
+        "frequency_penalty": "the same, for each time it has them",
+        "repetition_penalty": "divide the logits of tokens in prompt and text by this",
+        "logit_bias": "what to add to the logits of token ids",
+        "allowed_token_ids": "sample from these ids only; repeatable",
+        "bad_words": "a text never to write; repeatable",
+    },
+    "output": {
+        "n": "continuations of each prompt",
+        "max_tokens": "tokens to generate at most",
+        "min_tokens": "tokens before the text may end",
+        "stop": "a text that ends the continuation; repeatable",
+        "stop_token_ids": "a token id that ends it; repeatable",
+        "include_stop_str_in_output": "keep the stop text",
+        "ignore_eos": "go on after the end-of-text token",
+        "logprobs": "print each token's log probability and the N most likely tokens",
+        "skip_special_tokens": "leave special tokens out of the text",
+    },
+}
+"""Fields of SamplingParams that are flags, by group. `seed` is the engine's flag, which serves for both."""
+
+_ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
+_SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+_GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0, 1 (an error, told in one line), 2 (usage) or 130 (Ctrl-C)."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxserve").setLevel(args.log_level.upper())
+    run: Callable[[argparse.Namespace], int | None] = args.run
+    try:
+        code = run(args) or 0
+        sys.stdout.flush()
+    except JaxserveError as error:
+        if args.log_level == "debug":
+            raise
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `jaxserve generate ... | head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="jaxserve", usage="COMMAND [options]", description="LLM serving on JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, usage: str, summary: str) -> Parser:
+        return commands.add_parser(name, prog=f"jaxserve {name}", usage=usage, help=summary, description=summary)
+
+    serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API")
+    serve.set_defaults(run=_serve, log_level=ServerConfig().log_level)
+    serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    add_config_flags(serve, EngineConfig)
+    add_config_flags(serve, ServerConfig)
+
+    generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to continue; none, or -: standard input")
+    _add_offline_flags(generate, max_tokens_help=f"tokens to generate at most; default: {_GENERATE_TOKENS}")
+
+    chat = add("chat", "[options]", "talk with a model; /exit or the end of the input ends it")
+    chat.set_defaults(run=_chat)
+    chat.add_flag("chat", "--system", metavar="TEXT", help="the system message")
+    _add_offline_flags(
+        chat, max_tokens_help="tokens of an answer; default: what the context holds", without=("n", "logprobs")
+    )
+
+    bench = add("bench", "BENCHMARK [options]", "measure the engine")
+    bench.set_defaults(log_level="warning")
+    add_bench_commands(bench)
+    return parser
+
+
+def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequence[str] = ()) -> None:
+    for group, texts in _SAMPLING_HELP.items():
+        changed = {"max_tokens": max_tokens_help} if "max_tokens" in texts else {}
+        add_sampling_flags(
+            parser, group, {name: text for name, text in (texts | changed).items() if name not in without}
+        )
+    add_config_flags(parser, EngineConfig)
+    levels = ("debug", "info", "warning", "error")
+    parser.add_flag("logging", "--log-level", choices=levels, default="warning", help="what is logged")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config = EngineConfig(**given(args, _ENGINE_FIELDS))
+    server_config = ServerConfig(**given(args, _SERVER_FIELDS))
+
+    from jaxserve.engine.frontend import Frontend
+    from jaxserve.loading.builtin import resolve_model
+    from jaxserve.server import bind, run
+    from jaxserve.tokenizer import Tokenizer, read_generation_config
+
+    # What fails quickly comes first: the port, then the tokenizer, then the weights.
+    with contextlib.closing(bind(server_config)) as listener:
+        path = resolve_model(config.model)
+        tokenizer = Tokenizer.load(config.tokenizer or path)
+        generation_config = read_generation_config(path)
+
+        from jaxserve.engine.local import LocalEngineClient
+
+        with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+            frontend = Frontend(client, tokenizer)
+            return run(client, frontend, server_config, generation_config=generation_config, listener=listener)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts or ["-"]]
+    with _open(args, max_tokens=_GENERATE_TOKENS) as (llm, params):
+        if len(prompts) == 1 and params.n == 1:
+            print(prompts[0], end="", flush=True)
+            completion = _print_stream(llm.stream(prompts[0], params))
+            _print_logprobs(completion)
+            return
+        for number, output in enumerate(llm.generate(prompts, params), 1):
+            for completion in output.outputs:
+                sample = f", {completion.index + 1} of {params.n}" if params.n > 1 else ""
+                print(f"==> prompt {number} of {len(prompts)}{sample} <==\n{output.prompt}{completion.text}\n")
+                _print_logprobs(completion)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    with _open(args, max_tokens=None) as (llm, params):
+        while (line := _read_line()) is not None and line.strip() != "/exit":
+            if line.strip():
+                messages.append({"role": "user", "content": line})
+                reply = _print_stream(llm.stream_chat(messages, params))
+                messages.append({"role": "assistant", "content": reply.text})
+
+
+@contextlib.contextmanager
+def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tuple[LLM, SamplingParams]]":
+    """The model and the sampling parameters of the command line; mistakes in these show before the model is loaded."""
+    sampling: dict[str, Any] = {"max_tokens": max_tokens} | given(args, SamplingParams.__struct_fields__)
+    SamplingParams(**sampling)
+    from jaxserve.llm import LLM
+
+    with LLM(**given(args, _ENGINE_FIELDS)) as llm:
+        yield llm, llm.sampling_params(sampling)
+
+
+def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:
+    """Print the text of a stream as it comes, end the line, and return all of it."""
+    logprobs: list[dict[int, Logprob]] = []
+    whole = CompletionOutput(index=0, token_ids=[], logprobs=logprobs)
+    for delta in deltas:
+        (news,) = delta.outputs
+        print(news.text, end="", flush=True)
+        whole.text += news.text
+        whole.token_ids += news.token_ids
+        logprobs += news.logprobs or []
+    print(flush=True)
+    return whole
+
+
+def _print_logprobs(completion: CompletionOutput) -> None:
+    """A line a token: itself, and the most likely ones, each with its log probability and rank."""
+
+    def show(candidate: Logprob) -> str:
+        return f"{candidate.decoded_token!r} {candidate.logprob:.4f} #{candidate.rank}"
+
+    for token_id, candidates in zip(completion.token_ids, completion.logprobs or [], strict=False):
+        others = [show(candidate) for other, candidate in candidates.items() if other != token_id]
+        print("  ".join([show(candidates[token_id]), *others]))
+
+
+def _read_line() -> str | None:
+    """The user's next line, without its end; None when there is no more. Only a person gets a prompt."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(EOFError):
+            return input("> ")
+        return None
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None
