@@ -110,10 +110,10 @@ def _parser() -> Parser:
 
 def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequence[str] = ()) -> None:
     for group, texts in _SAMPLING_HELP.items():
-        changed = {"max_tokens": max_tokens_help} if "max_tokens" in texts else {}
-        add_sampling_flags(
-            parser, group, {name: text for name, text in (texts | changed).items() if name not in without}
-        )
+        texts = {name: text for name, text in texts.items() if name not in without}
+        if "max_tokens" in texts:
+            texts["max_tokens"] = max_tokens_help
+        add_sampling_flags(parser, group, texts)
     add_config_flags(parser, EngineConfig)
     levels = ("debug", "info", "warning", "error")
     parser.add_flag("logging", "--log-level", choices=levels, default="warning", help="what is logged")
@@ -123,7 +123,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
 
-    from jaxserve.engine.frontend import Frontend
+    from jaxserve.engine.frontend import Frontend, sampling_defaults
     from jaxserve.loading.builtin import resolve_model
     from jaxserve.server import bind, run
     from jaxserve.tokenizer import Tokenizer, read_generation_config
@@ -132,13 +132,12 @@ def _serve(args: argparse.Namespace) -> int:
     with contextlib.closing(bind(server_config)) as listener:
         path = resolve_model(config.model)
         tokenizer = Tokenizer.load(config.tokenizer or path)
-        generation_config = read_generation_config(path)
+        defaults = sampling_defaults(read_generation_config(path))
 
         from jaxserve.engine.local import LocalEngineClient
 
         with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
-            frontend = Frontend(client, tokenizer)
-            return run(client, frontend, server_config, generation_config=generation_config, listener=listener)
+            return run(Frontend(client, tokenizer, default_sampling=defaults), server_config, listener=listener)
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -21,12 +21,12 @@ PLAIN = "errors config request"
 
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
-    "cli": f"{PLAIN} jaxserve flags bench server llm engine loading",
+    "cli": f"{PLAIN} jaxserve flags bench server llm engine loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} flags engine",
     "jaxserve": "llm request",
     "flags": PLAIN,
-    "server": f"{PLAIN} tokenizer metrics engine",
+    "server": f"{PLAIN} jaxserve tokenizer metrics engine",
     "llm": f"{PLAIN} tokenizer engine loading",
     "engine": f"{PLAIN} tokenizer metrics scheduling execution models structured loading layers",
     "execution": f"{PLAIN} scheduling models sampling speculative loading layers quantization pallas_kernels",
