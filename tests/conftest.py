@@ -8,9 +8,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from jaxtyping import install_import_hook
 
-# The tower of PEP 484: an int is welcome where a float is.
-TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-install_import_hook(["jaxserve", "pallas_kernels"], TYPECHECKER)
+install_import_hook(
+    ["jaxserve", "pallas_kernels"],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",  # an int will do where a float is asked for
+)
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The definition of paged attention, dense and row by row in float64 NumPy: what every implementation is tested with."""
+"""The definition of paged attention, dense and row by row in float64 NumPy: what implementations are tested with."""
 
 import numpy as np
 from jaxtyping import Float, Int

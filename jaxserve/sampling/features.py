@@ -1,0 +1,60 @@
+"""What a request needs from the sampler, as a set of bits. No jax.
+
+The runner ORs the bits of a step's rows and uploads the result: what no row needs is not run.
+"""
+
+import enum
+
+from jaxserve.request import EngineRequest
+
+
+class Feature(enum.IntFlag):
+    """One bit for each part of the sampler that can be left out."""
+
+    RANDOM = 1
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    PENALTIES = 16
+    LOGIT_BIAS = 32
+    ALLOWED_TOKENS = 64
+    BAD_WORDS = 128
+    MIN_TOKENS = 256
+    LOGPROBS = 512
+
+    PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
+    FILTERS = TOP_K | TOP_P | MIN_P
+    BEYOND_ARGMAX = PROCESSORS | RANDOM
+    """If a step has none of these bits, `sample(..., greedy_only=True)` is enough."""
+
+
+def features(request: EngineRequest) -> int:
+    """The features that a request needs in each of its steps."""
+    params = request.params
+    needed = Feature(0)
+    if not params.is_greedy:
+        needed |= Feature.RANDOM
+        if params.top_k > 0:
+            needed |= Feature.TOP_K
+        if params.top_p < 1.0:
+            needed |= Feature.TOP_P
+        if params.min_p > 0.0:
+            needed |= Feature.MIN_P
+    if params.has_penalties:
+        needed |= Feature.PENALTIES
+    if params.logit_bias:
+        needed |= Feature.LOGIT_BIAS
+    if params.allowed_token_ids is not None:
+        needed |= Feature.ALLOWED_TOKENS
+    if request.bad_word_ids:
+        needed |= Feature.BAD_WORDS
+    if params.min_tokens > 0 and request.stop_token_ids:
+        needed |= Feature.MIN_TOKENS
+    if params.logprobs is not None:
+        needed |= Feature.LOGPROBS
+    return int(needed)
+
+
+def has_extras(request: EngineRequest) -> bool:
+    """Whether a request needs `admit_extras` besides `admit`: every processor keeps its data there."""
+    return bool(features(request) & Feature.PROCESSORS)
