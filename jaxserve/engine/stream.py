@@ -6,7 +6,6 @@ they wait for their consumers. Detokenizing happens when a consumer asks, and ta
 
 import asyncio
 from types import TracebackType
-from typing import Self
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import RequestGroup
@@ -33,7 +32,7 @@ class RequestStream:
         self._is_dead = False
         self._is_closed = False
 
-    def __aiter__(self) -> Self:
+    def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -76,7 +75,7 @@ class RequestStream:
         """Abort what still runs. Idempotent; iteration ends."""
         self._close()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "RequestStream":
         return self
 
     async def __aexit__(
