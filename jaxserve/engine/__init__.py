@@ -1,0 +1,1 @@
+"""The loop that joins scheduler and runner, and what the server and LLM hold of it."""

@@ -1,0 +1,1 @@
+"""What the scheduler has decided, done on the device: one jitted, donated step."""

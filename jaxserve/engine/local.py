@@ -1,0 +1,170 @@
+"""The engine in a thread of this process: what LLM, notebooks and the tests hold."""
+
+import collections
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, override
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats, OutputSink
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
+from jaxserve.request import EngineOutput, EngineRequest
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL = 0.02
+"""Seconds between two snapshots of the engine's state while it is busy."""
+
+
+class LocalEngineClient(EngineClient):
+    """Runs an Engine in a daemon thread. Every call may come from any thread; the engine is touched by its own only."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None):
+        self.info = info
+        self._engine = engine
+        self._max_num_waiting = max_num_waiting
+        self._condition = threading.Condition()
+        self._submitted: list[EngineRequest] = []
+        self._aborted: list[str] = []
+        self._reset_requested: threading.Event | None = None
+        self._reset_done = False
+        self._sinks: dict[str, OutputSink] = {}
+        self._stats = engine.stats()
+        self._published = 0.0
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, mesh: "Mesh | None" = None, progress: bool = False) -> "LocalEngineClient":
+        """Load the model, size the KV cache, compile the steps, and run.
+
+        `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars. Raises StartupError.
+        """
+        from jaxserve.engine.startup import start_engine
+
+        engine, info = start_engine(config, mesh=mesh, progress=progress)
+        return cls(engine, info, max_num_waiting=config.max_num_waiting)
+
+    @override
+    def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
+        for request in requests:
+            self._engine.scheduler.check_admissible(request)
+        with self._condition:
+            self._raise_if_dead()
+            if self._max_num_waiting is not None:
+                num_waiting = self._stats.num_waiting + len(self._submitted)
+                if num_waiting + len(requests) > self._max_num_waiting:
+                    raise QueueFull(f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may")
+            ids = [request.request_id for request in requests]
+            if len(set(ids)) < len(ids) or not self._sinks.keys().isdisjoint(ids):
+                raise InvalidRequest("a request with this id is running already", param="request_id")
+            self._sinks.update(dict.fromkeys(ids, sink))
+            self._submitted += requests
+            self._condition.notify()
+
+    @override
+    def abort(self, request_ids: list[str]) -> None:
+        with self._condition:
+            self._aborted += [request_id for request_id in request_ids if self._sinks.pop(request_id, None)]
+            self._condition.notify()
+
+    @override
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @override
+    def is_alive(self) -> bool:
+        return self._error is None and not self._is_closing
+
+    @override
+    def reset_prefix_cache(self) -> bool:
+        with self._condition:
+            self._raise_if_dead()
+            done = self._reset_requested = self._reset_requested or threading.Event()
+            self._condition.notify()
+        done.wait()
+        return self._reset_done
+
+    @override
+    def close(self) -> None:
+        with self._condition:
+            is_first = not self._is_closing
+            self._is_closing = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if is_first:
+            self._engine.runner.close()
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise EngineDead(f"the engine has stopped: {self._error}")
+        if self._is_closing:
+            raise EngineDead("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._deliver(self._engine.step())
+                self._publish_stats()
+        except BaseException as error:
+            logger.exception("the engine has stopped")
+            with self._condition:
+                self._error = error
+        self._end_all()
+
+    def _take_commands(self) -> bool:
+        """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""
+        with self._condition:
+            while not (self._is_closing or self._submitted or self._aborted or self._reset_requested):
+                if self._engine.has_work:
+                    return True
+                self._stats = self._engine.stats()
+                self._condition.wait()
+            if self._is_closing:
+                return False
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = self._aborted, []
+            if submitted:
+                self._engine.add(submitted)
+            if aborted:
+                self._engine.abort(aborted)
+            if self._reset_requested is not None:
+                self._reset_done = self._engine.scheduler.reset_prefix_cache()
+                self._reset_requested.set()
+                self._reset_requested = None
+            self._stats = self._engine.stats()
+        return True
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        by_sink: dict[OutputSink, list[EngineOutput]] = collections.defaultdict(list)
+        with self._condition:
+            for output in outputs:
+                finished = output.finish_reason is not None
+                sink = self._sinks.pop(output.request_id, None) if finished else self._sinks.get(output.request_id)
+                if sink is not None:  # None: aborted while the step ran
+                    by_sink[sink].append(output)
+        for sink, batch in by_sink.items():
+            sink(batch)
+
+    def _publish_stats(self) -> None:
+        now = time.monotonic()
+        if now - self._published >= STATS_INTERVAL:
+            self._published = now
+            self._stats = self._engine.stats()
+
+    def _end_all(self) -> None:
+        reason = "abort" if self._error is None else "error"
+        message = None if self._error is None else f"the engine has stopped: {self._error}"
+        with self._condition:
+            ids, waiting_reset = list(self._sinks), self._reset_requested
+        self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in ids])
+        if waiting_reset is not None:
+            waiting_reset.set()

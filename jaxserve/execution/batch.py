@@ -1,0 +1,144 @@
+"""From a StepPlan to device arrays: one packed int32 upload a step, unpacked inside the jitted step.
+
+The host writes and the device reads the same layout (`Bucket.fields`), so there is one place that knows it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxserve.layers.batch import Batch
+from jaxserve.scheduling.plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The padded shape that a step is compiled for: tokens, rows, and block table entries that it may add."""
+
+    num_tokens: int
+    num_rows: int
+    num_new_blocks: int
+
+    @property
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """Name -> (offset, length) in the packed upload."""
+        lengths = {
+            "header": 4,  # num_rows, num_decode_rows, feature bits of the sampler, rows that want prompt logprobs
+            "token_ids": self.num_tokens,  # -1: the last token of the row's slot, which the host has not seen yet
+            "slots": self.num_rows,
+            "starts": self.num_rows,
+            "num_tokens": self.num_rows,
+            "samples": self.num_rows,
+            "num_output_tokens": self.num_rows,  # generated before this step, pending ones included
+            "next_token_ids": self.num_rows,  # the prompt token behind the row's last one, for prompt logprobs
+            "new_block_index": self.num_new_blocks,  # slot * max_blocks + index in the table
+            "new_block_ids": self.num_new_blocks,
+        }
+        offsets = np.concatenate([[0], np.cumsum(list(lengths.values()))])
+        return {name: (int(offset), length) for (name, length), offset in zip(lengths.items(), offsets, strict=False)}
+
+    @property
+    def packed_size(self) -> int:
+        """Length of the packed upload."""
+        offset, length = self.fields["new_block_ids"]
+        return offset + length
+
+
+def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, block_size: int) -> list[Bucket]:
+    """Every shape that a step can have: 1, 4, 16 tokens, then doubling up to the budget.
+
+    Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
+    A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most
+    1 + n // block_size new blocks.
+    """
+    sizes = [1]
+    while sizes[-1] < max_num_batched_tokens:
+        sizes.append(min(sizes[-1] * (4 if sizes[-1] < 16 else 2), max_num_batched_tokens))
+    return [Bucket(size, rows := min(size, max_num_seqs), rows + size // block_size) for size in sizes]
+
+
+def pack(plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, features: int) -> np.ndarray:
+    """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block table separately."""
+    packed = np.zeros(bucket.packed_size, np.int32)
+    view = {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
+    rows, num_rows, num_decode_rows = plan.rows, len(plan.rows), plan.num_decode_rows
+
+    token_ids: list[int] = []
+    new_index: list[int] = []
+    new_ids: list[int] = []
+    next_ids: list[int] = []
+    num_outputs: list[int] = []
+    admitted = {request.slot for request in plan.admitted}
+    num_prompt_logprob_rows = 0
+    for request, slot, start, num_tokens, _, num_new_blocks in rows:
+        known = request.token_ids
+        end = start + num_tokens
+        if num_tokens == 1:
+            token_ids.append(known[start] if start < len(known) else -1)
+        else:
+            token_ids += known[start:end]
+        num_outputs.append(end - request.num_prompt_tokens)
+        if num_new_blocks and slot not in admitted:
+            first = len(request.block_ids) - num_new_blocks
+            base = slot * max_blocks + first
+            new_index += range(base, base + num_new_blocks)
+            new_ids += request.block_ids[first:]
+        wants_prompt_logprobs = request.request.params.prompt_logprobs is not None and start < request.num_prompt_tokens
+        num_prompt_logprob_rows += wants_prompt_logprobs
+        next_ids.append(known[end] if wants_prompt_logprobs and end < request.num_prompt_tokens else 0)
+
+    view["header"][:] = (num_rows, num_decode_rows, features, num_prompt_logprob_rows)
+    view["token_ids"][: len(token_ids)] = token_ids
+    view["slots"][:] = num_slots  # padding rows write nowhere
+    view["slots"][:num_rows] = [row.slot for row in rows]
+    view["starts"][:num_rows] = [row.start for row in rows]
+    view["num_tokens"][:num_rows] = [row.num_tokens for row in rows]
+    view["samples"][:num_rows] = [row.samples for row in rows]
+    view["num_output_tokens"][:num_rows] = num_outputs
+    view["next_token_ids"][:num_rows] = next_ids
+    padding = num_slots * max_blocks
+    view["new_block_index"][:] = np.arange(padding, padding + bucket.num_new_blocks)  # out of range, and unique
+    view["new_block_index"][: len(new_index)] = new_index
+    view["new_block_ids"][: len(new_ids)] = new_ids
+    return packed
+
+
+def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array, " length"]]:
+    """The named pieces of the packed upload, on the device."""
+    return {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
+
+
+def make_batch(
+    pieces: dict[str, jax.Array],
+    last_tokens: Int[Array, " N"],
+    block_tables: Int[Array, "N M"],
+    *,
+    block_size: int,
+    num_blocks: int,
+) -> Batch:
+    """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph."""
+    num_rows, num_decode_rows = pieces["header"][0], pieces["header"][1]
+    token = jnp.arange(pieces["token_ids"].shape[0], dtype=jnp.int32)
+    slots, starts = pieces["slots"], pieces["starts"]
+    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32)])
+    is_padding = token >= query_starts[-1]
+    row = jnp.searchsorted(query_starts[1:], token, side="right").astype(jnp.int32)
+    row = jnp.where(is_padding, 0, row)
+    positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
+    token_ids = jnp.where(pieces["token_ids"] < 0, last_tokens[slots[row]], pieces["token_ids"])
+    tables = block_tables.at[slots].get(mode="fill", fill_value=0)
+    block = tables[row, positions // block_size]
+    write_index = jnp.where(is_padding, num_blocks * block_size + token, block * block_size + positions % block_size)
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        write_index=write_index,
+        query_starts=query_starts,
+        seq_lens=starts + pieces["num_tokens"],
+        block_tables=tables,
+        num_decode_rows=num_decode_rows,
+        num_rows=num_rows,
+    )

@@ -1,0 +1,75 @@
+"""The table of compiled steps: every shape ahead of time, so that nothing is compiled while requests wait."""
+
+import concurrent.futures
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledSteps:
+    """Executables by key, compiled on first use or all at once by `warm_up`.
+
+    `lower(key)` traces the function for a key. The executables accept exactly the shapes, dtypes, shardings and tree
+    structures that they were compiled for, so a silent recompile cannot happen; a key that was not warmed up counts.
+    """
+
+    def __init__(self, lower: Callable[[Any], jax.stages.Lowered]):
+        self._lower = lower
+        self._executables: dict[Any, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+        self._is_warm = False
+        self.num_compiles = 0
+        self.num_recompiles_after_warmup = 0
+
+    def __getitem__(self, key: Any) -> jax.stages.Compiled:
+        executable = self._executables.get(key)
+        if executable is None:
+            if self._is_warm:
+                self.num_recompiles_after_warmup += 1
+                logger.warning("compiling %s after warm-up: requests are waiting for it", key)
+            executable = self._compile(key)
+        return executable
+
+    def _compile(self, key: Any) -> jax.stages.Compiled:
+        executable = self._lower(key).compile()
+        with self._lock:
+            self._executables[key] = executable
+            self.num_compiles += 1
+        return executable
+
+    def warm_up(self, keys: Iterable[Any], *, progress: bool) -> float:
+        """Compile every key in parallel (XLA compiles outside the GIL). Returns the seconds it took."""
+        start = time.perf_counter()
+        missing = [key for key in keys if key not in self._executables]
+        with (
+            concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
+            tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
+        ):
+            for future in concurrent.futures.as_completed([pool.submit(self._compile, key) for key in missing]):
+                future.result()
+                bar.update()
+        self._is_warm = True
+        return time.perf_counter() - start
+
+
+def enable_persistent_cache(directory: str | None) -> None:
+    """Keep compiled steps on disk, so that the next start finds them. '' turns it off, None takes the default place.
+
+    A cache that the process has configured already is left alone.
+    """
+    if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir is not None):
+        return
+    path = pathlib.Path(directory) if directory else pathlib.Path.home() / ".cache" / "jaxserve" / "xla"
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
