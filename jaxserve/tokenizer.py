@@ -230,6 +230,7 @@ class _Pieces:
 
     def __init__(self, backend: Any):
         self._id_to_token = backend.id_to_token
+        self._cache: dict[int, bytes] = {}
         self._is_byte_level = False
         self._has_byte_fallback = False
         self._replacements: list[tuple[str, str]] = []
@@ -254,9 +255,15 @@ class _Pieces:
                     raise CheckpointError(f"tokenizers with a {step.get('type')} decoder are not supported: {step}")
 
     def bytes_of(self, token_id: int) -> bytes:
-        token = self._id_to_token(token_id) if token_id >= 0 else None
-        if token is None:
-            return b""
+        piece = self._cache.get(token_id)
+        if piece is None:
+            token = self._id_to_token(token_id) if token_id >= 0 else None
+            if token is None:
+                return b""
+            piece = self._cache[token_id] = self._spell(token)
+        return piece
+
+    def _spell(self, token: str) -> bytes:
         if self._is_byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))

@@ -8,7 +8,7 @@ import asyncio
 import operator
 import queue
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -117,7 +117,7 @@ class Frontend:
         ]
         return RequestGroup(request_id, prompt_text, requests, self.tokenizer)
 
-    def generate(self, groups: Sequence[RequestGroup]) -> Iterator[tuple[RequestGroup, RequestOutput]]:
+    def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, RequestOutput]]:
         """Run prepared prompts together; yields (group, what is new for it) as it comes, until all have finished.
 
         A sequence that the engine could not finish ends with finish_reason "error", and its group's `error` says why;

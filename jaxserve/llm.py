@@ -1,0 +1,390 @@
+"""LLM and generate: the Python API, for scripts and notebooks. The engine runs in a thread of this process.
+
+Everything waits in the calling thread, so it works the same with an event loop running (Jupyter) and from several
+threads at once. jax is imported when an engine starts.
+"""
+
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from jaxserve.config import DType, EngineConfig
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
+from jaxserve.engine.frontend import Frontend, sampling_defaults
+from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
+from jaxserve.errors import InvalidRequest, RequestFailed
+from jaxserve.loading.builtin import resolve_model
+from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.tokenizer import Tokenizer, read_generation_config
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+logger = logging.getLogger(__name__)
+
+_RATE_INTERVAL = 0.2  # seconds between two updates of the progress bar's rates
+
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model that generates in this process.
+
+        with LLM("path/to/model") as llm:
+            for output in llm.generate(["Once upon a time", "The capital of France is"]):
+                print(output.prompt, output.outputs[0].text)
+
+    Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them. `model=""` is the built-in model.
+    `mesh` places the model on a device mesh of your own instead of `tensor_parallel_size` devices. The engine holds
+    the device until `close`, the end of a `with`, or the end of this object.
+
+    With the same `seed` and the same calls, texts are the same; parallel calls from several threads are not ordered.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        mesh: "Mesh | None" = None,
+        progress: bool = True,
+        tokenizer: str | None = None,
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        seed: int = 0,
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_num_waiting: int | None = None,
+        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
+        scheduler: Literal["continuous", "static"] = "continuous",
+        tensor_parallel_size: int = 1,
+        attention: Literal["auto", "xla"] = "auto",
+        overlap: bool = True,
+        warmup: bool = True,
+        compilation_cache_dir: str | None = None,
+    ):
+        """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
+        config = EngineConfig(
+            model=model,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            seed=seed,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
+            scheduling_policy=scheduling_policy,
+            scheduler=scheduler,
+            tensor_parallel_size=tensor_parallel_size,
+            attention=attention,
+            overlap=overlap,
+            warmup=warmup,
+            compilation_cache_dir=compilation_cache_dir,
+        )
+        # The tokenizer comes first: a directory without one fails before any weight is read.
+        path = resolve_model(config.model)
+        loaded_tokenizer = Tokenizer.load(config.tokenizer or path)
+        defaults = sampling_defaults(read_generation_config(path))
+
+        from jaxserve.engine.local import LocalEngineClient
+
+        client = LocalEngineClient.start(config, mesh=mesh, progress=progress)
+        self._attach(Frontend(client, loaded_tokenizer, default_sampling=defaults, seed=config.seed))
+
+    @classmethod
+    def from_frontend(cls, frontend: Frontend) -> "LLM":
+        """An LLM on an engine that runs already; closing the LLM closes the engine."""
+        llm = cls.__new__(cls)
+        llm._attach(frontend)
+        return llm
+
+    def _attach(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._id_prefix = f"llm-{secrets.token_hex(4)}"
+        self._counter = itertools.count()
+        # Also at interpreter exit, while jax still works: a daemon thread inside XLA would crash it.
+        self._close = weakref.finalize(self, frontend.client.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many, all together; results are in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}. `sampling_params` are for all prompts,
+        or one for each; None takes the model's defaults and 16 tokens. Interrupting the call aborts what runs.
+
+        A prompt that the engine could not finish has finish_reason "error" and is logged; the others are complete.
+        Raises InvalidRequest (nothing has run then) and EngineDead.
+        """
+        return self._run(self._prepare(as_prompt_list(prompts), sampling_params), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` the next message of one conversation or of many, through the model's chat template."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_single else messages
+        prompts = [
+            self._render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run(self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continue one prompt; yields what is new as it comes. Closing the iterator aborts.
+
+        Raises InvalidRequest at once; RequestFailed and EngineDead while iterating.
+        """
+        return self._stream(self._prepare([prompt], sampling_params)[0])
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """`stream` the next message of a conversation."""
+        prompt = self._render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.stream(prompt, sampling_params)
+
+    def sampling_params(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The model's recommended SamplingParams, with the given fields instead of its own."""
+        return self._frontend.sampling_params(given)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._frontend.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's sizes, as chosen at start-up."""
+        return self._client.info
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done: blocks, prefix hits, preemptions, steps."""
+        return self._client.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prompts. Returns whether it could be done: not while a request runs."""
+        return self._client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _client(self) -> EngineClient:
+        return self._frontend.client
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> PromptDict:
+        tokenizer = self._frontend.tokenizer
+        text = tokenizer.render_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=chat_template_kwargs,
+        )
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _prepare(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestGroup]:
+        """Tokenize and validate everything before anything runs."""
+        if sampling_params is None:
+            sampling_params = self._frontend.sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts", param="sampling_params"
+            )
+        tokenized = tokenize_prompts(prompts, self._frontend.tokenizer)
+        groups = []
+        for number, (prompt, params) in enumerate(zip(tokenized, sampling_params, strict=True)):
+            try:
+                group = self._frontend.prepare(
+                    prompt.token_ids,
+                    params,
+                    request_id=f"{self._id_prefix}-{next(self._counter)}",
+                    prompt_text=prompt.text,
+                )
+            except InvalidRequest as error:
+                if len(prompts) > 1:
+                    error.add_note(f"in prompts[{number}]")
+                raise
+            groups.append(group)
+        return groups
+
+    def _run(self, groups: list[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
+        if not groups:
+            return []
+        # closing: a traceback that someone keeps (Jupyter does) would keep the generator, and its requests, alive.
+        with (
+            _Progress(len(groups), is_shown=use_tqdm) as progress,
+            contextlib.closing(self._frontend.generate(groups)) as events,
+        ):
+            for group, delta in events:
+                progress.update(group, delta)
+        for number, group in enumerate(groups):
+            if group.error is not None:
+                logger.error("prompts[%d] could not be finished: %s", number, group.error)
+        return [group.result() for group in groups]
+
+    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+        with contextlib.closing(self._frontend.generate([group])) as events:
+            for _, delta in events:
+                if group.error is not None:
+                    raise RequestFailed(group.error)
+                yield delta
+
+
+class _Progress:
+    """A bar of finished prompts, with the tokens a second that go in and come out."""
+
+    def __init__(self, num_prompts: int, *, is_shown: bool):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=num_prompts, desc="generating", unit="prompt", dynamic_ncols=True, disable=not is_shown)
+        self._is_shown = is_shown
+        self._start = self._last = time.perf_counter()
+        self._num_in = self._num_out = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._show_rates(time.perf_counter())
+        self._bar.close()
+
+    def update(self, group: RequestGroup, delta: RequestOutput) -> None:
+        if not self._is_shown:
+            return
+        self._num_out += sum(len(output.token_ids) for output in delta.outputs)
+        if delta.finished:
+            self._num_in += len(group.prompt_token_ids)
+            self._bar.update()
+        now = time.perf_counter()
+        if now - self._last >= _RATE_INTERVAL:
+            self._last = now
+            self._show_rates(now)
+
+    def _show_rates(self, now: float) -> None:
+        seconds = max(now - self._start, 1e-9)
+        self._bar.set_postfix_str(f"in {self._num_in / seconds:.0f} tok/s, out {self._num_out / seconds:.0f} tok/s")
+
+
+class _DefaultLLMs:
+    """One LLM per model name for `generate`, started when it is first needed, closed at exit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._llms: dict[str, LLM] = {}
+
+    def get(self, model: str) -> LLM:
+        with self._lock:
+            if model not in self._llms:
+                self._llms[model] = LLM(model)
+            return self._llms[model]
+
+
+_default_llms = _DefaultLLMs()
+
+
+@overload
+def generate(prompts: str, *, model: str | None = None, **sampling: Any) -> RequestOutput: ...
+
+
+@overload
+def generate(prompts: list[str], *, model: str | None = None, **sampling: Any) -> list[RequestOutput]: ...
+
+
+def generate(
+    prompts: str | list[str], *, model: str | None = None, **sampling: Any
+) -> RequestOutput | list[RequestOutput]:
+    """Continue a prompt, or a list of them: print(generate("Once upon a time", max_tokens=50)).
+
+    `sampling` are fields of SamplingParams. `model` is a model directory or a built-in model's name, by default the
+    built-in one. The first call for a model starts its engine (weights are loaded, steps compiled), which is kept for
+    later calls until the program ends; use `LLM` to choose its options, or to close it.
+
+    Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
+    InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
+    """
+    unknown = sampling.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        names = ", ".join(SamplingParams.__struct_fields__)
+        raise TypeError(f"generate() got an unknown sampling field {', '.join(sorted(unknown))}; there are {names}")
+    SamplingParams(**sampling)  # before an engine is started
+    llm = _default_llms.get(model or "")
+    is_single = isinstance(prompts, str)
+    outputs = llm.generate(prompts, llm.sampling_params(sampling), use_tqdm=not is_single)
+    return outputs[0] if is_single else outputs
