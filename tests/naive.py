@@ -54,12 +54,6 @@ def naive_logits(params, config, family, token_ids):
     return family.logits(params, config, hidden)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _next_token(params, config, family, token_ids, length):
-    logits = naive_logits(params, config, family, token_ids)
-    return jnp.argmax(jax.lax.dynamic_index_in_dim(logits, length - 1, keepdims=False))
-
-
 def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_length=None):
     """`num_tokens` greedy tokens after `prompt_ids`, each from a full forward pass over all before it.
 
@@ -72,5 +66,6 @@ def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_lengt
     token_ids = np.zeros(padded_length, np.int32)
     token_ids[: len(prompt_ids)] = prompt_ids
     for position in range(len(prompt_ids), length):
-        token_ids[position] = _next_token(params, config, family, token_ids, np.int32(position))
+        logits = naive_logits(params, config, family, jnp.asarray(token_ids))
+        token_ids[position] = np.asarray(logits[position - 1]).argmax()
     return token_ids[len(prompt_ids) : length].tolist()

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Remake the golden values from transformers: tests/goldens/make.sh [SEED], or `make goldens SEED=n`.
+# They need torch, which has no wheels for every Python that jaxserve runs on, hence a Python 3.11 venv of their own.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+seed=${1:-0}
+venv=.venv-goldens
+
+find_python() {
+    for candidate in python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python; do
+        # A pyenv shim is on the PATH even when its version is not selected: only running it tells.
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "make goldens needs Python 3.11, for torch. Install it (for example: pyenv install 3.11) and try again." >&2
+    return 1
+}
+
+transformers=$(grep '^transformers==' constraints.txt)
+if ! "$venv/bin/python" -m pip freeze 2>/dev/null | grep -qx "$transformers"; then
+    python=$(find_python)
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet torch==2.13.0 "$transformers" safetensors numpy
+fi
+exec "$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed"

@@ -1,0 +1,167 @@
+"""Tiny random models of every family, and what transformers computes with them: the goldens of the parity tests.
+
+Runs in a Python with torch (see make.sh), not in jaxserve's. Each golden is a directory as save_pretrained writes it
+(config.json, model.safetensors) with golden.npz beside: token_ids [T], float32 logits [T, V], and the greedy
+continuation of the first `prompt_length` tokens. The seed draws dimensions, weights and tokens.
+"""
+
+import argparse
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import transformers
+
+SEQUENCE_LENGTH = 41
+PROMPT_LENGTH = 24
+NUM_GREEDY = 10
+MIN_MARGIN = 1e-3  # of the largest logit, between the best two: else rounding could decide a greedy token
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name: (family, (query heads, kv heads, head dim), the rest of the config)
+CASES = {
+    "llama_untied": ("llama", (4, 4, 12), {}),
+    "llama_tied_llama3_rope": ("llama", (6, 2, 8), {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama_biases_linear_rope": (
+        "llama",
+        (4, 2, 20),
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "mistral_window": ("mistral", (4, 1, 24), {"sliding_window": 7}),
+    "mistral_full": ("mistral", (5, 5, 6), {"sliding_window": None, "hidden_act": "gelu"}),
+    "qwen2_tied": ("qwen2", (6, 3, 10), {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "qwen2",
+        (7, 1, 8),
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "hidden_act": "relu"},
+    ),
+    "qwen3_tied": ("qwen3", (4, 2, 16), {"tie_word_embeddings": True}),
+    "qwen3_biases_window": (
+        "qwen3",
+        (8, 2, 12),
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+SHARDED = {"llama_untied", "qwen2_tied"}
+"""Goldens whose weights are written as several files with an index."""
+
+
+def draw_config(family, heads, extras, rng):
+    """A config of two layers whose sizes are no multiples of anything in particular."""
+    num_heads, num_kv_heads, head_dim = heads
+    # transformers insists that hidden_size is a multiple of the heads; head_dim need not be the quotient.
+    hidden_size = num_heads * head_dim if family == "qwen2" else num_heads * int(rng.integers(5, 12))
+    return FAMILIES[family][0](
+        vocab_size=int(rng.integers(67, 131)),
+        hidden_size=hidden_size,
+        intermediate_size=int(rng.integers(40, 90)),
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        rms_norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        attn_implementation="eager",
+        **({"tie_word_embeddings": False} | extras),
+    )
+
+
+def randomise(model, rng):
+    """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            center, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.5)
+        else:
+            center, spread = 0.0, 1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5
+        values = center + spread * rng.standard_normal(tuple(parameter.shape))
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+@torch.no_grad()
+def compute_logits(model, token_ids):
+    return model(torch.from_numpy(token_ids)[None], use_cache=False).logits[0].float().numpy()
+
+
+def continue_greedily(model, prompt):
+    """Greedy tokens after `prompt`, and the smallest margin, relative to the largest logit, by which one was chosen."""
+    token_ids, margin = prompt, np.inf
+    for _ in range(NUM_GREEDY):
+        logits = compute_logits(model, token_ids)
+        second, first = np.sort(logits[-1])[-2:]
+        margin = min(margin, (first - second) / np.abs(logits).max())
+        token_ids = np.append(token_ids, logits[-1].argmax())
+    return token_ids[len(prompt) :], margin
+
+
+def make_golden(directory, name, seed):
+    family, heads, extras = CASES[name]
+    rng = np.random.default_rng([seed, list(CASES).index(name)])
+    config = draw_config(family, heads, extras, rng)
+    model = FAMILIES[family][1](config).float().eval()
+    randomise(model, rng)
+    for _ in range(100):
+        token_ids = rng.integers(config.vocab_size, size=SEQUENCE_LENGTH)
+        greedy, margin = continue_greedily(model, token_ids[:PROMPT_LENGTH])
+        if margin > MIN_MARGIN:
+            break
+    else:
+        raise RuntimeError(f"{name}: no prompt has a clear greedy continuation")
+    logits = compute_logits(model, token_ids)
+    model.save_pretrained(directory / name, max_shard_size="60KB" if name in SHARDED else "1GB")
+    (directory / name / "generation_config.json").unlink(missing_ok=True)
+    for path in (directory / name).iterdir():
+        path.chmod(0o644)
+    np.savez_compressed(
+        directory / name / "golden.npz",
+        token_ids=token_ids.astype(np.int32),
+        logits=logits,
+        greedy=greedy.astype(np.int32),
+        prompt_length=PROMPT_LENGTH,
+        seed=seed,
+    )
+    print(f"{name}: max |logit| {np.abs(logits).max():.1f}, smallest greedy margin {margin:.1e}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).parent)
+    arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    for name in CASES:
+        shutil.rmtree(arguments.output / name, ignore_errors=True)
+        make_golden(arguments.output, name, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
