@@ -61,18 +61,24 @@ class _Help(argparse.Action):
 
 
 def add_config_flags(
-    parser: Parser, config: type[EngineConfig] | type[ServerConfig], *, skip: Sequence[str] = ()
+    parser: Parser, config: type[EngineConfig] | type[ServerConfig], *, defaults: Mapping[str, Any] | None = None
 ) -> None:
-    """A flag for each field of a config dataclass, but for those in `skip`, in the groups of their metadata."""
+    """A flag for each field of a config dataclass, in the groups of their metadata.
+
+    `defaults` are values that this command has instead of the field's own.
+    """
+    defaults = defaults or {}
+    parser.set_defaults(**defaults)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
-        if field.name not in skip:
-            names = [_flag(field.name)] + [alias for alias in [field.metadata["alias"]] if alias]
-            is_size = field.metadata["is_size"]
-            options = _size_options() if is_size else _options(hints[field.name])
-            default = f"{field.default // 2**20}MiB" if is_size and isinstance(field.default, int) else field.default
-            text = _with_default(field.metadata["help"], default)
-            parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
+        names = [_flag(field.name)] + [alias for alias in [field.metadata["alias"]] if alias]
+        is_size = field.metadata["is_size"]
+        options = _size_options() if is_size else _options(hints[field.name])
+        default = defaults.get(field.name, field.default)
+        if is_size and isinstance(default, int):
+            default = f"{default // 2**20}MiB"
+        text = _with_default(field.metadata["help"], default)
+        parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
 
 
 def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> None:

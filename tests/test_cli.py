@@ -1,0 +1,301 @@
+import argparse
+import io
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import jaxserve.llm
+from jaxserve import cli
+from jaxserve.errors import EngineDead
+from jaxserve.flags import parse_size
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+
+class FakeLLM:
+    """Answers every prompt with its words in reverse, a word at a time; keeps what it was asked."""
+
+    def __init__(self):
+        self.options = None
+        self.asked = []
+        self.is_closed = False
+        self.fails_with = None
+
+    def __call__(self, **options):
+        self.options = options
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.is_closed = True
+
+    def sampling_params(self, given):
+        return SamplingParams(**given)
+
+    def _outputs(self, prompt, params):
+        words = [f" {word}" for word in reversed(prompt.split())]
+        logprobs = [{0: Logprob(-0.5, 1, word), 7: Logprob(-1.25, 2, "other")} for word in words]
+        return words, logprobs if params.logprobs is not None else None
+
+    def generate(self, prompts, params):
+        self.asked.append((prompts, params))
+        results = []
+        for prompt in prompts:
+            words, logprobs = self._outputs(prompt, params)
+            outputs = [
+                CompletionOutput(index=index, text="".join(words), token_ids=[0] * len(words), logprobs=logprobs)
+                for index in range(params.n)
+            ]
+            results.append(RequestOutput(request_id="r", prompt=prompt, prompt_token_ids=[], outputs=outputs))
+        return results
+
+    def stream(self, prompt, params):
+        self.asked.append((prompt, params))
+        words, logprobs = self._outputs(prompt, params)
+        for number, word in enumerate(words):
+            if self.fails_with is not None:
+                raise self.fails_with
+            entry = None if logprobs is None else [logprobs[number]]
+            output = CompletionOutput(index=0, text=word, token_ids=[0], logprobs=entry)
+            yield RequestOutput(request_id="r", prompt=None, prompt_token_ids=[], outputs=[output])
+
+    def stream_chat(self, messages, params):
+        self.messages = [dict(message) for message in messages]
+        return self.stream(messages[-1]["content"], params)
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    fake = FakeLLM()
+    monkeypatch.setattr(jaxserve.llm, "LLM", fake)
+    return fake
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_every_group_of_help_fits_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    titles = [block.split(":\n")[0] for block in blocks if re.match(r"[a-z ]+:\n", block)]
+    assert {"model", "cache", "scheduling", "execution"} <= set(titles)
+    assert max(len(block.splitlines()) for block in blocks) <= 24
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help", "cache"])
+    assert ended.value.code == 0
+    (block,) = [block for block in blocks if block.startswith("cache:")]
+    assert capsys.readouterr().out == block + "\n"
+
+
+def test_help_of_an_unknown_group_names_the_groups(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--help", "nothing"])
+    assert ended.value.code == 2
+    assert "there are: model, cache, scheduling, execution, server" in capsys.readouterr().err
+
+
+def test_every_field_of_the_configs_is_a_flag_of_serve(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for name in cli._ENGINE_FIELDS + cli._SERVER_FIELDS:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_flags_become_engine_options(llm):
+    flags = "--model m --max-num-seqs 7 --no-enable-prefix-caching --kv-cache-memory 1.5GiB --no-overlap --seed 5"
+    assert cli.main(["generate", "a b", *flags.split()]) == 0
+    assert llm.options == {
+        "model": "m",
+        "max_num_seqs": 7,
+        "enable_prefix_caching": False,
+        "kv_cache_memory": 3 * 2**29,
+        "overlap": False,
+        "seed": 5,
+        "warmup": False,
+    }
+    assert llm.is_closed
+
+
+def test_names_that_vllm_has_for_the_same_are_accepted(llm):
+    assert cli.main(["generate", "a", "--kv-cache-memory-bytes", "512", "-tp", "2", "--no-async-scheduling"]) == 0
+    assert llm.options == {"kv_cache_memory": 512, "tensor_parallel_size": 2, "overlap": False, "warmup": False}
+
+
+def test_only_the_shapes_that_are_needed_are_compiled_unless_asked_for(llm, capsys):
+    assert cli.main(["generate", "a"]) == 0
+    assert llm.options == {"warmup": False}
+    assert cli.main(["generate", "a", "--warmup"]) == 0
+    assert llm.options == {"warmup": True}
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help", "execution"])
+    assert "compile every step shape at start-up; default: off" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("2KiB", 2048), ("2k", 2048), ("1.5 MiB", 3 * 2**19), ("32MB", 2**25), ("4GiB", 2**32), ("7B", 7)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3MiB", "4 apples", "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        parse_size(text)
+
+
+def test_sampling_flags(llm):
+    flags = [
+        *("--temperature", "0.5", "--max-tokens", "9", "--top-p", "0.9", "--top-k", "3", "--seed", "11", "--n", "2"),
+        *("--stop", "x", "--stop", "-y", "--stop-token-ids", "4", "--ignore-eos", "--no-skip-special-tokens"),
+        *("--logit-bias", '{"15": -100}', "--allowed-token-ids", "15", "--allowed-token-ids", "16"),
+    ]
+    flags[flags.index("-y") - 1 : flags.index("-y") + 1] = ["--stop=-y"]
+    assert cli.main(["generate", "a", *flags]) == 0
+    ((_, params),) = llm.asked
+    assert params == SamplingParams(
+        temperature=0.5,
+        max_tokens=9,
+        top_p=0.9,
+        top_k=3,
+        seed=11,
+        n=2,
+        stop=["x", "-y"],
+        stop_token_ids=[4],
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logit_bias={15: -100.0},
+        allowed_token_ids=[15, 16],
+    )
+    assert llm.options == {"seed": 11, "warmup": False}
+
+
+def test_generate_prints_the_prompt_and_its_continuation(llm, capsys):
+    assert cli.main(["generate", "one two three"]) == 0
+    assert capsys.readouterr() == ("one two three three two one\n", "")
+    ((prompt, params),) = llm.asked
+    assert (prompt, params.max_tokens) == ("one two three", 256)
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "-"]])
+def test_generate_reads_the_prompt_from_standard_input(llm, capsys, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "from a pipe pipe a from\n"
+
+
+def test_several_prompts_are_told_apart(llm, capsys):
+    assert cli.main(["generate", "a b", "c d", "--n", "2"]) == 0
+    assert capsys.readouterr().out == (
+        "==> prompt 1 of 2, 1 of 2 <==\na b b a\n\n==> prompt 1 of 2, 2 of 2 <==\na b b a\n\n"
+        "==> prompt 2 of 2, 1 of 2 <==\nc d d c\n\n==> prompt 2 of 2, 2 of 2 <==\nc d d c\n\n"
+    )
+
+
+def test_logprobs_follow_the_text(llm, capsys):
+    assert cli.main(["generate", "a b", "--logprobs", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a b b a",
+        "' b' -0.5000 #1  'other' -1.2500 #2",
+        "' a' -0.5000 #1  'other' -1.2500 #2",
+    ]
+
+
+def test_chat_keeps_the_history(llm, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello there\n\nsecond turn\n/exit\nnever read\n"))
+    assert cli.main(["chat", "--system", "be brief", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == " there hello\n turn second\n"
+    assert llm.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": " there hello"},
+        {"role": "user", "content": "second turn"},
+    ]
+    assert llm.asked[0][1] == SamplingParams(max_tokens=None, temperature=0.0)
+
+
+def test_chat_ends_with_its_input(llm, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert cli.main(["chat"]) == 0
+    assert capsys.readouterr().out == " hi\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate a --temperature -1", "temperature must be in [0.0, 100.0], got -1.0"),
+        ("generate a --block-size 3", "block_size must be a power of two up to 512, got 3"),
+        ("serve --port 99999", "port must be in [0, 65535], got 99999"),
+        ("generate a --model nowhere", "no model 'nowhere': it is neither"),
+        ("serve nowhere --port 0", "no model 'nowhere': it is neither"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(capsys, arguments, message):
+    assert cli.main(arguments.split()) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"jaxserve: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 1
+    assert re.fullmatch(rf"jaxserve: error: cannot listen on 127.0.0.1:{port}: .+\n", capsys.readouterr().err)
+
+
+def test_debug_shows_the_traceback(llm):
+    llm.fails_with = EngineDead("gone")
+    assert cli.main(["generate", "a"]) == 1
+    with pytest.raises(EngineDead):
+        cli.main(["generate", "a", "--log-level", "debug"])
+
+
+def test_interrupting_is_quiet(llm, capsys):
+    llm.fails_with = KeyboardInterrupt()
+    assert cli.main(["generate", "a"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate", "a", "--max-num", "3"], ["serve", "a", "b"]])
+def test_wrong_usage_is_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_command_is_installed_and_knows_its_version():
+    command = pathlib.Path(sys.executable).with_name("jaxserve")
+    result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"jaxserve {jaxserve.__version__}\n"
+
+
+def _run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """The command in a process of its own, with one CPU device as users have it."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    code = "import sys; from jaxserve.cli import main; sys.exit(main())"
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
+
+
+def test_stories_continue_as_published(test_data):
+    golden = (test_data / "models/stories260K/GOLDEN.md").read_text()
+    published = golden.split("-t 0.0\n")[1].split("\n```")[0]
+    model = str(test_data / "models/stories260K")
+    result = _run("generate", "Once upon a time", "--model", model, "--temperature", "0", "--max-tokens", "150")
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.removesuffix("\n")
+    assert published.startswith(text)
+    assert len(text) > 350
