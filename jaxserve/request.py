@@ -201,6 +201,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_indexed_blocks",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -223,9 +224,10 @@ class Request:
         self.num_pending = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
+        self.num_indexed_blocks = 0  # leading block_ids that have been offered to the prefix cache
         self.num_preemptions = 0
         self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []  # chained hashes of the full blocks of token_ids, filled as they fill
+        self.block_hashes: list[bytes] = []  # chained hashes of the leading full blocks of token_ids, as far as needed
         self.slot = -1
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -275,6 +277,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """What has come of a prompt so far: the whole so far, or in a stream only what is new (`delta`).
@@ -290,3 +295,6 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(output.text for output in self.outputs)

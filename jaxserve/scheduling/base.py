@@ -1,0 +1,294 @@
+"""Scheduler: what every scheduler is. It takes requests in, hands out a StepPlan a step, takes tokens back.
+
+Here is a request's life (queue, slot, tokens, finish); what goes into a step is decided in `continuous` and `static`.
+"""
+
+import abc
+import dataclasses
+import enum
+import itertools
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded, InvalidRequest, QueueFull
+from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
+from jaxserve.scheduling.plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """What a scheduler must keep within. `max_num_waiting` None: the queue has no limit."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class SchedulerStats(NamedTuple):
+    """Gauges of this moment, then counters since the start; prefix cache queries and hits count prompt tokens."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    kv_tokens_held: int
+    kv_positions_allocated: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class RowOutcome(enum.Enum):
+    """What `update` made of one row of a step.
+
+    TOKEN: its token was appended. LAST_TOKEN: that too, and the request is finished; if its `finish_reason` is "stop",
+    the token is what stopped it. CHUNK: part of a sequence was computed, nothing sampled. FAILED: its numbers were not
+    finite; the request is finished, `finish_reason` "error". DROPPED: the request had already finished when the row
+    came back (a stop token one step earlier, an abort): nobody waits for it.
+    """
+
+    TOKEN = enum.auto()
+    LAST_TOKEN = enum.auto()
+    CHUNK = enum.auto()
+    FAILED = enum.auto()
+    DROPPED = enum.auto()
+
+
+class Scheduler(abc.ABC):
+    """Owns every unfinished request. One thread calls it, `check_admissible` aside.
+
+    The caller executes every plan that `schedule` returns, in order, and reads the requests' block tables for it
+    before it calls anything else; then hands each plan to `update`, oldest first. Any number of plans may be in flight
+    in between. `add`, `abort` and `fail` are welcome at any moment.
+
+    Requests are ordered by (priority, arrival), or by arrival alone under "fcfs": `_waiting` and `_running` are lists
+    sorted by this key, which no two requests share.
+    """
+
+    def __init__(self, limits: SchedulerLimits):
+        self._limits = limits
+        self._by_priority = limits.policy == "priority"
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished. When no plan is in flight, `schedule` then returns one."""
+        return bool(self._requests)
+
+    def check_admissible(self, request: EngineRequest) -> None:
+        """Whether this request could ever run here, alone. Pure: from any thread.
+
+        Raises InvalidRequest, ContextLengthExceeded or CapacityExceeded.
+        """
+        limits = self._limits
+        num_prompt_tokens = len(request.prompt_token_ids)
+        total = num_prompt_tokens + request.max_tokens
+        if num_prompt_tokens < 1:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
+        if total > limits.max_model_len:
+            raise ContextLengthExceeded(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} make {total}, "
+                f"over the context length of {limits.max_model_len}",
+                param="max_tokens" if num_prompt_tokens < limits.max_model_len else "prompt",
+                code="context_length_exceeded",
+            )
+        num_blocks = self._num_blocks(total - 1)  # the last token's KV is never needed
+        if num_blocks > limits.num_blocks:
+            raise CapacityExceeded(
+                f"the request may grow to {num_blocks} KV blocks, over the {limits.num_blocks} of this engine",
+                param="max_tokens",
+                code="capacity_exceeded",
+            )
+
+    def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
+        """Queue all of these requests or none. The `n` siblings of a group come in one call.
+
+        Raises QueueFull, InvalidRequest (an id that is in use), or what `check_admissible` raises.
+        """
+        ids = {request.request_id for request in engine_requests}
+        if len(ids) < len(engine_requests) or not ids.isdisjoint(self._requests):
+            raise InvalidRequest("a request of this id is running already", param="request_id")
+        for request in engine_requests:
+            self.check_admissible(request)
+        limit = self._limits.max_num_waiting
+        if limit is not None and len(self._waiting) + len(engine_requests) > limit:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting, at most {limit} may")
+        requests = []
+        for engine_request in engine_requests:
+            request = Request(engine_request, arrival=self._num_arrived)
+            self._num_arrived += 1
+            if not self._by_priority:
+                request.priority = 0  # then the key is the arrival alone
+            self._requests[request.request_id] = request
+            insort(self._waiting, request, key=request_key)
+            requests.append(request)
+        return requests
+
+    @abc.abstractmethod
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step. None: nothing can run before a plan in flight has come back, or nothing is there."""
+
+    def update(
+        self, plan: StepPlan, sampled_token_ids: Sequence[int], ok: Sequence[bool] | None = None
+    ) -> list[RowOutcome]:
+        """Take in the results of the oldest plan in flight; returns one outcome a row.
+
+        `sampled_token_ids` has one int a row, anything where a row does not sample; `ok` says which rows' numbers were
+        finite, None that all were. Requests finish here: at a stop token ("stop"), at their last token ("length"), or
+        because a row is not ok ("error").
+        """
+        oldest = self._in_flight.popleft()
+        assert oldest is plan, "plans come back in the order they were made"
+        failed = set() if ok is None or all(ok) else self._fail_rows(plan, ok)
+        finished = RequestStatus.FINISHED
+        chunk, one_token, last_token = RowOutcome.CHUNK, RowOutcome.TOKEN, RowOutcome.LAST_TOKEN
+        outcomes: list[RowOutcome] = []
+        for (request, _, _, _, samples, _), token_id in zip(plan.rows, sampled_token_ids, strict=True):
+            if samples:
+                request.num_pending -= 1
+            if request.status is finished:
+                outcomes.append(RowOutcome.FAILED if request in failed else RowOutcome.DROPPED)
+            elif not samples:
+                outcomes.append(chunk)
+            else:
+                token_ids = request.token_ids
+                token_ids.append(token_id)
+                if token_id in request.request.stop_token_ids:
+                    self._finish(request, "stop")
+                elif len(token_ids) == request.max_total_tokens:
+                    self._finish(request, "length")
+                else:
+                    outcomes.append(one_token)
+                    continue
+                outcomes.append(last_token)
+        return outcomes
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Finish these requests ("abort") and take back what they hold; returns those that were unfinished. Their rows
+        in flight run and are dropped. Ids that are unknown are ignored.
+        """
+        aborted = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, "abort")
+                aborted.append(request)
+        return aborted
+
+    def fail(self, request: Request) -> None:
+        """Finish a request ("error") whose KV cannot be trusted: nothing of it stays in the prefix cache."""
+        self._distrust(request)
+        if request.status is not RequestStatus.FINISHED:
+            self._finish(request, "error")
+
+    @abc.abstractmethod
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters. Linear in the running requests."""
+
+    @abc.abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is done, while a request is running."""
+
+    @abc.abstractmethod
+    def _release(self, request: Request) -> None:
+        """Take back the slot and the blocks of a request that stops running."""
+
+    @abc.abstractmethod
+    def _distrust(self, request: Request) -> None:
+        """Drop from the prefix cache whatever this request may have written."""
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._limits.block_size)
+
+    def _fail_rows(self, plan: StepPlan, ok: Sequence[bool]) -> set[Request]:
+        """Fail the requests of the rows that are not ok; returns those that were unfinished until now. A finished one
+        is distrusted too: an abort does not make its blocks any better.
+        """
+        failed = set()
+        for row, row_ok in zip(plan.rows, ok, strict=True):
+            if not row_ok:
+                if row.request.status is not RequestStatus.FINISHED:
+                    failed.add(row.request)
+                self.fail(row.request)
+        return failed
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        if request.status is RequestStatus.RUNNING:
+            _remove(self._running, request)
+            self._release(request)
+        else:
+            _remove(self._waiting, request)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+
+    def check_integrity(self) -> None:
+        """Assert every invariant that can be stated. For tests: linear in all state."""
+        limits = self._limits
+        waiting, running = self._waiting, self._running
+        for queue in (waiting, running):
+            keys = [request_key(request) for request in queue]
+            assert all(a < b for a, b in itertools.pairwise(keys)), "a queue is not strictly ordered"
+        assert self._requests == {request.request_id: request for request in [*waiting, *running]}
+        assert len(self._requests) == len(waiting) + len(running), "a request is in two queues"
+        assert len(running) <= limits.max_num_seqs
+        slots = [request.slot for request in running]
+        assert len(set(slots)) == len(slots), "two requests in one slot"
+        assert all(0 <= slot < limits.max_num_seqs for slot in slots)
+
+        for plan in self._in_flight:
+            counts = [row.num_tokens for row in plan.rows]
+            assert counts == [1] * plan.num_decode_rows + [n for n in counts if n > 1], "rows are out of order"
+            assert sum(counts) == plan.num_tokens <= limits.max_num_batched_tokens
+            assert len({id(row.request) for row in plan.rows}) == len(counts), "a request has two rows"
+            assert len({row.slot for row in plan.rows}) == len(counts), "two rows in one slot"
+        in_flight = Counter(dict.fromkeys(self._requests.values(), 0))
+        in_flight.update(row.request for plan in self._in_flight for row in plan.rows if row.samples)
+        for request, num_rows in in_flight.items():
+            assert request.num_pending == num_rows, "num_pending differs from the rows in flight"
+        for request in self._requests.values():
+            self._check_request(request)
+
+    def _check_request(self, request: Request) -> None:
+        num_computed = request.num_computed_tokens
+        assert request.finish_reason is None
+        assert len(request.token_ids) < request.max_total_tokens, "a request at its limit still lives"
+        assert request.num_tokens <= request.max_total_tokens <= self._limits.max_model_len
+        assert len(request.block_ids) == self._num_blocks(num_computed), "the block table is not what was computed"
+        if request.status is RequestStatus.RUNNING:
+            assert request in self._running
+            assert 0 <= num_computed < request.num_tokens
+            assert request.num_pending in (0, num_computed + 1 - len(request.token_ids)), "a token is out of turn"
+        else:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request in self._waiting
+            assert request.slot == -1
+            assert num_computed == 0
+            assert request.num_pending == 0 or request.status is RequestStatus.PREEMPTED
+
+
+def request_key(request: Request) -> tuple[int, int]:
+    """Who goes first: a strict total order."""
+    return request.priority, request.arrival
+
+
+def _remove(queue: list[Request], request: Request) -> None:
+    index = bisect_left(queue, request_key(request), key=request_key)
+    assert queue[index] is request
+    del queue[index]

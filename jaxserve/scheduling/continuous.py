@@ -1,0 +1,356 @@
+"""ContinuousScheduler: every step anew, who computes how many tokens, which blocks that takes, who must give way.
+
+There is no prefill or decode phase: each running request's `num_computed_tokens` catches up with its `num_tokens`.
+
+Why nobody waits for ever. Requests have a strict total order, the key. The running request with the least key always
+progresses: its row comes first in the budget, and for a block it may preempt every other one; alone it fits, or
+`add` had refused it. So running requests finish, and no waiting one is admitted past the least waiting one (siblings
+that wait for their leader are passed over, but the leader's key is less), which therefore runs at the latest when the
+pool is empty. By induction over the key everyone finishes, under "priority" as long as better ones stop arriving.
+
+Why late writes do no harm. The device runs steps in order, and a row writes only at positions >= its start, into
+blocks that, when it was scheduled, its request alone held and that were not cached (`check_integrity`). If the request
+loses such a block while the row is in flight, whoever gets it next writes in a later step. A block enters the cache
+only when the step that fills it is scheduled and its tokens are known, so what is in flight for it is what it stands
+for; rows of the same step may read it too, since a layer writes all K and V of a step before it attends.
+"""
+
+import math
+from bisect import insort
+from typing import override
+
+from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
+from jaxserve.scheduling.base import Scheduler, SchedulerLimits, SchedulerStats, request_key
+from jaxserve.scheduling.block_pool import BlockPool
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash, pack_tokens
+
+
+class _Step:
+    """A plan in the making."""
+
+    __slots__ = ("admitted", "budget", "chunk_rows", "has_preempted", "num_promised_blocks", "single_rows")
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.single_rows: list[Row] = []
+        self.chunk_rows: list[Row] = []
+        self.admitted: list[Request] = []
+        self.has_preempted = False
+        self.num_promised_blocks = 0  # what running requests still need for the tokens that they have already
+
+
+class ContinuousScheduler(Scheduler):
+    """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
+
+    `model_domain` separates the prefixes of different models. Without `enable_prefix_caching` only the siblings of a
+    group share their prompt.
+    """
+
+    def __init__(self, limits: SchedulerLimits, *, enable_prefix_caching: bool, model_domain: bytes):
+        super().__init__(limits)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._model_domain = model_domain
+        self._cache = PrefixCache(limits.block_size)
+        self._pool = BlockPool(limits.num_blocks, self._cache)
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._groups: dict[str, list[Request]] = {}  # unfinished siblings by key; the first one leads
+        self._blocked: tuple[Request, int, int] | None = None  # see _find_room
+        self._num_preemptions = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+
+    @override
+    def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
+        requests = super().add(engine_requests)
+        for request in requests:
+            insort(self._groups.setdefault(request.request.group_id, []), request, key=request_key)
+        return requests
+
+    @override
+    def schedule(self) -> StepPlan | None:
+        limits, running = self._limits, self._running
+        block_size = limits.block_size
+        step = _Step(limits.max_num_batched_tokens)
+        single_rows = step.single_rows
+        challenger = self._challenger_priority()
+        index = 0
+        while index < len(running) and step.budget:
+            request = running[index]
+            if request.priority > challenger:
+                is_admitted = self._admit_challenger(step)
+                challenger = self._challenger_priority() if is_admitted else math.inf
+                index += is_admitted  # it was inserted at or before `index`, and has its row
+                continue
+            index += 1
+            start = request.num_computed_tokens
+            num_tokens = len(request.token_ids) + request.num_pending
+            if start % block_size == 0 or num_tokens - start != 1:
+                self._extend(request, step)
+            elif num_tokens != request.max_total_tokens:  # else its last token is on its way
+                # `_extend` for the common case, one token into a block that has room.
+                request.num_computed_tokens = num_tokens
+                request.num_pending += 1
+                step.budget -= 1
+                single_rows.append(Row(request, request.slot, start, 1, True, 0))
+        if self._waiting and not step.has_preempted:
+            self._admit_waiting(step)
+
+        rows = single_rows + step.chunk_rows
+        if not rows:
+            return None
+        plan = StepPlan(rows, len(single_rows), limits.max_num_batched_tokens - step.budget, step.admitted)
+        self._in_flight.append(plan)
+        return plan
+
+    @override
+    def stats(self) -> SchedulerStats:
+        pool, size = self._pool, self._limits.block_size
+        num_held_blocks = pool.num_blocks - pool.num_free
+        # Only the last block of a table can have room, and it is never shared.
+        num_unused = sum(len(request.block_ids) * size - request.num_computed_tokens for request in self._running)
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_cache_usage=num_held_blocks / pool.num_blocks,
+            kv_tokens_held=num_held_blocks * size - num_unused,
+            kv_positions_allocated=num_held_blocks * size,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._num_prefix_queries,
+            prefix_cache_hits=self._num_prefix_hits,
+        )
+
+    @override
+    def reset_prefix_cache(self) -> bool:
+        if self._running:
+            return False
+        self._pool.forget_evictable()
+        return True
+
+    def _extend(self, request: Request, step: _Step) -> None:
+        """Give a running request its row: as many tokens as it has and the budget allows, and blocks for them. For
+        these it preempts the worst running request, one after the other; if that is itself, it gets no row.
+        """
+        start = request.num_computed_tokens
+        num_tokens = len(request.token_ids) + request.num_pending
+        if num_tokens == request.max_total_tokens:
+            return  # its last token is on its way
+        end = min(num_tokens, start + step.budget)
+        num_new_blocks = self._num_blocks(end) - len(request.block_ids)
+        while self._pool.num_free < num_new_blocks:
+            victim = self._preempt_worst(step)
+            if victim is request:
+                return
+        request.block_ids += self._pool.allocate(num_new_blocks)
+        request.num_computed_tokens = end
+        samples = end == num_tokens
+        if samples:
+            request.num_pending += 1
+        else:
+            step.num_promised_blocks += self._num_blocks(num_tokens) - len(request.block_ids)
+        self._index_blocks(request)
+        step.budget -= end - start
+        rows = step.single_rows if end - start == 1 else step.chunk_rows
+        rows.append(Row(request, request.slot, start, end - start, samples, num_new_blocks))
+
+    def _preempt_worst(self, step: _Step) -> Request:
+        """The running request with the greatest key starts over later. It has no row in this step yet: rows are given
+        in key order.
+        """
+        victim = self._running.pop()
+        self._release(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_preemptions += 1
+        insort(self._waiting, victim, key=request_key)
+        self._num_preemptions += 1
+        step.has_preempted = True
+        return victim
+
+    @override
+    def _release(self, request: Request) -> None:
+        if request.finish_reason != "error":
+            self._index_blocks(request)  # the last full block: a conversation's next turn starts with it
+        self._pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_indexed_blocks = 0
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    @override
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        super()._finish(request, reason)
+        siblings = self._groups[request.request.group_id]
+        siblings.remove(request)
+        if not siblings:
+            del self._groups[request.request.group_id]
+
+    # Admission
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit in key order until a slot, blocks or the budget lack."""
+        while step.budget and self._free_slots:
+            request = self._next_waiting()
+            if request is None:
+                return
+            num_available = self._pool.num_free - step.num_promised_blocks
+            if request.status is RequestStatus.PREEMPTED:
+                # Blocks are scarce: one to spare for each running request, or it would soon be preempted again.
+                num_available -= len(self._running)
+            hits = self._find_room(request, num_available)
+            if hits is None:
+                return
+            self._admit(request, hits, step)
+
+    def _challenger_priority(self) -> float:
+        """Running requests of a worse priority than this come after a waiting one; infinite: none do."""
+        if not self._by_priority:
+            return math.inf
+        request = self._next_waiting()
+        return math.inf if request is None else request.priority
+
+    def _admit_challenger(self, step: _Step) -> bool:
+        """Admit the next waiting request before those of strictly worse priority that are running, and preempt as many
+        of these as it takes; none if that would not be enough.
+        """
+        request = self._next_waiting()
+        assert request is not None
+        if request.num_pending:
+            return False
+        worse = [other for other in self._running if other.priority > request.priority]
+        released = self._pool.held_only_by([other.block_ids for other in worse])
+        num_missing = self._num_blocks(len(request.token_ids)) - sum(
+            self._pool.is_held(block_id) and block_id not in released for block_id in self._match(request)
+        )
+        if num_missing > self._pool.num_free + len(released) - step.num_promised_blocks:
+            return False
+        while True:
+            hits = self._find_room(request, self._pool.num_free - step.num_promised_blocks)
+            if hits is not None and self._free_slots:
+                self._admit(request, hits, step)
+                return True
+            self._preempt_worst(step)
+
+    def _next_waiting(self) -> Request | None:
+        """The first waiting request that need not wait for its leader."""
+        for request in self._waiting:
+            leader = self._groups[request.request.group_id][0]
+            num_shareable = (request.num_prompt_tokens - 1) // self._limits.block_size * self._limits.block_size
+            if leader is request or leader.num_computed_tokens >= num_shareable or not self._may_hit(request):
+                return request
+        return None
+
+    def _find_room(self, request: Request, num_available: int) -> list[int] | None:
+        """The cached blocks that a waiting request would start from, if `num_available` blocks are enough for the rest
+        of its tokens, those it shares with a running request not counted. None: not now.
+        """
+        if request.num_pending:
+            return None  # a token of its is still to come back, and belongs before any new one
+        if self._is_still_blocked(request, num_available):
+            return None
+        hits = self._match(request)
+        num_missing = self._num_blocks(len(request.token_ids)) - sum(map(self._pool.is_held, hits))
+        if num_missing > num_available:
+            self._blocked = (request, len(hits), num_missing)
+            return None
+        return hits
+
+    def _is_still_blocked(self, request: Request, num_available: int) -> bool:
+        """Spares a long prompt that waits for blocks its matching at every step. Its need shrinks only if one more of
+        its blocks is cached: another holder of its hits takes as many from what is free as from what is missing.
+        """
+        if self._blocked is None or self._blocked[0] is not request:
+            return False
+        _, num_hits, num_missing = self._blocked
+        hashes = request.block_hashes
+        has_more_hits = num_hits < len(hashes) and self._cache.has_hash(hashes[num_hits])
+        return num_missing > num_available and not has_more_hits
+
+    def _admit(self, request: Request, hits: list[int], step: _Step) -> None:
+        """From waiting to running, with a slot, the cached prefix and a first row."""
+        self._blocked = None
+        self._waiting.remove(request)
+        insort(self._running, request, key=request_key)
+        self._pool.share(hits)
+        request.block_ids = hits
+        request.num_indexed_blocks = len(hits)
+        request.num_computed_tokens = len(hits) * self._limits.block_size
+        request.slot = self._free_slots.pop()
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = request.num_computed_tokens
+            self._num_prefix_queries += request.num_prompt_tokens
+            self._num_prefix_hits += request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        step.admitted.append(request)
+        self._extend(request, step)
+
+    # Prefix sharing
+
+    def _shares(self, request: Request) -> bool:
+        return self._enable_prefix_caching or len(self._groups[request.request.group_id]) > 1
+
+    def _may_hit(self, request: Request) -> bool:
+        """Whether it may start from cached KV: not if it wants the logits of every prompt position."""
+        return request.request.params.prompt_logprobs is None and self._shares(request)
+
+    def _domain(self, request: Request) -> bytes:
+        """Requests of one domain may share KV."""
+        group_id = "" if self._enable_prefix_caching else request.request.group_id
+        return domain_hash((self._model_domain, request.request.cache_salt.encode(), group_id.encode()))
+
+    def _match(self, request: Request) -> list[int]:
+        """The cached blocks that the request's tokens start with, all but one token at most: one must be computed, so
+        that there are logits.
+        """
+        if not self._may_hit(request):
+            return []
+        num_blocks = (len(request.token_ids) - 1) // self._limits.block_size
+        domain = self._domain(request)
+        self._cache.extend_hashes(request.block_hashes, request.token_ids, num_blocks, domain=domain)
+        return self._cache.match(request.block_hashes, request.token_ids, num_blocks, domain=domain)
+
+    def _index_blocks(self, request: Request) -> None:
+        """Offer to the cache the blocks that are full of tokens known here whose KV has been scheduled."""
+        size = self._limits.block_size
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        first = request.num_indexed_blocks
+        if num_full <= first or not self._shares(request):
+            return
+        hashes, token_ids = request.block_hashes, request.token_ids
+        domain = self._domain(request) if first == 0 else b""
+        self._cache.extend_hashes(hashes, token_ids, num_full, domain=domain)
+        for index in range(first, num_full):
+            tokens = pack_tokens(token_ids[index * size : (index + 1) * size])
+            parent = domain if index == 0 else hashes[index - 1]
+            self._cache.insert(
+                request.block_ids[index], hashes[index], parent=parent, is_first=index == 0, tokens=tokens
+            )
+        request.num_indexed_blocks = num_full
+
+    @override
+    def _distrust(self, request: Request) -> None:
+        self._pool.purge(request.block_hashes)
+
+    @override
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        size = self._limits.block_size
+        running = self._running
+        self._pool.check_integrity([request.block_ids for request in running])
+        self._cache.check_integrity()
+        slots = [*self._free_slots, *(request.slot for request in running)]
+        assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
+        grouped = [request for siblings in self._groups.values() for request in siblings]
+        assert set(grouped) == set(self._requests.values())
+        assert len(grouped) == len(self._requests)
+        for request in running:
+            tail = request.block_ids[request.num_computed_tokens // size :]
+            assert self._pool.held_only_by([tail]) == set(tail), "the block it writes to next is shared"
+            assert not any(block_id in self._cache for block_id in tail), "the block it writes to next is cached"
+            assert request.num_indexed_blocks * size <= request.num_computed_tokens
+        for request in self._requests.values():
+            hashes: list[bytes] = []
+            num_hashes = len(request.block_hashes)
+            assert num_hashes * size <= len(request.token_ids), "a hash of unknown tokens"
+            self._cache.extend_hashes(hashes, request.token_ids, num_hashes, domain=self._domain(request))
+            assert hashes == request.block_hashes, "a wrong hash chain"

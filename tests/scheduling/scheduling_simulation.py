@@ -1,0 +1,295 @@
+"""A scheduler with a make-believe device: traffic goes through both, and every read and write of KV is checked.
+
+KV at one position depends on the domain and on every token up to there. The device therefore stores a history (a node
+in a tree of token prefixes) at each (block, offset), executes plans in order the moment they are made, as a real one
+would in its own time, and asserts that each row finds exactly its own history in its block table. Tokens are a function
+of the history, so each request's output has to equal a naive generation, whatever was shared, chunked or preempted.
+"""
+
+import hashlib
+import zlib
+from collections import deque
+
+from jaxserve.request import EngineRequest, Request, RequestStatus, SamplingParams
+from jaxserve.scheduling.continuous import ContinuousScheduler
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.prefix_cache import domain_hash, pack_tokens
+from jaxserve.scheduling.scheduler import RowOutcome, Scheduler, SchedulerLimits, make_scheduler
+
+VOCAB = 7
+STOP = 0
+
+
+def make_request(name, prompt, max_tokens=8, *, group=None, priority=0, salt="", prompt_logprobs=None):
+    return EngineRequest(
+        request_id=name,
+        group_id=group or name,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset({STOP}),
+        seed=zlib.crc32(name.encode()) % 2,  # so that some continue a prompt in the same way
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def make_limits(**changes):
+    defaults = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+    }
+    return SchedulerLimits(**(defaults | changes))
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """What the make-believe model says; one time in twenty that is a stop token."""
+    draw = (zlib.crc32(bytes(tokens), seed) >> 8) % 20
+    return STOP if draw == 0 else 1 + draw % VOCAB
+
+
+def naive_generation(request: EngineRequest) -> tuple[list[int], str]:
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(tokens, request.seed))
+        if tokens[-1] in request.stop_token_ids:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+class Histories:
+    """The tree of token prefixes: a node is (parent node, token), a root is a domain."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._ids: dict[tuple, int] = {}
+        self.links: list[tuple] = []
+        self._hashes: dict[int, bytes] = {}
+
+    def node(self, parent: int | str, token: object) -> int:
+        link = (parent, token)
+        if link not in self._ids:
+            self._ids[link] = len(self.links)
+            self.links.append(link)
+        return self._ids[link]
+
+    def root(self, *domain: str) -> int:
+        return self.node("root", domain)
+
+    def path(self, node: int) -> tuple[tuple, list[int]]:
+        tokens = []
+        while self.links[node][0] != "root":
+            node, token = self.links[node]
+            tokens.append(token)
+        return self.links[node][1], tokens[::-1]
+
+    def block_hash(self, node: int) -> bytes:
+        """The chained hash that the cache should know this prefix under; written down a second time, on purpose."""
+        if node not in self._hashes:
+            domain, tokens = self.path(node)
+            assert len(tokens) % self._block_size == 0, "a cached block ends inside a block"
+            chain = domain_hash(part.encode() for part in domain)
+            for start in range(0, len(tokens), self._block_size):
+                chain = hashlib.sha256(chain + pack_tokens(tokens[start : start + self._block_size])).digest()
+            self._hashes[node] = chain
+        return self._hashes[node]
+
+
+class Device:
+    """Slots and KV. `execute` is a step; the tokens it returns reach the scheduler later."""
+
+    def __init__(self, limits: SchedulerLimits, *, share_all: bool):
+        self.block_size = limits.block_size
+        self.num_blocks = limits.num_blocks
+        self.share_all = share_all
+        self.histories = Histories(limits.block_size)
+        self.memory: dict[tuple[int, int], int] = {}
+        self.poisoned: set[tuple[int, int]] = set()
+        self.owners: dict[int, Request] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.nodes: dict[int, list[int]] = {}
+
+    def execute(self, plan: StepPlan, poisoned_requests: set[Request]) -> tuple[list[int], list[bool]]:
+        for request in plan.admitted:
+            assert request.num_computed_tokens > 0, "admitted without a row"
+            self.owners[request.slot] = request
+            self.tables[request.slot] = list(request.block_ids)
+            self.tokens[request.slot] = list(request.token_ids)
+            self.nodes[request.slot] = []
+        for row in plan.rows:
+            assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
+            if row.request not in plan.admitted and row.num_new_blocks:
+                self.tables[row.slot] += row.request.block_ids[-row.num_new_blocks :]
+            assert self.tables[row.slot] == row.request.block_ids, "the device's block table is stale"
+
+        written: set[tuple[int, int]] = set()
+        for row in plan.rows:
+            nodes = self._nodes(row)
+            for position in range(row.start, row.start + row.num_tokens):
+                place = self._place(row, position)
+                assert place not in written, "two rows write to one place"
+                written.add(place)
+                self.memory[place] = nodes[position]
+        self.poisoned -= written
+        for row in plan.rows:
+            nodes = self._nodes(row)
+            for position in range(row.start + row.num_tokens):
+                assert self.memory.get(self._place(row, position)) == nodes[position], "a row reads somebody else's KV"
+        failed = self._spread_poison(plan, poisoned_requests)
+
+        token_ids = []
+        for row in plan.rows:
+            tokens = self.tokens[row.slot]
+            assert row.samples == (row.start + row.num_tokens == len(tokens))
+            if row.samples:
+                tokens.append(next_token(tokens, row.request.request.seed))
+            token_ids.append(tokens[-1] if row.samples else -1)
+        return token_ids, [row.request not in failed for row in plan.rows]
+
+    def _spread_poison(self, plan: StepPlan, requests: set[Request]) -> set[Request]:
+        failed = {row.request for row in plan.rows if row.request in requests}
+        while True:
+            for row in plan.rows:
+                if row.request in failed:
+                    places = range(row.start, row.start + row.num_tokens)
+                    self.poisoned.update(self._place(row, position) for position in places)
+            reached = {
+                row.request
+                for row in plan.rows
+                if any(self._place(row, position) in self.poisoned for position in range(row.start + row.num_tokens))
+            }
+            if reached <= failed:
+                return failed
+            failed |= reached
+
+    def _place(self, row: Row, position: int) -> tuple[int, int]:
+        block_id = self.tables[row.slot][position // self.block_size]
+        assert 0 <= block_id < self.num_blocks
+        return block_id, position % self.block_size
+
+    def _nodes(self, row: Row) -> list[int]:
+        request, tokens, nodes = row.request.request, self.tokens[row.slot], self.nodes[row.slot]
+        assert len(tokens) >= row.start + row.num_tokens, "a row of tokens that the device does not know"
+        group = "" if self.share_all else request.group_id
+        for position in range(len(nodes), row.start + row.num_tokens):
+            parent = nodes[-1] if nodes else self.histories.root("model", request.cache_salt, group)
+            nodes.append(self.histories.node(parent, tokens[position]))
+        return nodes
+
+
+class Simulation:
+    """Scheduler, device and the results in flight between them. After each operation everything is checked."""
+
+    def __init__(self, limits: SchedulerLimits, *, kind="continuous", enable_prefix_caching=True):
+        self.limits = limits
+        self.scheduler: Scheduler = make_scheduler(
+            kind, limits, enable_prefix_caching=enable_prefix_caching, model_domain=b"model"
+        )
+        self.device = Device(limits, share_all=enable_prefix_caching)
+        self.in_flight: deque[tuple[StepPlan, list[int], list[bool]]] = deque()
+        self.requests: list[Request] = []
+        self.poisoned_requests: set[Request] = set()
+        self.num_operations = 0
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.requests if not request.is_finished]
+
+    def add(self, *engine_requests: EngineRequest) -> list[Request]:
+        requests = self.scheduler.add(list(engine_requests))
+        self.requests += requests
+        self.check()
+        return requests
+
+    def schedule(self) -> StepPlan | None:
+        resumable = {request for request in self.unfinished if request.status is not RequestStatus.RUNNING}
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.in_flight or not self.scheduler.has_work, "nothing in flight, work to do, and no plan"
+        else:
+            if isinstance(self.scheduler, ContinuousScheduler):
+                assert set(plan.admitted) <= resumable, "admitted although it was running when the step began"
+            tokens, ok = self.device.execute(plan, self.poisoned_requests)
+            self.in_flight.append((plan, tokens, ok))
+        self.check()
+        return plan
+
+    def update(self) -> list[RowOutcome]:
+        plan, tokens, ok = self.in_flight.popleft()
+        were_finished = [row.request.is_finished for row in plan.rows]
+        outcomes = self.scheduler.update(plan, tokens, ok)
+        for row, token, row_ok, was_finished, outcome in zip(
+            plan.rows, tokens, ok, were_finished, outcomes, strict=True
+        ):
+            self._check_outcome(row, token, row_ok, was_finished, outcome)
+        self.check()
+        return outcomes
+
+    def step(self, num_in_flight: int) -> StepPlan | None:
+        """As the engine does: plan and start one step, then take in what is more than may stay in flight."""
+        plan = self.schedule()
+        while self.in_flight and (plan is None or len(self.in_flight) > num_in_flight):
+            self.update()
+        return plan
+
+    def abort(self, *requests: Request) -> None:
+        unfinished = [request for request in requests if not request.is_finished]
+        assert self.scheduler.abort([request.request_id for request in requests]) == unfinished
+        assert all(request.finish_reason == "abort" for request in unfinished)
+        self.check()
+
+    def drain(self, num_in_flight: int = 0) -> None:
+        """Until everybody has finished, which must not take for ever."""
+        bound = 100 + 20 * sum(request.max_total_tokens for request in self.unfinished)
+        for _ in range(bound):
+            if not self.scheduler.has_work and not self.in_flight:
+                break
+            self.step(num_in_flight)
+        assert not self.unfinished, "somebody waits for ever"
+        stats = self.scheduler.stats()
+        assert stats.num_running == stats.num_waiting == stats.kv_positions_allocated == stats.kv_tokens_held == 0
+
+    def check(self) -> None:
+        self.num_operations += 1
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert 0 <= stats.kv_tokens_held <= stats.kv_positions_allocated
+        if isinstance(self.scheduler, ContinuousScheduler):
+            self._check_cache(self.scheduler)
+
+    def _check_cache(self, scheduler: ContinuousScheduler) -> None:
+        """Every cached block holds, on the device, exactly the KV of the prefix that its hash stands for."""
+        device, histories = self.device, self.device.histories
+        for block_hash, entry in scheduler._cache._entries.items():
+            nodes = [device.memory[entry.block_id, offset] for offset in range(device.block_size)]
+            assert all(histories.links[node][0] == before for before, node in zip(nodes, nodes[1:], strict=False))
+            assert histories.block_hash(nodes[-1]) == block_hash, "a stale write into a cached block"
+        if not self.in_flight:
+            cached = set(scheduler._cache.block_ids())
+            assert cached.isdisjoint(block_id for block_id, _ in device.poisoned), "poison in the cache"
+
+    def _check_outcome(self, row: Row, token: int, row_ok: bool, was_finished: bool, outcome: RowOutcome) -> None:
+        request = row.request
+        if was_finished:
+            assert outcome is RowOutcome.DROPPED
+            return
+        if not row_ok:
+            assert outcome is RowOutcome.FAILED
+            assert request.finish_reason == "error"
+            return
+        tokens, reason = naive_generation(request.request)
+        num_known = len(request.token_ids)
+        assert request.token_ids == tokens[:num_known], "not the tokens of a naive generation"
+        if not row.samples:
+            assert outcome is RowOutcome.CHUNK
+        elif num_known == len(tokens):
+            assert outcome is RowOutcome.LAST_TOKEN
+            assert request.finish_reason == reason
+        else:
+            assert outcome is RowOutcome.TOKEN
+        if row.samples:
+            assert request.token_ids[-1] == token

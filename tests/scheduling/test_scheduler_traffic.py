@@ -1,0 +1,150 @@
+"""Traffic of every kind through the simulation, which checks all that can be stated after each operation."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from scheduling_simulation import STOP, VOCAB, Simulation, make_limits, make_request
+
+from jaxserve.errors import CapacityExceeded, ContextLengthExceeded, QueueFull
+
+STEMS = [[1 + i * k % VOCAB for i in range(24)] for k in (1, 2, 3)]
+PROMPTS = st.builds(
+    lambda stem, length, tail: STEMS[stem][:length] + tail,
+    st.integers(0, len(STEMS) - 1),
+    st.integers(0, 24),
+    st.lists(st.integers(STOP, VOCAB), min_size=1, max_size=6),
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Any order of operations that a client and an engine could come up with, under any limits."""
+
+    requests = Bundle("requests")
+    num_operations = 0
+
+    @initialize(
+        limits=st.builds(
+            make_limits,
+            num_blocks=st.integers(4, 24),
+            block_size=st.sampled_from([1, 2, 4]),
+            max_num_seqs=st.integers(1, 5),
+            max_num_batched_tokens=st.integers(1, 24),
+            policy=st.sampled_from(["fcfs", "priority"]),
+            max_num_waiting=st.sampled_from([None, None, 4]),
+        ),
+        enable_prefix_caching=st.booleans(),
+        kind=st.sampled_from(["continuous"] * 5 + ["static"]),
+    )
+    def start(self, limits, enable_prefix_caching, kind):
+        if kind == "static":
+            limits = make_limits(num_blocks=32, block_size=4, max_num_batched_tokens=limits.max_num_batched_tokens)
+        self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
+        self.num_added = 0
+
+    @rule(
+        target=requests,
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "s"]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+    )
+    def add(self, prompt, max_tokens, n, priority, salt, prompt_logprobs):
+        names = [f"{self.num_added + i}" for i in range(n)]
+        self.num_added += n
+        siblings = [
+            make_request(
+                name,
+                prompt,
+                max_tokens,
+                group=names[0],
+                priority=priority,
+                salt=salt,
+                prompt_logprobs=prompt_logprobs,
+            )
+            for name in names
+        ]
+        try:
+            return self.simulation.add(*siblings)
+        except (CapacityExceeded, ContextLengthExceeded, QueueFull):
+            return []
+
+    @rule()
+    def schedule(self):
+        if len(self.simulation.in_flight) < 4:
+            self.simulation.schedule()
+
+    @rule()
+    def update(self):
+        if self.simulation.in_flight:
+            self.simulation.update()
+
+    @rule(num_in_flight=st.integers(0, 2), count=st.integers(1, 8))
+    def run(self, num_in_flight, count):
+        for _ in range(count):
+            self.simulation.step(num_in_flight)
+
+    @rule(siblings=requests, index=st.integers(0, 3))
+    def abort(self, siblings, index):
+        self.simulation.abort(*siblings[index : index + 1])
+
+    @rule(siblings=requests)
+    def poison(self, siblings):
+        self.simulation.poisoned_requests.update(siblings[:1])
+
+    @rule()
+    def reset_prefix_cache(self):
+        is_running = any(request.slot >= 0 for request in self.simulation.unfinished)
+        assert self.simulation.scheduler.reset_prefix_cache() == (not is_running)
+        self.simulation.check()
+
+    def teardown(self):
+        if hasattr(self, "simulation"):
+            self.simulation.drain(num_in_flight=1)
+            Traffic.num_operations += self.simulation.num_operations
+
+
+def test_hypothesis_traffic():
+    run_state_machine_as_test(
+        Traffic,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    assert Traffic.num_operations >= 10_000
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [9, 16, 40])
+def test_saturating_traffic(policy, num_in_flight, num_blocks):
+    """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens."""
+    rng = random.Random(f"{policy} {num_in_flight} {num_blocks}")
+    simulation = Simulation(
+        make_limits(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=12, policy=policy)
+    )
+    for index in range(120):
+        if len(simulation.unfinished) < 12:
+            prompt = rng.choice(STEMS)[: rng.randrange(17)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
+            names = [f"{index}.{i}" for i in range(rng.choice([1, 1, 3]))]
+            priority, max_tokens = rng.randrange(3), rng.randint(1, 14)
+            simulation.add(
+                *(make_request(name, prompt, max_tokens, group=names[0], priority=priority) for name in names)
+            )
+        simulation.step(num_in_flight)
+        if index % 16 == 15:
+            simulation.abort(rng.choice(simulation.requests))
+    simulation.drain(num_in_flight)
+    stats = simulation.scheduler.stats()
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_preemptions > 0 or num_blocks == 40
