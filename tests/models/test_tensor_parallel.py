@@ -1,0 +1,91 @@
+"""A model split over 2 and 4 devices computes what it computes on one, with the collectives one expects and no more."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_logits
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.params import shardings
+from jaxserve.models import get_family
+
+FIELDS = {
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "vocab_size": 104,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+SEQUENCE = np.arange(14) * 29 % 104
+
+
+def make_mesh(**axes):
+    shape = tuple(axes.values())
+    return jax.make_mesh(shape, tuple(axes), devices=jax.devices()[: np.prod(shape)])
+
+
+def random_model(model_type, mesh):
+    """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
+    fields = FIELDS | {"model_type": model_type}
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    specs = family.param_specs(config)
+    rng = np.random.default_rng(3)
+    weights = jax.tree.map(lambda spec: rng.normal(0.3, 0.3, spec.shape).astype(np.float32), specs)
+    return jax.device_put(weights, shardings(specs, mesh)), config, family
+
+
+def logits_on(model_type, mesh):
+    params, config, family = random_model(model_type, mesh)
+    return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def expected(request):
+    return request.param, logits_on(request.param, make_mesh(tensor=1))
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_split_model_equals_one_device(expected, axes):
+    model_type, on_one_device = expected
+    assert np.abs(on_one_device).max() > 1.0
+    np.testing.assert_allclose(logits_on(model_type, make_mesh(**axes)), on_one_device, rtol=1e-4, atol=1e-5)
+
+
+def test_two_all_reduces_a_layer_and_no_cache_moves():
+    mesh = make_mesh(tensor=4)
+    params, config, family = random_model("llama", mesh)
+    with jax.set_mesh(mesh):
+        cache = empty_cache(family.kv_specs(config), 4, mesh)
+        batch, _ = make_batch([(SEQUENCE, range(4), 0, 14)], num_tokens=16, num_rows=2, num_blocks=4)
+        compiled = paged_logits.lower(params, config, family, batch, cache).compile()
+    names = re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", compiled.as_text())
+    # One for the embedding, two a layer; the logits are gathered from the devices' shares of the vocabulary.
+    assert collections.Counter(names) == {"all-reduce": 1 + 2 * config.num_layers, "all-gather": 1}
+    pool = cache.k[0]
+    assert pool.addressable_shards[0].data.shape == (4, 1, BLOCK_SIZE, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"num_key_value_heads": 2, "vocab_size": 104}, "kv_heads of size 2 .* 4 devices"),
+        ({"intermediate_size": 70}, "ffn of size 70 .* 4 devices"),
+        ({"vocab_size": 102}, "vocab of size 102 .* 4 devices"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(changes, numbers):
+    fields = FIELDS | {"model_type": "llama"} | changes
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    with pytest.raises(ConfigError, match=numbers):
+        shardings(specs, make_mesh(tensor=4))
