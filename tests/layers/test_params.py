@@ -1,0 +1,72 @@
+"""What follows from a tree of ParamSpecs without a checkpoint: shapes, shardings, sizes and random weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxserve.layers.params import ParamSpec, abstract_params, init_params, num_bytes
+
+SPECS = {
+    "table": ParamSpec(shape=(64, 32), axes=("vocab", "embed"), source=("table",), init_scale=0.5),
+    "layers": [
+        {
+            "up": ParamSpec(shape=(64, 32), axes=("ffn", "embed"), source=(f"{index}.up",)),
+            "bias": ParamSpec(shape=(64,), axes=("ffn",), source=(f"{index}.bias",), init_scale=0.0),
+            "norm": ParamSpec(shape=(32,), axes=(None,), source=(f"{index}.norm",), init_scale=None, dtype=np.float32),
+        }
+        for index in range(2)
+    ],
+}
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def make_mesh(size):
+    return jax.make_mesh((size,), ("tensor",), devices=jax.devices()[:size])
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(SPECS, dtype=BFLOAT16, mesh=make_mesh(1), seed=7)
+
+
+def test_random_weights_are_what_the_specs_say(params):
+    table, layer = np.asarray(params["table"], np.float32), params["layers"][0]
+    assert abs(table.std() - 0.5) < 0.05
+    assert abs(table.mean()) < 0.05
+    assert abs(np.asarray(layer["up"], np.float32).std() - 0.02) < 0.002
+    np.testing.assert_array_equal(np.asarray(layer["bias"], np.float32), 0.0)
+    np.testing.assert_array_equal(layer["norm"], 1.0)
+    assert layer["up"].dtype == BFLOAT16
+    assert layer["norm"].dtype == np.float32
+
+
+def test_no_two_weights_are_equal(params):
+    first, second = params["layers"]
+    assert (np.asarray(first["up"]) != np.asarray(second["up"])).mean() > 0.9
+
+
+def test_random_weights_depend_on_seed_and_path_only(params):
+    split = init_params(SPECS, dtype=BFLOAT16, mesh=make_mesh(2), seed=7)
+    jax.tree.map(np.testing.assert_array_equal, split, params)
+    assert split["table"].sharding.spec == PartitionSpec("tensor", None)
+    alone = init_params({"table": SPECS["table"]}, dtype=BFLOAT16, mesh=make_mesh(1), seed=7)
+    np.testing.assert_array_equal(alone["table"], params["table"])
+    other = init_params({"table": SPECS["table"]}, dtype=BFLOAT16, mesh=make_mesh(1), seed=8)
+    assert (np.asarray(other["table"]) != np.asarray(params["table"])).mean() > 0.9
+
+
+def test_abstract_tree_matches_the_real_one(params):
+    abstract = abstract_params(SPECS, dtype=BFLOAT16, mesh=make_mesh(1))
+    assert jax.tree.structure(abstract) == jax.tree.structure(params)
+    for shape, array in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
+        assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
+    assert num_bytes(SPECS, dtype=BFLOAT16) == sum(array.nbytes for array in jax.tree.leaves(params))
+
+
+def test_spec_that_contradicts_itself():
+    with pytest.raises(ValueError, match="differ in rank"):
+        ParamSpec(shape=(2, 3), axes=("embed",), source=("w",))
+    with pytest.raises(ValueError, match="one of source_shapes"):
+        ParamSpec(shape=(2, 3), axes=(None, None), source=("q", "k"))

@@ -1,0 +1,101 @@
+"""Norm, rotary embedding and the feed-forward against NumPy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import LinearScaling, Llama3Scaling, Rope, apply_rope, frequencies, rotations
+
+
+@pytest.mark.parametrize("shape", [(3, 12), (3, 2, 12)])
+def test_rms_norm(shape):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=shape), rng.normal(size=12)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * weight
+    y = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), 0.1)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    x = jnp.full((1, 4096), 3.0, jnp.bfloat16)  # a sum of squares in bfloat16 would stall at 2304
+    y = rms_norm(x, jnp.ones(4096, jnp.bfloat16), 1e-6)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y.astype(jnp.float32), 1.0)
+
+
+def test_rotation_is_a_complex_product():
+    rope = Rope(head_dim=12, theta=100.0)
+    x = np.random.default_rng(0).normal(size=(5, 3, 12))
+    positions = np.array([0, 1, 7, 100, 1000])
+    angle = positions[:, None] * 100.0 ** (-np.arange(6) / 6)
+    turned = (x[..., :6] + 1j * x[..., 6:]) * np.exp(1j * angle)[:, None]
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    cos, sin = rotations(rope, jnp.asarray(positions, jnp.int32))
+    # Angles are float32: at position 1000 they are good to about 1000 * 2^-24.
+    np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin), expected, atol=3e-4)
+    np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin)[:3], expected[:3], atol=5e-6)
+
+
+def test_rotation_keeps_the_dtype():
+    cos, sin = rotations(Rope(head_dim=4, theta=100.0), jnp.arange(2, dtype=jnp.int32))
+    assert cos.dtype == sin.dtype == jnp.float32
+    assert apply_rope(jnp.ones((2, 1, 4), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
+
+
+def test_linear_scaling_divides_positions():
+    plain, scaled = Rope(head_dim=8, theta=100.0), Rope(head_dim=8, theta=100.0, scaling=LinearScaling(factor=4.0))
+    np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / 4, rtol=1e-6)
+
+
+def test_llama3_scaling_stretches_long_waves_only():
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    plain = Rope(head_dim=128, theta=500000.0)
+    scaled = Rope(head_dim=128, theta=500000.0, scaling=scaling)
+    turns = 8192 * frequencies(plain) / (2 * np.pi)
+    stretch = frequencies(plain) / frequencies(scaled)
+    np.testing.assert_allclose(stretch[turns > 4], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(stretch[turns < 1], 8.0, rtol=1e-6)
+    between = stretch[(turns > 1) & (turns < 4)]
+    assert len(between) > 5
+    assert (np.diff(between) > 0).all()
+    assert between.min() > 1.0
+    assert between.max() < 8.0
+
+
+REFERENCES = {
+    "silu": lambda x: x * scipy.special.expit(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * scipy.special.ndtr(x),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("activation", REFERENCES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(activation, bias):
+    rng = np.random.default_rng(0)
+    specs = gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=bias)
+    tensors = {
+        name: rng.normal(size=shape)
+        for spec in specs.values()
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+    params = {}
+    for name, spec in specs.items():
+        sources = [tensors[source] for source in spec.source]
+        params[name] = jnp.asarray(spec.transform(*sources) if spec.transform else sources[0], jnp.float32)
+        assert params[name].shape == spec.shape
+
+    def project(name, x):
+        return x @ tensors[f"mlp.{name}_proj.weight"].T + tensors.get(f"mlp.{name}_proj.bias", 0.0)
+
+    x = rng.normal(size=(3, 4))
+    expected = project("down", REFERENCES[activation](project("gate", x)) * project("up", x))
+    np.testing.assert_allclose(
+        gated_mlp(params, jnp.asarray(x, jnp.float32), activation), expected, rtol=1e-3, atol=1e-4
+    )

@@ -1,0 +1,92 @@
+"""Logical axis -> mesh axis, and the two layers that exchange something between devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers import sharding
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.linear import linear
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
+
+
+def test_axes_of_one_device_or_of_no_name_stay_whole():
+    for shape, names in [((1,), ("tensor",)), ((2,), ("data",))]:
+        mesh = jax.make_mesh(shape, names, devices=jax.devices()[: shape[0]])
+        spec = sharding.partition_spec(("ffn", "embed", None), (3, 5, 7), mesh, name="w")
+        assert spec == PartitionSpec(None, None, None)
+
+
+def test_split_axes(mesh):
+    assert sharding.mesh_axis("kv_heads", mesh) == "tensor"
+    assert sharding.mesh_axis("embed", mesh) is None
+    assert sharding.partition_spec((None, "ffn"), (3, 8), mesh, name="w") == PartitionSpec(None, "tensor")
+
+
+def test_indivisible_axis(mesh):
+    with pytest.raises(ConfigError, match=r"model\.up: ffn of size 10 cannot be split evenly over 4 devices"):
+        sharding.partition_spec(("ffn", None), (10, 8), mesh, name="model.up")
+
+
+def test_two_axes_on_the_same_devices(mesh):
+    with pytest.raises(ConfigError, match="w: axes 'vocab' and 'ffn' cannot both be split over mesh axis 'tensor'"):
+        sharding.partition_spec(("vocab", "ffn"), (8, 8), mesh, name="w")
+
+
+def test_unknown_axis(mesh):
+    with pytest.raises(KeyError):
+        sharding.partition_spec(("colour",), (8,), mesh, name="w")
+
+
+def put(x, mesh, *spec):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def test_linear_over_split_outputs_and_split_inputs(mesh):
+    rng = np.random.default_rng(0)
+    x, up, down = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 5), (4, 2, 5), (6, 4, 2)])
+    bias = rng.normal(size=6).astype(np.float32)
+
+    @jax.jit
+    def forward(x, up, down, bias):
+        inner = linear(x, up)
+        assert jax.typeof(inner).sharding.spec == PartitionSpec(None, "tensor", None)
+        return linear(inner, down, bias)
+
+    with jax.set_mesh(mesh):
+        y = forward(x, put(up, mesh, "tensor"), put(down, mesh, None, "tensor"), put(bias, mesh))
+    assert y.sharding.is_fully_replicated
+    expected = np.einsum("tkd,ekd->te", np.einsum("te,kde->tkd", x, up), down) + bias
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_without_a_mesh_and_in_bfloat16():
+    x, weight = jnp.full((2, 3), 1.5, jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+    assert linear(x, weight).dtype == jnp.bfloat16
+    wide = linear(x, weight, output_dtype=jnp.dtype(jnp.float32))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, 4.5)
+
+
+def test_embedding_and_head_over_a_split_vocabulary(mesh):
+    table = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
+    ids = np.array([0, 2, 3, 11, 6, 6, 5], np.int32)  # both sides of every border between devices
+
+    @jax.jit
+    def forward(table, ids):
+        x = embed(table, ids)
+        return x, unembed(table, x)
+
+    with jax.set_mesh(mesh):
+        x, logits = forward(put(table, mesh, "tensor"), ids)
+    assert x.sharding.is_fully_replicated
+    assert logits.sharding.is_fully_replicated
+    np.testing.assert_array_equal(x, table[ids])
+    np.testing.assert_allclose(logits, table[ids] @ table.T, rtol=1e-5, atol=1e-5)

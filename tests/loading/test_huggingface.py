@@ -1,0 +1,166 @@
+"""Reading Hugging Face directories: dtypes, shards, sharded devices, and one clear complaint about a wrong one."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.layers.params import ParamSpec
+from jaxserve.loading.huggingface import load_config, load_params, resolve_dtype
+
+SPECS = {
+    "up": ParamSpec(shape=(8, 4), axes=("ffn", "embed"), source=("up.weight",)),
+    "pair": ParamSpec(
+        shape=(2, 8),
+        axes=(None, "ffn"),
+        source=("a", "b"),
+        source_shapes=((8,), (8,)),
+        transform=lambda a, b: np.stack([a, b]),
+    ),
+    "norm": ParamSpec(shape=(4,), axes=(None,), source=("norm",), dtype=np.float32),
+}
+FLOAT32 = np.dtype(np.float32)
+
+
+def make_tensors(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {"up.weight": (8, 4), "a": (8,), "b": (8,), "norm": (4,)}
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def make_mesh(size):
+    return jax.make_mesh((size,), ("tensor",), devices=jax.devices()[:size])
+
+
+def load(path, *, dtype=FLOAT32, devices=1, progress=False):
+    return load_params(path, SPECS, dtype=dtype, mesh=make_mesh(devices), progress=progress)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, jnp.bfloat16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("served", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_every_dtype_into_every_dtype(tmp_path, stored, served):
+    tensors = make_tensors(stored)
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load(tmp_path, dtype=np.dtype(served))
+    assert params["up"].dtype == served
+    np.testing.assert_array_equal(params["up"], tensors["up.weight"].astype(served))
+    np.testing.assert_array_equal(params["pair"], np.stack([tensors["a"], tensors["b"]]).astype(served))
+    assert params["norm"].dtype == np.float32
+
+
+def save_shards(path, tensors):
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[:2], "model-2.safetensors": names[2:]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, path / file)
+    weight_map = {name: file for file, members in shards.items() for name in members}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_several_files_onto_several_devices(tmp_path):
+    tensors = make_tensors()
+    save_shards(tmp_path, tensors)
+    params = load(tmp_path, devices=4)
+    np.testing.assert_array_equal(params["up"], tensors["up.weight"])
+    np.testing.assert_array_equal(params["pair"], np.stack([tensors["a"], tensors["b"]]))
+    assert {shard.data.shape for shard in params["up"].addressable_shards} == {(2, 4)}
+    assert {shard.data.shape for shard in params["pair"].addressable_shards} == {(2, 2)}
+    assert params["norm"].sharding.is_fully_replicated
+
+
+def test_known_extras_are_ignored_and_others_are_not(tmp_path):
+    extras = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "lm_head.weight": np.ones((8, 4), np.float32),
+    }
+    save_file(make_tensors() | extras, tmp_path / "model.safetensors")
+    load(tmp_path)
+    save_file(make_tensors() | {"up.bias": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected: up\.bias"):
+        load(tmp_path)
+
+
+def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monkeypatch):
+    tensors = make_tensors() | {"up.weight": np.ones((4, 8), np.float32), "a": np.ones(8, np.int32)}
+    del tensors["b"], tensors["norm"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(jax, "device_put", None)
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "missing: b, norm" in message
+    assert "a is I32 [8]" in message
+    assert "up.weight is F32 [4, 8] and not a float of [8, 4]" in message
+    assert "\n" not in message
+
+
+def test_weight_that_does_not_divide_over_the_mesh(tmp_path):
+    save_file(make_tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a: ffn of size 8 .* 3 devices"):
+        load(tmp_path, devices=3)
+
+
+def test_progress_bar_counts_bytes(tmp_path, capsys):
+    save_file(make_tensors(), tmp_path / "model.safetensors")
+    load(tmp_path, progress=True)
+    shown = capsys.readouterr().err
+    assert "loading weights: 100%" in shown
+    assert "208/208" in shown
+    load(tmp_path, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_truncated_and_absent_files(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* in "):
+        load(tmp_path)
+    save_shards(tmp_path, make_tensors())
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-2\.safetensors"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        load(tmp_path)
+
+
+def test_load_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no model directory at .*absent"):
+        load_config(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json in "):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    with pytest.raises(CheckpointError, match="quantized checkpoints are not supported"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert load_config(str(tmp_path)) == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("requested", "fields", "is_cpu", "expected"),
+    [
+        ("auto", {"dtype": "bfloat16"}, True, np.float32),
+        ("auto", {"dtype": "float16"}, False, np.float16),
+        ("auto", {"torch_dtype": "float32"}, False, np.float32),
+        ("auto", {}, False, jnp.bfloat16),
+        ("bfloat16", {"dtype": "float32"}, True, jnp.bfloat16),
+    ],
+)
+def test_resolve_dtype(requested, fields, is_cpu, expected):
+    assert resolve_dtype(requested, fields, is_cpu=is_cpu) == np.dtype(expected)
+
+
+def test_dtype_that_is_not_served():
+    with pytest.raises(CheckpointError, match="unknown dtype 'float64'; known are float32, bfloat16, float16"):
+        resolve_dtype("auto", {"dtype": "float64"}, is_cpu=False)
