@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from jaxserve.config import DType, EngineConfig
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
@@ -222,7 +222,7 @@ class LLM:
         """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
         self._close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(
@@ -318,7 +318,7 @@ class _Progress:
         self._start = self._last = time.perf_counter()
         self._num_in = self._num_out = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -68,6 +68,6 @@ def sentencepiece(folder: pathlib.Path) -> pathlib.Path:
 def _save(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path, config: dict[str, str]) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    whole = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(whole))
     return folder

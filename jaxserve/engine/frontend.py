@@ -9,7 +9,7 @@ import operator
 import queue
 import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -66,7 +66,7 @@ class Frontend:
 
     def prepare(
         self,
-        prompt: str | Iterable[int],
+        prompt: str | Iterable[SupportsIndex],
         params: SamplingParams,
         *,
         request_id: str,
@@ -253,7 +253,7 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         _check_token_ids(name, _as_token_ids(name, token_ids), vocab_size)
 
 
-def _as_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
+def _as_token_ids(name: str, token_ids: Iterable[Any]) -> list[int]:
     """Plain ints, also from a NumPy array."""
     try:
         return list(map(operator.index, token_ids))

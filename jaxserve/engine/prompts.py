@@ -1,7 +1,7 @@
 """The forms in which callers may give prompts, and all of them as token ids. No jax here."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.tokenizer import Tokenizer
@@ -10,21 +10,21 @@ from jaxserve.tokenizer import Tokenizer
 class PromptDict(TypedDict, total=False):
     """A prompt as token ids with the text to show for it, or one of the two."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Iterable[SupportsIndex]
     prompt: str
 
 
-Prompt = str | Sequence[int] | PromptDict
+Prompt = str | Iterable[SupportsIndex] | PromptDict
 
 
 class TokenizedPrompt(NamedTuple):
     """Token ids (still to be validated), and the text that they stand for, if it is known."""
 
-    token_ids: Sequence[int]
+    token_ids: Iterable[SupportsIndex]
     text: str | None
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def as_prompt_list(prompts: Any) -> list[Any]:
     """One prompt (a text, a dict, a list of token ids) or many, as a list of prompts."""
     is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
     return [prompts] if is_one else list(prompts)
@@ -33,21 +33,21 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 def tokenize_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
     """All prompts as token ids; the texts are encoded in one go. Raises InvalidRequest for a malformed prompt."""
     parts = [_parts(prompt) for prompt in prompts]
-    encoded = iter(
-        tokenizer.encode_batch([text for token_ids, text in parts if token_ids is None and text is not None])
-    )
+    texts = [text for token_ids, text in parts if token_ids is None and text is not None]
+    encoded = iter(tokenizer.encode_batch(texts))
     return [TokenizedPrompt(next(encoded) if token_ids is None else token_ids, text) for token_ids, text in parts]
 
 
-def _parts(prompt: Prompt) -> tuple[Sequence[int] | None, str | None]:
+def _parts(prompt: Prompt) -> tuple[Iterable[SupportsIndex] | None, str | None]:
     """Token ids and text of a prompt: at least one of them."""
     if isinstance(prompt, str):
         return None, prompt
     if not isinstance(prompt, Mapping):
         return prompt, None
-    if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+    fields = cast(PromptDict, prompt)
+    if unknown := set(fields) - {"prompt", "prompt_token_ids"}:
         raise InvalidRequest(f"a prompt has no field {', '.join(map(repr, sorted(unknown)))}", param="prompt")
-    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    token_ids, text = fields.get("prompt_token_ids"), fields.get("prompt")
     if token_ids is None and text is None:
         raise InvalidRequest("a prompt needs prompt or prompt_token_ids", param="prompt")
     return token_ids, text

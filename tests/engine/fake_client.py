@@ -158,10 +158,10 @@ class FakeEngineClient(EngineClient):
             time.sleep(self._step_seconds)
 
     def _send(self, news: list[tuple[_Running, EngineOutput]]) -> None:
-        by_sink: dict[int, tuple[OutputSink, list[EngineOutput]]] = {}
+        by_sink: dict[OutputSink, list[EngineOutput]] = {}
         for entry, output in news:
-            by_sink.setdefault(id(entry.sink), (entry.sink, []))[1].append(output)
-        for sink, outputs in by_sink.values():
+            by_sink.setdefault(entry.sink, []).append(output)
+        for sink, outputs in by_sink.items():
             self.num_sink_calls += 1
             sink(outputs)
 

@@ -1,0 +1,384 @@
+import asyncio
+import dataclasses
+import gc
+import inspect
+import logging
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import tiny_tokenizer
+from engine.fake_client import FakeEngineClient, Script, echo
+
+import jaxserve
+import jaxserve.llm
+from jaxserve.config import EngineConfig
+from jaxserve.engine.frontend import Frontend
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    RequestFailed,
+)
+from jaxserve.llm import LLM
+from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.load(tiny_tokenizer.byte_level(tmp_path_factory.mktemp("byte_level")))
+
+
+@pytest.fixture
+def start(tokenizer):
+    """Start an LLM on a fake engine that plays the given scripts; all are closed at the end."""
+    llms = []
+
+    def start(play=echo, *, default_sampling=None, **options):
+        client = FakeEngineClient(play, **options)
+        llm = LLM.from_frontend(Frontend(client, tokenizer, seed=0, default_sampling=default_sampling))
+        llms.append(llm)
+        return llm, client
+
+    yield start
+    for llm in llms:
+        llm.close()
+
+
+def texts(outputs):
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+class TestOptions:
+    def test_every_engine_option_is_a_parameter_with_the_same_default(self):
+        parameters = inspect.signature(LLM.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+        fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+        assert defaults == {"mesh": None, "progress": True} | fields
+
+    def test_every_option_reaches_the_engine(self, monkeypatch, tmp_path):
+        from jaxserve.engine.local import LocalEngineClient
+
+        tiny_tokenizer.byte_level(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+        given = {
+            "model": str(tmp_path),
+            "tokenizer": str(tmp_path),
+            "dtype": "bfloat16",
+            "max_model_len": 99,
+            "load_format": "dummy",
+            "seed": 7,
+            "block_size": 32,
+            "kv_cache_memory": 12345,
+            "gpu_memory_utilization": 0.5,
+            "enable_prefix_caching": False,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 77,
+            "max_num_waiting": 5,
+            "scheduling_policy": "priority",
+            "scheduler": "static",
+            "tensor_parallel_size": 2,
+            "attention": "xla",
+            "overlap": False,
+            "warmup": False,
+            "compilation_cache_dir": "",
+        }
+        assert given.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+        calls = []
+
+        def fake_start(config, *, mesh=None, progress=False):
+            calls.append((config, mesh, progress))
+            return FakeEngineClient()
+
+        monkeypatch.setattr(LocalEngineClient, "start", fake_start)
+        with LLM(**given, progress=False) as llm:
+            assert llm.sampling_params().temperature == 0.25
+        assert calls == [(EngineConfig(**given), None, False)]
+
+    def test_an_unknown_option_is_an_error(self):
+        with pytest.raises(TypeError, match="max_model_length"):
+            LLM("", max_model_length=5)
+
+    def test_bad_options_are_reported_before_anything_is_loaded(self, tmp_path):
+        with pytest.raises(ConfigError, match="block_size"):
+            LLM(str(tmp_path), block_size=3)
+        with pytest.raises(CheckpointError, match="no model"):
+            LLM(str(tmp_path / "nowhere"))
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="no tokenizer"):
+            LLM(str(tmp_path))
+
+
+class TestGenerate:
+    def test_one_prompt_or_many_always_give_a_list(self, start):
+        llm, _ = start()
+        params = SamplingParams(max_tokens=2)
+        assert texts(llm.generate("abc", params)) == ["bc"]
+        assert texts(llm.generate(["abc", "xyz", "the"], params)) == ["bc", "yz", "thethe"]
+        assert llm.generate([], params) == []
+
+    def test_forms_of_a_prompt(self, start, tokenizer):
+        llm, _ = start()
+        ids = tokenizer.encode("abc")
+        prompts = [
+            "abc",
+            ids,
+            tuple(ids),
+            np.array(ids),
+            {"prompt": "abc"},
+            {"prompt_token_ids": ids},
+            {"prompt_token_ids": ids, "prompt": "shown"},
+        ]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+        assert texts(outputs) == ["bc"] * len(prompts)
+        assert [output.prompt for output in outputs] == ["abc", None, None, None, "abc", None, "shown"]
+        assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(ids)}
+        assert texts(llm.generate(ids, SamplingParams(max_tokens=2))) == ["bc"], "one list of ids is one prompt"
+
+    def test_results_keep_the_order_and_have_the_names_of_vllm(self, start):
+        llm, _ = start()
+        lengths = [9, 1, 5, 3]
+        params = [SamplingParams(max_tokens=length, logprobs=1) for length in lengths]
+        outputs = llm.generate(["abc"] * 4, params)
+        for output, length in zip(outputs, lengths, strict=True):
+            assert output.prompt == "abc"
+            assert output.finished
+            (completion,) = output.outputs
+            assert (completion.index, completion.finish_reason) == (0, "length")
+            assert len(completion.token_ids) == len(completion.logprobs) == length
+            assert completion.logprobs[0][completion.token_ids[0]].rank == 2
+            assert output.num_cached_tokens == 0
+        assert len({output.request_id for output in outputs}) == 4
+
+    def test_defaults(self, start):
+        llm, client = start()
+        assert len(llm.generate("abc")[0].outputs[0].token_ids) == 16
+        llm, client = start(default_sampling={"temperature": 0.5, "max_tokens": 3})
+        llm.generate("abc")
+        assert client.submitted[0].params == SamplingParams(temperature=0.5, max_tokens=3) == llm.sampling_params()
+
+    def test_a_wrong_prompt_stops_the_call_before_it_runs(self, start):
+        llm, client = start(max_model_len=20)
+        with pytest.raises(ContextLengthExceeded) as caught:
+            llm.generate(["abc", "x" * 30])
+        assert caught.value.__notes__ == ["in prompts[1]"]
+        with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
+            llm.generate(["abc"], [SamplingParams()] * 2)
+        for prompt in ({"promt": "abc"}, {}):
+            with pytest.raises(InvalidRequest, match="prompt"):
+                llm.generate([prompt])
+        assert client.submitted == []
+
+    def test_a_failed_prompt_is_told_apart_and_logged(self, start, caplog):
+        llm, _ = start(
+            lambda request: Script(token_ids=[5], error="NaN") if len(request.prompt_token_ids) == 1 else echo(request)
+        )
+        with caplog.at_level(logging.ERROR, logger="jaxserve"):
+            outputs = llm.generate(["abc", "a"])
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error"]
+        assert "prompts[1] could not be finished: NaN" in caplog.text
+
+    def test_the_seed_makes_runs_reproducible(self, start):
+        seeds = []
+        for _ in range(2):
+            llm, client = start()
+            llm.generate(["abc", "abc"], SamplingParams(n=2))
+            seeds.append([request.seed for request in client.submitted])
+        assert seeds[0] == seeds[1]
+        assert len(set(seeds[0])) == 4
+
+    def test_the_bar_shows_rates(self, start, capsys):
+        llm, _ = start()
+        llm.generate(["abc", "def"], use_tqdm=False)
+        assert capsys.readouterr().err == ""
+        llm.generate(["abc", "def"])
+        shown = capsys.readouterr().err
+        assert "2/2" in shown
+        assert "tok/s" in shown
+
+    def test_inside_a_running_event_loop(self, start):
+        llm, _ = start()
+
+        async def cell():
+            return llm.generate("abc", SamplingParams(max_tokens=2))
+
+        assert texts(asyncio.run(cell())) == ["bc"]
+
+    def test_from_several_threads(self, start):
+        llm, _ = start()
+        results = {}
+
+        def work(name):
+            results[name] = llm.generate([f"x{name}"] * 3, SamplingParams(max_tokens=4), use_tqdm=False)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abcdef"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert {name: texts(outputs) for name, outputs in results.items()} == {
+            name: [name * 4] * 3 for name in "abcdef"
+        }
+
+    def test_an_interrupt_aborts_what_runs(self, start, monkeypatch):
+        llm, client = start(lambda _: Script(token_ids=[5, 6, 7], hangs=True))
+        monkeypatch.setattr(jaxserve.llm._Progress, "update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as caught:
+            llm.generate(["abc", "def"])
+        assert client.num_running == 0, "although the traceback is still held"
+        assert len(client.aborted) == 2
+        assert caught.tb is not None
+
+    def test_engine_death(self, start):
+        llm, client = start(lambda _: Script(token_ids=[5], hangs=True))
+        threading.Timer(0.05, client.die).start()
+        with pytest.raises(EngineDead, match="the device is gone"):
+            llm.generate("abc")
+
+
+class TestStream:
+    def test_deltas(self, start):
+        llm, _ = start()
+        deltas = list(llm.stream("abc", SamplingParams(max_tokens=4)))
+        assert [delta.outputs[0].text for delta in deltas] == ["b", "c", "b", "c"]
+        assert [delta.finished for delta in deltas] == [False] * 3 + [True]
+
+    def test_wrong_parameters_are_refused_at_once(self, start):
+        llm, _ = start()
+        with pytest.raises(InvalidRequest):
+            llm.stream("abc", SamplingParams(stop_token_ids=[99999]))
+
+    def test_closing_aborts(self, start):
+        llm, client = start(lambda _: Script(token_ids=[5], hangs=True))
+        stream = llm.stream("abc")
+        next(stream)
+        stream.close()
+        assert client.num_running == 0
+
+    def test_a_failure_raises(self, start):
+        llm, _ = start(lambda _: Script(token_ids=[5], error="NaN"))
+        with pytest.raises(RequestFailed, match="NaN"):
+            list(llm.stream("abc"))
+
+
+class TestChat:
+    def test_one_conversation_or_many(self, start):
+        llm, _ = start()
+        params = SamplingParams(max_tokens=3)
+        (output,) = llm.chat([USER], params)
+        assert output.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
+        outputs = llm.chat([[USER], [USER, {"role": "assistant", "content": "Well"}]], params)
+        assert [output.prompt.count("im_start") for output in outputs] == [2, 3]
+
+    def test_options_reach_the_template(self, start):
+        llm, _ = start()
+        (output,) = llm.chat([USER], tools=[{"type": "f"}], chat_template_kwargs={"mood": "ok"})
+        assert 'tools: [{"type": "f"}]\nmood: ok\n' in output.prompt
+        messages = [USER, {"role": "assistant", "content": "Well"}]
+        (output,) = llm.chat(messages, add_generation_prompt=False, continue_final_message=True)
+        assert output.prompt.endswith("assistant\nWell")
+        (output,) = llm.chat([USER], chat_template="{{ messages[0].content }}!")
+        assert output.prompt == "hi!"
+
+    def test_stream_chat(self, start):
+        llm, _ = start()
+        streamed = "".join(delta.outputs[0].text for delta in llm.stream_chat([USER], SamplingParams(max_tokens=5)))
+        assert streamed == llm.chat([USER], SamplingParams(max_tokens=5))[0].outputs[0].text
+
+    @pytest.mark.parametrize("messages", [[], [[]], [{"role": "robot", "content": ""}]])
+    def test_bad_messages(self, start, messages):
+        llm, client = start()
+        if messages == []:
+            assert llm.chat(messages) == []
+        else:
+            with pytest.raises(InvalidRequest):
+                llm.chat(messages)
+        assert client.submitted == []
+
+
+class TestLife:
+    def test_the_context_manager_closes_the_engine(self, start):
+        llm, client = start()
+        with llm as entered:
+            assert entered is llm
+            assert llm.info is client.info
+            assert llm.stats().num_running == 0
+            assert llm.reset_prefix_cache()
+        assert not client.is_alive()
+        llm.close()
+        with pytest.raises(EngineDead):
+            llm.generate("abc")
+
+    def test_the_engine_ends_with_its_llm(self, tokenizer):
+        client = FakeEngineClient()
+        llm = LLM.from_frontend(Frontend(client, tokenizer))
+        llm.generate("abc")
+        assert client.is_alive()
+        del llm
+        gc.collect()
+        assert not client.is_alive()
+
+    def test_a_stream_keeps_its_llm(self, tokenizer):
+        client = FakeEngineClient()
+        stream = LLM.from_frontend(Frontend(client, tokenizer)).stream("abc", SamplingParams(max_tokens=4))
+        assert len(list(stream)) == 4
+        del stream
+        gc.collect()
+        assert not client.is_alive()
+
+
+class TestModuleGenerate:
+    @pytest.fixture
+    def started(self, monkeypatch, start):
+        """The names of the models for which an engine has been started."""
+        started = []
+
+        def fake_llm(model):
+            started.append(model)
+            return start()[0]
+
+        monkeypatch.setattr(jaxserve.llm, "LLM", fake_llm)
+        monkeypatch.setattr(jaxserve.llm, "_default_llms", jaxserve.llm._DefaultLLMs())
+        return started
+
+    def test_one_prompt_gives_one_output_and_a_list_a_list(self, started):
+        output = jaxserve.generate("abc", max_tokens=4)
+        assert isinstance(output, RequestOutput)
+        assert str(output) == "bcbc"
+        assert texts(jaxserve.generate(["abc"], max_tokens=2, temperature=0)) == ["bc"]
+        assert started == [""], "the engine is kept"
+
+    def test_one_engine_a_model(self, started):
+        for model in ("a", "b", "a"):
+            jaxserve.generate("abc", model=model)
+        assert started == ["a", "b"]
+
+    def test_one_engine_also_for_threads_that_come_together(self, monkeypatch, started, start):
+        fake_llm = jaxserve.llm.LLM
+        monkeypatch.setattr(jaxserve.llm, "LLM", lambda model: (time.sleep(0.05), fake_llm(model))[1])
+        threads = [threading.Thread(target=jaxserve.generate, args=("abc",)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert started == [""]
+
+    def test_wrong_sampling_starts_no_engine(self, started):
+        with pytest.raises(TypeError, match="temprature"):
+            jaxserve.generate("abc", temprature=0.5)
+        with pytest.raises(InvalidRequest, match="temperature"):
+            jaxserve.generate("abc", temperature=-1.0)
+        assert started == []
+
+    def test_every_sampling_field_is_accepted(self, started):
+        defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+        assert jaxserve.generate("abc", **defaults).finished
