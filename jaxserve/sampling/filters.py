@@ -1,8 +1,8 @@
-"""Top-k, top-p and min-p without a sort: how far below its best token a row still lets tokens in.
+"""Top-k, top-p and min-p without a sort: they cut a row's distribution where a sort would.
 
-A token's distance is how much its logit (over the temperature) lies below the row's maximum. The bits of a float >= 0,
-read as an integer, keep its order, so the exact threshold is found by bisection over these integers, one vectorised
-pass over the vocabulary a bit. Tokens at the threshold are all kept, as in Hugging Face transformers.
+The bits of a float >= 0, read as an integer, keep its order. So the exact threshold is found by bisection over these
+integers: one vectorised pass over the vocabulary a step, some twenty of them until no token could be taken away.
+Tokens at a threshold are all kept, as in Hugging Face transformers.
 """
 
 from collections.abc import Callable
@@ -14,52 +14,87 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.state import RowParams
 
-_INFINITY = 0x7F800000  # the bits of +inf: no token is farther
+_BITS_OF_ONE = 0x3F800000
+_BITS_OF_INFINITY = 0x7F800000
 
 
-def kept_tokens(
-    distance: Float[Array, "B V"], weights: Float[Array, "B V"], params: RowParams, features: Int32[Array, ""]
-) -> Bool[Array, "B V"]:
-    """Which tokens survive top-k, then top-p on what top-k has left, then min-p; exp(-distance) are the weights."""
-    bits = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)  # abs: -0.0 has other bits than 0.0
-    limit = jnp.full_like(params.top_k, _INFINITY)
-    limit = lax.cond(features & Feature.TOP_K != 0, lambda: _top_k_limit(bits, params.top_k), lambda: limit)
-    limit = lax.cond(
-        features & Feature.TOP_P != 0, lambda x: _top_p_limit(bits, weights, params.top_p, x), lambda x: x, limit
-    )
-    farthest = -jnp.log(params.min_p)[:, None]
-    return (bits <= limit[:, None]) & (distance <= farthest)
+def filter_weights(distance: Float[Array, "B V"], params: RowParams, features: Int32[Array, ""]) -> Float[Array, "B V"]:
+    """What is left of the weights exp(-distance) after top-k, then top-p on what top-k has left, then min-p.
+
+    `distance` is how far a token's logit (over the temperature) lies below its row's maximum. Only the filters in
+    `features` run; in the rows that do not ask for one it keeps everything.
+    """
+    weights = jnp.exp(-distance)
+
+    def top_k(w: Array) -> Array:
+        return jnp.where(distance <= _top_k_limit(distance, params.top_k)[:, None], w, 0.0)
+
+    def top_p(w: Array) -> Array:
+        return jnp.where(w >= _top_p_limit(w, params.top_p)[:, None], w, 0.0)
+
+    weights = lax.cond(features & Feature.TOP_K != 0, top_k, lambda w: w, weights)
+    weights = lax.cond(features & Feature.TOP_P != 0, top_p, lambda w: w, weights)
+    return jnp.where(weights >= params.min_p[:, None], weights, 0.0)  # the largest weight is 1
 
 
-def _top_k_limit(bits: Int32[Array, "B V"], top_k: Int32[Array, " B"]) -> Int32[Array, " B"]:
-    """The distance of the k-th nearest token; 0 is no limit."""
+def _top_k_limit(distance: Float[Array, "B V"], top_k: Int32[Array, " B"]) -> Float[Array, " B"]:
+    """The distance of the k-th nearest token, inf where top_k is 0."""
 
-    def is_enough(limit: Array) -> Array:
-        return jnp.sum(bits <= limit[:, None], axis=1, dtype=jnp.int32) >= top_k
+    def count(bits: Array) -> Array:
+        # Exact up to 2**24 tokens, and twice as fast as counting in integers.
+        return jnp.sum(jnp.where(distance <= _float(bits)[:, None], 1.0, 0.0), axis=1)
 
-    return jnp.where(top_k > 0, _smallest(is_enough, jnp.full_like(top_k, _INFINITY)), _INFINITY)
+    one = jnp.ones_like(top_k, jnp.float32)
+    target = jnp.where(top_k > 0, top_k.astype(jnp.float32), jnp.inf)
+    return _float(_smallest(count, target, lambda _: one, highest=_BITS_OF_INFINITY))
 
 
-def _top_p_limit(
-    bits: Int32[Array, "B V"], weights: Float[Array, "B V"], top_p: Float[Array, " B"], farthest: Int32[Array, " B"]
+def _top_p_limit(weights: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, " B"]:
+    """The weight of the lightest token to keep, so that the kept ones hold a share `top_p`; 0 where top_p is 1."""
+
+    def limit(steps: Array) -> Array:  # down from the weight 1
+        return _float(_BITS_OF_ONE - steps)
+
+    def mass(steps: Array) -> Array:
+        return jnp.sum(jnp.where(weights >= limit(steps)[:, None], weights, 0.0), axis=1)
+
+    target = jnp.where(top_p < 1.0, top_p * jnp.sum(weights, axis=1), jnp.inf)
+    return limit(_smallest(mass, target, limit, highest=_BITS_OF_ONE))
+
+
+def _smallest(
+    measure: Callable[[Array], Array],
+    target: Float[Array, " B"],
+    least: Callable[[Array], Array],
+    *,
+    highest: int,
 ) -> Int32[Array, " B"]:
-    """The smallest distance within which lies a share `top_p` of the weight within `farthest`."""
+    """An integer in [0, highest] that lets in just those tokens that the smallest one with measure(i) >= target does.
 
-    def mass(limit: Array) -> Array:
-        return jnp.sum(jnp.where(bits <= limit[:, None], weights, 0.0), axis=1)
+    `measure` sums over the tokens that an integer lets in, each of which counts for at least `least`: once the surplus
+    is below that, no token can be taken away. With an infinite target the result is `highest`.
+    """
 
-    target = top_p * mass(farthest)
-    limit = _smallest(lambda limit: mass(limit) >= target, farthest)
-    return jnp.where(top_p < 1.0, limit, farthest)
+    def is_open(low: Array, high: Array, measured: Array) -> Bool[Array, " B"]:
+        return (low < high) & (measured - target >= least(high))
 
-
-def _smallest(is_enough: Callable[[Array], Array], high: Int32[Array, " B"]) -> Int32[Array, " B"]:
-    """The smallest integer in [0, high] for which a monotone predicate holds, taken to hold at `high`."""
-
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
+    def halve(bounds: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        low, high, measured = bounds
         middle = low + (high - low) // 2
-        enough = is_enough(middle)
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+        at_middle = measure(middle)
+        # A row that is done stays as it is, so that its result does not hang on how long the others take.
+        moves_down = is_open(*bounds) & (at_middle >= target)
+        moves_up = is_open(*bounds) & (at_middle < target)
+        return (
+            jnp.where(moves_up, middle + 1, low),
+            jnp.where(moves_down, middle, high),
+            jnp.where(moves_down, at_middle, measured),
+        )
 
-    return lax.fori_loop(0, 31, halve, (jnp.zeros_like(high), high))[1]
+    high = jnp.full(target.shape, highest, jnp.int32)
+    bounds = (jnp.zeros_like(high), high, measure(high))
+    return lax.while_loop(lambda bounds: jnp.any(is_open(*bounds)), halve, bounds)[1]
+
+
+def _float(bits: Int32[Array, " B"]) -> Float[Array, " B"]:
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.sampling.features import Feature
-from jaxserve.sampling.filters import kept_tokens
+from jaxserve.sampling.filters import filter_weights
 from jaxserve.sampling.processors import process
 from jaxserve.sampling.state import RowParams, SamplingState, unpack_rows
 
@@ -95,7 +95,11 @@ def record(
 
 
 def _argmax(logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    return jnp.argmax(logits, axis=1).astype(jnp.int32)
+    """The lowest id among the largest logits. In two passes, which vectorise where `jnp.argmax` on CPU does not."""
+    vocab_size = logits.shape[1]
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)[None]
+    is_largest = logits == jnp.max(logits, axis=1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, ids, vocab_size), axis=1)
 
 
 def _draw(
@@ -105,12 +109,11 @@ def _draw(
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
     # Subtracting first keeps the quotient from overflowing upwards, however low the temperature.
     distance = (jnp.max(logits, axis=1, keepdims=True) - logits) / temperature
-    weights = jnp.exp(-distance)
     weights = lax.cond(
         features & Feature.FILTERS != 0,
-        lambda w: jnp.where(kept_tokens(distance, w, params, features), w, 0.0),
-        lambda w: w,
-        weights,
+        lambda d: filter_weights(d, params, features),
+        lambda d: jnp.exp(-d),
+        distance,
     )
     return draw_by_weight(weights, uniforms(params.seed, counters))
 

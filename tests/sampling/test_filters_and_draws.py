@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sampling.features import Feature
-from jaxserve.sampling.filters import kept_tokens
+from jaxserve.sampling.filters import filter_weights
 from jaxserve.sampling.sampler import draw_by_weight
 from jaxserve.sampling.state import NUM_SCALARS, init_state, unpack_rows
 
@@ -16,9 +16,7 @@ ALL = int(Feature.FILTERS)
 @jax.jit
 def kept(distance, top_k, top_p, min_p):
     rows = unpack_rows(init_state(1, 1), jnp.zeros(len(distance), jnp.int32))
-    return kept_tokens(
-        distance, jnp.exp(-distance), rows._replace(top_k=top_k, top_p=top_p, min_p=min_p), jnp.int32(ALL)
-    )
+    return filter_weights(distance, rows._replace(top_k=top_k, top_p=top_p, min_p=min_p), jnp.int32(ALL)) > 0
 
 
 def distances(logits):
