@@ -1,6 +1,7 @@
 """Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time."""
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -18,13 +19,14 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What several tests compile, or the last run did, is compiled once.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture(scope="session")
 def test_data():
     """The folder of shared test data (models, tokenizers, workloads); tests that need it skip where it is absent."""
-    import pathlib
-
     path = pathlib.Path(os.environ.get("JAXSERVE_TEST_DATA", "../shared"))
     if not path.is_dir():
         pytest.skip(f"no shared test data at {path}: set JAXSERVE_TEST_DATA")

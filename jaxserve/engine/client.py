@@ -64,7 +64,8 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests at the next step and free their blocks; from any thread. No further output is promised.
-        Unknown or finished ids are ignored."""
+        Unknown or finished ids are ignored.
+        """
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:

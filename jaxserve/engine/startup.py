@@ -71,6 +71,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        has_greedy_steps=not is_cpu,
     )
     bytes_per_block = block_bytes(family.kv_specs(model_config), block_size=config.block_size, dtype=dtype)
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(runner, mesh))

@@ -93,8 +93,13 @@ class Runner:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        has_greedy_steps: bool,
     ):
+        """`has_greedy_steps`: compile each shape a second time, without the sampler, for steps in which all rows are
+        greedy. On a GPU its branches would break the step's graph; on a CPU those not taken cost nothing.
+        """
         self.mesh = mesh
+        self._has_greedy_steps = has_greedy_steps
         self.params = params
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -145,8 +150,13 @@ class Runner:
     def warm_up(self, *, progress: bool) -> float:
         """Compile every step that a plan can ask for. Returns seconds."""
         seconds = self._admissions.warm_up(["scalars", "extras"], progress=False)
-        keys = [StepKey(bucket, greedy) for bucket in reversed(self.buckets) for greedy in (True, False)]
-        return seconds + self.steps.warm_up(keys, progress=progress)
+        return seconds + self.steps.warm_up(self.variants, progress=progress)
+
+    @property
+    def variants(self) -> list[StepKey]:
+        """Every step that a plan can ask for, the longest to compile first."""
+        kinds = (False, True) if self._has_greedy_steps else (False,)
+        return [StepKey(bucket, kind) for bucket in reversed(self.buckets) for kind in kinds]
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Start a step; returns before the device has finished it."""
@@ -158,7 +168,8 @@ class Runner:
         bucket = self.bucket_for(plan)
         packed = pack(plan, bucket, num_slots=self.max_num_seqs, max_blocks=self.max_blocks, features=needed)
         has_prompt_logprobs = bool(packed[bucket.fields["header"][0] + 3])
-        executable = self.steps[StepKey(bucket, is_greedy_only=not needed and not has_prompt_logprobs)]
+        is_greedy_only = self._has_greedy_steps and not needed and not has_prompt_logprobs
+        executable = self.steps[StepKey(bucket, is_greedy_only)]
         built = time.perf_counter()
         self._kv_cache, self._slots, outputs = executable(self.params, self._kv_cache, self._slots, packed)
         outputs.token_ids.copy_to_host_async()

@@ -1,0 +1,129 @@
+"""An engine without threads, on a golden checkpoint, and the naive answer to hold it against."""
+
+import functools
+import pathlib
+
+import jax
+import numpy as np
+from naive import naive_greedy, naive_logits
+
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.runner import Runner
+from jaxserve.layers.attention import paged_attention
+from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.models import get_family
+from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+GREEDY = SamplingParams(temperature=0.0)
+MAX_MODEL_LEN = 96
+
+
+class Model:
+    """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay."""
+
+    def __init__(self, name, *, tensor_parallel_size=1, corrupt_token=None, num_blocks=400, has_greedy_steps=False):
+        path = GOLDENS / name
+        fields = load_config(path)
+        self.family = get_family(fields)
+        self.config = self.family.Config.from_hf(fields)
+        self.vocab_size = self.config.vocab_size
+        mesh = jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size])
+        specs = self.family.param_specs(self.config)
+        self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+        if corrupt_token is not None:
+            self.params["embed"] = self.params["embed"].at[corrupt_token].set(np.nan)
+        self.runner = Runner(
+            family=self.family,
+            model_config=self.config,
+            params=self.params,
+            dtype=np.dtype("float32"),
+            mesh=mesh,
+            attention=functools.partial(paged_attention, implementation="xla"),
+            block_size=4,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            has_greedy_steps=has_greedy_steps,
+        )
+        self.runner.allocate(num_blocks)
+        self._naive = functools.cache(self._naive_greedy)
+
+    def engine(self, *, overlap=True, kind="continuous", enable_prefix_caching=True, **limits):
+        """A fresh engine on this model's runner; `limits` override those of the scheduler."""
+        limits = {
+            "num_blocks": self.runner.num_blocks,
+            "block_size": self.runner.block_size,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_model_len": MAX_MODEL_LEN,
+        } | limits
+        scheduler = make_scheduler(
+            kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"
+        )
+        return Engine(scheduler, self.runner, overlap=overlap)
+
+    def naive(self, prompt, num_tokens):
+        """Greedy tokens by a full forward pass each."""
+        return list(self._naive(tuple(prompt), num_tokens))
+
+    def naive_logprobs(self, token_ids):
+        """log_softmax of the logits at each position of a sequence, [T, V] float64."""
+        padded = np.zeros(MAX_MODEL_LEN, np.int32)
+        padded[: len(token_ids)] = token_ids
+        logits = np.asarray(naive_logits(self.params, self.config, self.family, padded), np.float64)[: len(token_ids)]
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    def _naive_greedy(self, prompt, num_tokens):
+        return tuple(
+            naive_greedy(self.params, self.config, self.family, list(prompt), num_tokens, padded_length=MAX_MODEL_LEN)
+        )
+
+
+def request(name, prompt, max_tokens, params=GREEDY, **fields):
+    """An EngineRequest that is its own group unless told otherwise."""
+    return EngineRequest(
+        request_id=name,
+        group_id=fields.pop("group_id", name),
+        prompt_token_ids=list(prompt),
+        params=params,
+        max_tokens=max_tokens,
+        **fields,
+    )
+
+
+class Result:
+    """What has come of one request."""
+
+    def __init__(self):
+        self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []
+        self.finish_reason = self.stop_reason = self.error = None
+        self.num_cached_tokens = 0
+
+    def add(self, output):
+        assert self.finish_reason is None, "output after the last"
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+
+
+def run(engine, requests, *, check=True):
+    """Submit all requests at once and step until nothing is left; results by request id."""
+    engine.add(list(requests))
+    return drain(engine, {r.request_id: Result() for r in requests}, check=check)
+
+
+def drain(engine, results, *, check=True, max_steps=5000):
+    """Step until nothing is left, checking the scheduler after each step."""
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return results
+        for output in engine.step():
+            results[output.request_id].add(output)
+        if check:
+            engine.scheduler.check_integrity()
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,92 @@
+"""The packed upload: what the host writes is what the device reads."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.execution.batch import make_batch, make_buckets, pack, unpack
+from jaxserve.request import EngineRequest, Request, SamplingParams
+from jaxserve.scheduling.plan import Row, StepPlan
+
+BLOCK_SIZE, MAX_BLOCKS, NUM_SLOTS, NUM_BLOCKS = 4, 8, 6, 50
+
+
+def make_request(slot, token_ids, num_prompt, block_ids, **params):
+    engine_request = EngineRequest(
+        request_id=f"r{slot}",
+        group_id=f"r{slot}",
+        prompt_token_ids=token_ids[:num_prompt],
+        params=SamplingParams(**params),
+        max_tokens=20,
+    )
+    request = Request(engine_request, arrival=slot)
+    request.token_ids, request.block_ids, request.slot = list(token_ids), block_ids, slot
+    return request
+
+
+def test_buckets_cover_every_step():
+    buckets = make_buckets(max_num_batched_tokens=100, max_num_seqs=24, block_size=16)
+    assert [bucket.num_tokens for bucket in buckets] == [1, 4, 16, 32, 64, 100]
+    assert [bucket.num_rows for bucket in buckets] == [1, 4, 16, 24, 24, 24]
+    for bucket in buckets:
+        # The most blocks a step can add: every row crosses a border with its first token, one row has all the others.
+        longest = bucket.num_tokens - bucket.num_rows + 1
+        assert bucket.num_new_blocks >= bucket.num_rows - 1 + -(-longest // 16)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 17])
+def test_the_largest_bucket_is_the_budget(budget):
+    buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=4, block_size=16)
+    assert buckets[-1].num_tokens == budget
+    assert len({bucket.num_tokens for bucket in buckets}) == len(buckets)
+
+
+def test_a_mixed_step():
+    decoding = make_request(4, [7, 8, 9, 10, 11], 3, [20, 21])  # its next token is still on the device
+    decoding.num_pending = 1
+    known = make_request(1, [1, 2, 3], 2, [30])  # resumed: the last token is known
+    chunk = make_request(2, list(range(40, 52)), 12, [5, 6, 7], prompt_logprobs=0)
+    plan = StepPlan(
+        rows=[Row(decoding, 4, 5, 1, True, 0), Row(known, 1, 2, 1, True, 1), Row(chunk, 2, 3, 6, False, 2)],
+        num_decode_rows=2,
+        num_tokens=8,
+        admitted=[known],
+    )
+    bucket = make_buckets(max_num_batched_tokens=16, max_num_seqs=NUM_SLOTS, block_size=BLOCK_SIZE)[-1]
+    packed = pack(plan, bucket, num_slots=NUM_SLOTS, max_blocks=MAX_BLOCKS, features=3)
+    assert packed.shape == (bucket.packed_size,)
+
+    pieces = unpack(jax.numpy.asarray(packed), bucket)
+    assert pieces["header"].tolist() == [3, 2, 3, 1]
+    assert pieces["slots"].tolist() == [4, 1, 2] + [NUM_SLOTS] * 3
+    assert pieces["samples"].tolist() == [1, 1, 0, 0, 0, 0]
+    assert pieces["num_output_tokens"].tolist()[:3] == [3, 1, -3]
+    assert pieces["next_token_ids"].tolist()[:3] == [0, 0, 49]
+    index = pieces["new_block_index"].tolist()
+    assert index[:2] == [2 * MAX_BLOCKS + 1, 2 * MAX_BLOCKS + 2]  # the admitted row's table comes by itself
+    assert pieces["new_block_ids"].tolist()[:2] == [6, 7]
+    assert len(set(index)) == len(index)
+    assert min(index[2:]) >= NUM_SLOTS * MAX_BLOCKS
+
+    tables = np.zeros((NUM_SLOTS, MAX_BLOCKS), np.int32)
+    for request in (decoding, known, chunk):
+        tables[request.slot, : len(request.block_ids)] = request.block_ids
+    last_tokens = np.arange(100, 100 + NUM_SLOTS, dtype=np.int32)
+    batch = make_batch(
+        pieces,
+        jax.numpy.asarray(last_tokens),
+        jax.numpy.asarray(tables),
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+    )
+    assert batch.token_ids.tolist()[:8] == [104, 3, 43, 44, 45, 46, 47, 48]
+    assert batch.positions.tolist() == [5, 2, 3, 4, 5, 6, 7, 8] + [0] * 8
+    assert batch.query_starts.tolist() == [0, 1, 2, 8, 8, 8, 8]
+    assert batch.seq_lens.tolist() == [6, 3, 9, 0, 0, 0]
+    expected = [21 * 4 + 1, 30 * 4 + 2, 5 * 4 + 3, 6 * 4, 6 * 4 + 1, 6 * 4 + 2, 6 * 4 + 3, 7 * 4]
+    assert batch.write_index.tolist()[:8] == expected
+    padding = batch.write_index.tolist()[8:]
+    assert len(set(padding)) == 8
+    assert min(padding) >= NUM_BLOCKS * BLOCK_SIZE
+    assert batch.block_tables[:3].tolist() == [tables[4].tolist(), tables[1].tolist(), tables[2].tolist()]
+    assert (int(batch.num_rows), int(batch.num_decode_rows)) == (3, 2)

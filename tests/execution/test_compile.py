@@ -1,0 +1,112 @@
+"""After warm-up nothing is compiled: not by the table of steps, and not behind its back."""
+
+import contextlib
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.startup import start_engine
+from jaxserve.execution.compile import CompiledSteps, enable_persistent_cache
+from jaxserve.request import EngineRequest, SamplingParams
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def counted_compiles():
+    """Every XLA compilation of the process, whoever asks for it."""
+    events = []
+
+    def listen(event, duration, **_):
+        if event == COMPILE_EVENT:
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_counter_counts():
+    with counted_compiles() as events:
+        jax.jit(lambda x: x * 17 + 4)(np.float32(2)).block_until_ready()
+    assert events
+
+
+def test_no_compile_after_warm_up():
+    """Every kind of request, in batches of every size, with preemption and prefix hits."""
+    config = EngineConfig(
+        model=str(GOLDENS / "llama_untied"),
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        block_size=4,
+        kv_cache_memory=24 * 4 * 4 * 12 * 2 * 2 * 4,
+        compilation_cache_dir="",
+    )
+    engine, info = start_engine(config, mesh=None, progress=False)
+    assert info.num_blocks == 24
+    num_compiles = engine.stats().num_compiles
+    assert num_compiles == 2 + len(engine.runner.variants)
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1),
+        SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
+        SamplingParams(repetition_penalty=1.2, logit_bias={3: 2.0}, allowed_token_ids=list(range(50)), min_tokens=2),
+    ]
+    random = np.random.default_rng(0)
+    with counted_compiles() as events:
+        for size in range(1, 7):
+            for round_ in range(len(kinds)):
+                engine.add(
+                    [
+                        EngineRequest(
+                            request_id=f"{size}-{round_}-{i}",
+                            group_id=f"{size}-{round_}",
+                            prompt_token_ids=random.integers(0, 100, int(random.integers(1, 30))).tolist(),
+                            params=kinds[(round_ + i) % len(kinds)],
+                            max_tokens=int(random.integers(1, 30)),
+                            bad_word_ids=((3, 4),) if i % 2 else (),
+                        )
+                        for i in range(size)
+                    ]
+                )
+                while engine.has_work:
+                    engine.step()
+    assert events == []
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_compiles, stats.num_recompiles_after_warmup) == (num_compiles, 0)
+
+
+def test_a_shape_that_was_not_warmed_up_is_counted():
+    def lower(size):
+        return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32))
+
+    steps = CompiledSteps(lower)
+    steps.warm_up([1, 2], progress=False)
+    assert (steps.num_compiles, steps.num_recompiles_after_warmup) == (2, 0)
+    assert steps[3](np.zeros(3, np.float32)).tolist() == [1, 1, 1]
+    assert steps[3](np.zeros(3, np.float32)).tolist() == [1, 1, 1]
+    assert (steps.num_compiles, steps.num_recompiles_after_warmup) == (3, 1)
+    with pytest.raises(TypeError):  # never a silent recompile
+        steps[1](np.zeros(2, np.float32))
+
+
+def test_a_cache_of_the_process_is_left_alone(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    enable_persistent_cache("")
+    assert jax.config.jax_compilation_cache_dir == before
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        enable_persistent_cache(None)
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        enable_persistent_cache(str(tmp_path / "other"))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "other")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
