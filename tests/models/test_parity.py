@@ -15,8 +15,8 @@ from jaxserve.models import FAMILIES, get_family
 GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
 PADDED = 64
 """One length for the naive forwards of a golden, so that they compile once; causal attention does not see padding."""
-TOLERANCE = 1e-4
-"""Of the largest logit, in float32."""
+TOLERANCE = 2e-5
+"""Of the largest logit, in float32 (the engine promises 1e-4; transformers is matched to about 2e-6)."""
 
 
 @pytest.fixture(scope="module", params=GOLDENS, ids=lambda path: path.name)
