@@ -21,6 +21,7 @@ from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, block_bytes, choose
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.params import Params, init_params, num_bytes
+from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import load_config, load_params, resolve_dtype
 from jaxserve.models import get_family
@@ -49,7 +50,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # read when the backend starts, if it has not yet
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     enable_persistent_cache(config.compilation_cache_dir)
-    mesh = mesh or _make_mesh(config.tensor_parallel_size)
+    mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
     platform = mesh.devices.flat[0].platform
     is_cpu = platform == "cpu"
     implementation = _attention_implementation(config, is_cpu=is_cpu)

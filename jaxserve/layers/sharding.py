@@ -3,7 +3,7 @@
 A mesh without the named axis, or with one device along it, leaves that axis whole.
 """
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
@@ -14,6 +14,15 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "ffn": "tensor",
     "embed": None,
 }
+
+
+def with_explicit_axes(mesh: Mesh) -> Mesh:
+    """The same devices with every axis explicit, as layers want them: they read an array's sharding off its type.
+
+    `jax.make_mesh` makes such meshes, the constructor of `Mesh` does not. On other axes XLA would move the KV cache
+    about without a word.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
 def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:

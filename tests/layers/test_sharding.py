@@ -45,6 +45,13 @@ def test_unknown_axis(mesh):
         sharding.partition_spec(("colour",), (8,), mesh, name="w")
 
 
+def test_mesh_of_any_origin_becomes_explicit(mesh):
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    assert automatic != mesh
+    assert sharding.with_explicit_axes(automatic) == mesh
+    assert sharding.with_explicit_axes(mesh) == mesh
+
+
 def put(x, mesh, *spec):
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
