@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "flags": PLAIN,
     "server": f"{PLAIN} jaxserve tokenizer metrics engine",
     "llm": f"{PLAIN} tokenizer engine loading",
-    "engine": f"{PLAIN} tokenizer metrics scheduling execution models structured loading layers",
+    "engine": f"{PLAIN} tokenizer metrics scheduling execution models structured loading layers pallas_kernels",
     "execution": f"{PLAIN} scheduling models sampling speculative loading layers quantization pallas_kernels",
     "scheduling": PLAIN,
     "models": f"{PLAIN} loading layers quantization",

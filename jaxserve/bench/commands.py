@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from jaxserve.bench import host, throughput
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, mixed_jobs
+from jaxserve.config import EngineConfig
 from jaxserve.flags import Parser
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
@@ -59,7 +60,8 @@ def _throughput(args: argparse.Namespace) -> None:
         seed=args.seed,
         vocab_size=LLAMA_100M["vocab_size"],
     )
-    print(throughput.run(jobs, config=LLAMA_100M, max_num_seqs=args.max_num_seqs, peer_python=peer or None))
+    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False)
+    print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
 
 
 def _host(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 Each contender runs alone, in a process of its own, one after the other in one run, so that ratios can be read off.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -30,26 +31,20 @@ class Contender(NamedTuple):
     kv_use: float | None
 
 
-def run(jobs: list[Job], *, config: Mapping[str, Any], max_num_seqs: int, peer_python: str | None) -> str:
+def run(jobs: list[Job], *, model_config: Mapping[str, Any], engine: EngineConfig, peer_python: str | None) -> str:
     """Measure every contender on these jobs and return the report.
 
-    `config` is the config.json of the model, which gets random weights. `peer_python` is an interpreter with torch and
-    transformers, or None to leave the peer out. Raises JaxserveError if a contender fails.
+    `model_config` is the config.json of the model, which gets random weights; `engine` has the options that the
+    contenders share. `peer_python` is an interpreter with torch and transformers, or None to leave the peer out.
+    Raises JaxserveError if a contender fails.
     """
     max_model_len = max(len(job.prompt_token_ids) + job.output_len for job in jobs)
     contenders = []
     with tempfile.TemporaryDirectory() as folder:
-        model = write_config(pathlib.Path(folder), config)
+        model = write_config(pathlib.Path(folder), model_config)
+        engine = dataclasses.replace(engine, model=str(model), load_format="dummy", max_model_len=max_model_len)
         for scheduler in ("continuous", "static"):
-            engine = EngineConfig(
-                model=str(model),
-                load_format="dummy",
-                dtype="float32",
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                enable_prefix_caching=False,
-                scheduler=scheduler,
-            )
+            engine = dataclasses.replace(engine, scheduler=scheduler)
             spec = RunSpec(engine=engine, jobs=jobs, num_threads=os.cpu_count() or 1)
             print(f"running jaxserve, {scheduler} batching ...", file=sys.stderr)
             line = _run_process([sys.executable, "-m", "jaxserve.bench.engine_run"], spec)
@@ -60,10 +55,10 @@ def run(jobs: list[Job], *, config: Mapping[str, Any], max_num_seqs: int, peer_p
             script = str(pathlib.Path(peers.__file__).with_name("hf_generate.py"))
             seconds = json.loads(_run_process([peer_python, script], spec))["seconds"]
             contenders.append(Contender("transformers generate", seconds, None))
-    return report(contenders, jobs, max_num_seqs=max_num_seqs)
+    return report(contenders, jobs)
 
 
-def report(contenders: list[Contender], jobs: list[Job], *, max_num_seqs: int) -> str:
+def report(contenders: list[Contender], jobs: list[Job]) -> str:
     """The workload in a sentence, and the table; the first contender is the one the others are compared with."""
     num_output = sum(job.output_len for job in jobs)
     num_input = sum(len(job.prompt_token_ids) for job in jobs)
@@ -79,8 +74,8 @@ def report(contenders: list[Contender], jobs: list[Job], *, max_num_seqs: int) -
     ]
     longest = max(job.output_len for job in jobs)
     return (
-        f"{len(jobs)} requests, {num_input} prompt and {num_output} output tokens (longest output {longest}), at most "
-        f"{max_num_seqs} at once; random weights in float32; {os.cpu_count()} CPU cores\n\n"
+        f"{len(jobs)} requests, {num_input} prompt and {num_output} output tokens (longest output {longest}), "
+        f"{os.cpu_count()} CPU cores\n\n"
         + table(["", "seconds", "output tokens/s", "relative", "KV positions in use"], rows)
     )
 

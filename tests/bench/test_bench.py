@@ -4,6 +4,7 @@ from jaxserve.bench import host, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import LLAMA_100M, Job, mixed_jobs
+from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineStats
 
 TINY = LLAMA_100M | {
@@ -55,8 +56,8 @@ def test_a_table_is_aligned_markdown():
 
 def test_the_report_compares_with_the_first_contender():
     contenders = [throughput.Contender("ours", 2.0, 0.97), throughput.Contender("theirs", 8.0, None)]
-    report = throughput.report(contenders, [Job([1, 2, 3], 10), Job([4], 30)], max_num_seqs=2)
-    assert "2 requests, 4 prompt and 40 output tokens (longest output 30), at most 2 at once" in report
+    report = throughput.report(contenders, [Job([1, 2, 3], 10), Job([4], 30)])
+    assert "2 requests, 4 prompt and 40 output tokens (longest output 30)" in report
     ours, theirs = report.splitlines()[-2:]
     assert [cell.strip() for cell in ours.split("|")[1:-1]] == ["ours", "2.0", "20.0", "1.00", "97.0%"]
     assert [cell.strip() for cell in theirs.split("|")[1:-1]] == ["theirs", "8.0", "5.0", "0.25", "-"]
@@ -64,7 +65,8 @@ def test_the_report_compares_with_the_first_contender():
 
 def test_throughput_runs_both_schedulers():
     jobs = mixed_jobs(5, mean_input=12, mean_output=6, seed=0, vocab_size=128)
-    report = throughput.run(jobs, config=TINY, max_num_seqs=2, peer_python=None)
+    engine = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, warmup=False)
+    report = throughput.run(jobs, model_config=TINY, engine=engine, peer_python=None)
     names = [line.split("|")[1].strip() for line in report.splitlines() if line.startswith("| jaxserve")]
     assert names == ["jaxserve, continuous batching", "jaxserve, static batching"]
 
