@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -99,9 +100,10 @@ class TestOptions:
             return FakeEngineClient()
 
         monkeypatch.setattr(LocalEngineClient, "start", fake_start)
-        with LLM(**given, progress=False) as llm:
+        mesh = jax.make_mesh((2,), ("tensor",))
+        with LLM(**given, mesh=mesh, progress=False) as llm:
             assert llm.sampling_params().temperature == 0.25
-        assert calls == [(EngineConfig(**given), None, False)]
+        assert calls == [(EngineConfig(**given), mesh, False)]
 
     def test_an_unknown_option_is_an_error(self):
         with pytest.raises(TypeError, match="max_model_length"):

@@ -17,7 +17,15 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, RequestStream
 from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest
-from jaxserve.request import MAX_BAD_WORD_TOKENS, SEED_LIMIT, EngineOutput, EngineRequest, RequestOutput, SamplingParams
+from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    SEED_LIMIT,
+    EngineOutput,
+    EngineRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from jaxserve.tokenizer import Tokenizer
 
 _ALIVE_CHECK_SECONDS = 1.0
@@ -197,10 +205,10 @@ class Frontend:
         return rest
 
     def _bad_word_ids(self, bad_words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of each word, at the start of a text and after a space.
+        """Token sequences of each word, as it stands at the start of a text and after a space.
 
-        Where the tokenizer puts a space before every text itself (sentencepiece), only one of them is a word: the
-        second form is kept if it differs in its first token and is not longer.
+        The second form is left out where it ends in the first, which forbids it already: so it is where the tokenizer
+        itself puts a space before every text (sentencepiece).
         """
         sequences: dict[tuple[int, ...], None] = {}
         for word in bad_words:
@@ -208,14 +216,19 @@ class Frontend:
             spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
             if not bare:
                 raise InvalidRequest(f"bad_words: {word!r} has no tokens", param="bad_words")
-            if len(bare) > MAX_BAD_WORD_TOKENS:
-                raise InvalidRequest(
-                    f"bad_words: {word!r} has {len(bare)} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed",
-                    param="bad_words",
-                )
-            sequences[bare] = None
-            if len(spaced) <= len(bare) and spaced[0] != bare[0]:
-                sequences[spaced] = None
+            for sequence in (bare,) if spaced[-len(bare) :] == bare else (bare, spaced):
+                if len(sequence) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequest(
+                        f"bad_words: {word!r} has {len(sequence)} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed",
+                        param="bad_words",
+                    )
+                sequences[sequence] = None
+        if len(sequences) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words make {len(sequences)} token sequences (most words are two: with and without a space "
+                f"before them), at most {MAX_BAD_WORDS} are allowed",
+                param="bad_words",
+            )
         return tuple(sequences)
 
 

@@ -35,6 +35,8 @@ class StopChecker:
 
         With `may_stop=False` a stop string that ends in this piece is ordinary text (min_tokens).
         """
+        if not self._matchers:
+            return text, None
         found: _Matcher | None = None
         found_end = 0
         for matcher in self._matchers:
@@ -46,7 +48,7 @@ class StopChecker:
             end = len(self._held) + found_end
             self._held = ""
             return seen[: end if self._include else end - len(found.stop)], found.stop
-        num_held = 0 if self._include else max((matcher.matched for matcher in self._matchers), default=0)
+        num_held = 0 if self._include else max(matcher.matched for matcher in self._matchers)
         shown = len(seen) - num_held
         self._held = seen[shown:]
         return seen[:shown], None

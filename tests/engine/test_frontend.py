@@ -154,12 +154,21 @@ class TestPrepare:
             (request,) = start(tokenizer).prepare("a", params, request_id="x").requests
             return request.bad_word_ids
 
-        # In a byte-level vocabulary "the" and " the" are different tokens; where there is no token for both, one form.
+        # In a byte-level vocabulary "the" and " the" are different tokens.
         (the,), (spaced_the,) = byte_level.encode("the"), byte_level.encode(" the")
         assert bad_words(byte_level, "the", " the") == ((the,), (spaced_the,))
+        (upon,) = byte_level.encode(" upon")
+        assert bad_words(byte_level, "upon") == (tuple(byte_level.encode("upon")), (upon,))
+        # " on" is a space and "on": whoever may not write "on" cannot write it.
         assert bad_words(byte_level, "on") == (tuple(byte_level.encode("on")),)
-        # Sentencepiece puts a space before every text: one form.
+        # Sentencepiece puts a space before every text.
         assert bad_words(tokenizer, "the") == (tuple(tokenizer.encode("the", add_special_tokens=False)),)
+
+    def test_no_bad_word_is_left_out(self, start, byte_level):
+        words = [f"u{chr(0x61 + i // 10)}{i % 10}" for i in range(40)]  # two forms each
+        with pytest.raises(InvalidRequest, match="80 token sequences") as caught:
+            start(byte_level).prepare("a", SamplingParams(bad_words=words), request_id="x")
+        assert caught.value.param == "bad_words"
 
     def test_sampling_defaults(self, start, tokenizer):
         config = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 99, "do_sample": True, "x": 1}
