@@ -1,0 +1,171 @@
+"""The engine behind its client, in a thread: submit, abort, refuse, die, close, from any thread."""
+
+import queue
+import threading
+
+import pytest
+from harness import GOLDENS, request
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.local import LocalEngineClient
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    OutOfMemory,
+    QueueFull,
+)
+
+CONFIG = EngineConfig(
+    model=str(GOLDENS / "llama_untied"),
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    block_size=4,
+    kv_cache_memory=2**20,
+    warmup=False,
+)
+
+
+@pytest.fixture
+def client():
+    client = LocalEngineClient.start(CONFIG)
+    yield client
+    client.close()
+
+
+def collect(outputs, names):
+    """Token ids by request until each of `names` has finished."""
+    tokens, waiting = {name: [] for name in names}, set(names)
+    while waiting:
+        for output in outputs.get(timeout=60):
+            tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                waiting.discard(output.request_id)
+    return tokens
+
+
+def test_requests_from_many_threads(client):
+    alone = queue.SimpleQueue()
+    client.submit([request("alone", [1, 2, 3], 8)], alone.put)
+    expected = collect(alone, ["alone"])["alone"]
+    results = {}
+
+    def work(index):
+        mine = queue.SimpleQueue()
+        names = [f"{index}-{i}" for i in range(3)]
+        client.submit([request(name, [1, 2, 3], 8) for name in names], mine.put)
+        results[index] = collect(mine, names)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    assert all(tokens == expected for result in results.values() for tokens in result.values())
+    assert client.stats().num_steps > 0
+
+
+def test_abort_frees_the_blocks_and_says_no_more(client):
+    outputs = queue.SimpleQueue()
+    client.submit([request("long", [1, 2, 3], 60), request("short", [4], 3)], outputs.put)
+    client.abort(["long", "no such request"])
+    assert len(collect(outputs, ["short"])["short"]) == 3
+    after = queue.SimpleQueue()
+    client.submit([request("long", [1, 2], 2)], after.put)  # its id is free again
+    assert len(collect(after, ["long"])["long"]) == 2
+    assert client.stats().kv_positions_allocated in (0, 4)
+
+
+def test_what_can_never_run_is_refused_at_once(client):
+    with pytest.raises(ContextLengthExceeded, match=r"60.*64"):
+        client.submit([request("r", [1] * 60, 5)], print)
+    with pytest.raises(InvalidRequest, match="empty"):
+        client.submit([request("r", [], 5)], print)
+    outputs = queue.SimpleQueue()
+    client.submit([request("r", [1], 2)], outputs.put)
+    with pytest.raises(InvalidRequest, match="id"):
+        client.submit([request("s", [1], 2), request("s", [1], 2)], print)
+    collect(outputs, ["r"])
+
+
+def test_queue_limit():
+    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 2}))
+    try:
+        with pytest.raises(QueueFull, match="at most 2") as refusal:
+            client.submit([request(f"r{i}", [1], 2) for i in range(3)], print)
+        assert refusal.value.retry_after > 0
+        outputs = queue.SimpleQueue()
+        client.submit([request(f"r{i}", [1], 2) for i in range(2)], outputs.put)
+        collect(outputs, ["r0", "r1"])
+    finally:
+        client.close()
+
+
+def test_a_pool_smaller_than_a_request():
+    with pytest.raises(OutOfMemory, match="max_model_len is 64"):
+        LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"kv_cache_memory": 1000}))
+
+
+def test_reset_prefix_cache(client):
+    outputs = queue.SimpleQueue()
+    prompt = list(range(20))
+    for name, cached in (("a", 0), ("b", 16)):
+        client.submit([request(name, prompt, 2)], outputs.put)
+        news = outputs.get(timeout=60)
+        assert news[0].num_cached_tokens == cached
+        if news[0].finish_reason is None:
+            collect(outputs, [name])
+    assert client.reset_prefix_cache()
+    client.submit([request("c", prompt, 2)], outputs.put)
+    assert outputs.get(timeout=60)[0].num_cached_tokens == 0
+
+
+def test_death_reaches_everyone(client, monkeypatch):
+    outputs = queue.SimpleQueue()
+
+    def broken_schedule():
+        raise RuntimeError("a bug")
+
+    client.submit([request("before", [1], 2)], outputs.put)
+    collect(outputs, ["before"])
+    monkeypatch.setattr(client._engine.scheduler, "schedule", broken_schedule)
+    client.submit([request("lost", [1], 2)], outputs.put)
+    (last,) = outputs.get(timeout=60)
+    assert (last.request_id, last.finish_reason) == ("lost", "error")
+    assert "a bug" in last.error
+    assert not client.is_alive()
+    with pytest.raises(EngineDead, match="a bug"):
+        client.submit([request("after", [1], 2)], outputs.put)
+
+
+def test_close_ends_what_runs():
+    client = LocalEngineClient.start(CONFIG)
+    outputs = queue.SimpleQueue()
+    client.submit([request("long", [1], 60)], outputs.put)
+    client.close()
+    client.close()
+    reasons = []
+    while not outputs.empty():
+        reasons += [output.finish_reason for output in outputs.get()]
+    assert reasons[-1] in ("abort", "length")
+    with pytest.raises(EngineDead, match="closed"):
+        client.submit([request("after", [1], 2)], outputs.put)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "/no/such/model"}, CheckpointError, "no model"),
+        ({"max_model_len": 100_000}, ConfigError, "at most 512"),
+        ({"tensor_parallel_size": 64}, ConfigError, "64"),
+        ({"tensor_parallel_size": 8}, ConfigError, "8 devices"),
+    ],
+)
+def test_start_errors_are_one_line(options, error, message):
+    with pytest.raises(error, match=message) as failure:
+        LocalEngineClient.start(EngineConfig(**vars(CONFIG) | options))
+    assert "\n" not in str(failure.value)
