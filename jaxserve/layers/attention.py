@@ -4,7 +4,7 @@ The models call an AttentionFn that the runner has bound, so that they know neit
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ import pallas_kernels.paged_attention as kernels
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import apply_rope
 
 
@@ -110,7 +110,7 @@ def attention_specs(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
-) -> dict[str, Any]:
+) -> Params:
     """Weights of one block; `prefix` names it in the checkpoint.
 
     Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
@@ -125,7 +125,7 @@ def attention_specs(
         parts = (q.reshape(K, G, D, *rest), k.reshape(K, 1, D, *rest), v.reshape(K, 1, D, *rest))
         return np.concatenate(parts, axis=1)
 
-    specs: dict[str, Any] = {
+    specs: Params = {
         "qkv": ParamSpec(
             shape=(K, G + 2, D, E),
             axes=("kv_heads", None, None, "embed"),
@@ -161,7 +161,7 @@ def attention_specs(
 
 
 def self_attention(
-    params: dict[str, Any],
+    params: Params,
     x: Float[Array, "T E"],
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]],
     k_pages: Float[Array, "P K S D"],

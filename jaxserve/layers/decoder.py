@@ -4,7 +4,6 @@ Layers are unrolled: a Python list of weight trees, so that XLA never copies a l
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -13,9 +12,8 @@ from jaxserve.layers.attention import AttentionFn, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embed, embedding_spec
 from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
-
-Specs = dict[str, Any]
 
 
 def decoder_specs(
@@ -24,11 +22,11 @@ def decoder_specs(
     hidden_size: int,
     num_layers: int,
     tie_word_embeddings: bool,
-    attention: Callable[[str], Specs],
-    mlp: Callable[[str], Specs],
-) -> Specs:
+    attention: Callable[[str], Params],
+    mlp: Callable[[str], Params],
+) -> Params:
     """The whole tree; `attention` and `mlp` give the specs of one block from its name in the checkpoint."""
-    specs: Specs = {
+    specs: Params = {
         "embed": embedding_spec("model.embed_tokens", vocab_size=vocab_size, hidden_size=hidden_size),
         "layers": [
             {
@@ -47,12 +45,12 @@ def decoder_specs(
 
 
 def decoder(
-    params: dict[str, Any],
+    params: Params,
     batch: Batch,
     kv_cache: KVCache,
     *,
     attention: AttentionFn,
-    mlp: Callable[[dict[str, Any], Array], Array],
+    mlp: Callable[[Params, Array], Array],
     rope: Rope,
     norm_eps: float,
     sliding_windows: Sequence[int | None],

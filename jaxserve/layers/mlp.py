@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
-from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.params import Params, ParamSpec
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -21,11 +20,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def gated_mlp_specs(prefix: str, *, hidden_size: int, intermediate_size: int, bias: bool = False) -> dict[str, Any]:
+def gated_mlp_specs(prefix: str, *, hidden_size: int, intermediate_size: int, bias: bool = False) -> Params:
     """Weights of one block: gate and up fused into [2, F, E], down [E, F]. `prefix` names it in the checkpoint."""
     E, F = hidden_size, intermediate_size
     inner = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-    specs: dict[str, Any] = {
+    specs: Params = {
         "gate_up": ParamSpec(
             shape=(2, F, E),
             axes=(None, "ffn", "embed"),
@@ -55,7 +54,7 @@ def _stack(*tensors: np.ndarray) -> np.ndarray:
     return np.stack(tensors)
 
 
-def gated_mlp(params: dict[str, Any], x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
+def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
     """down(activation(gate(x)) * up(x)); `activation` is a key of ACTIVATIONS."""
     with jax.named_scope("mlp"):
         gate_up = linear(x, params["gate_up"], params.get("gate_up_bias"))

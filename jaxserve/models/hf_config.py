@@ -9,11 +9,11 @@ from jaxserve.layers.rope import LinearScaling, Llama3Scaling, Rope
 Fields = dict[str, Any]
 
 
-def integer(fields: Fields, name: str, default: int | None = None) -> int:
-    """A positive integer. A missing or null field takes the default, and is an error without one."""
+def integer(fields: Fields, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    """An integer. A missing or null field takes the default, and is an error without one."""
     value = _get(fields, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise CheckpointError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r}")
     return value
 
 
@@ -101,21 +101,17 @@ def rope(fields: Fields) -> Rope:
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Each layer's sliding window as Qwen writes it: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     num_layers = integer(fields, "num_hidden_layers")
-    if not flag(fields, "use_sliding_window"):
-        return (None,) * num_layers
-    if fields.get("sliding_window", 4096) is None:
-        return (None,) * num_layers
-    window = integer(fields, "sliding_window", 4096)
+    window = optional_integer(fields, "sliding_window", 4096) if flag(fields, "use_sliding_window") else None
     kinds = fields.get("layer_types")
     if kinds is None:
-        first = fields.get("max_window_layers", 28)
-        kinds = ["full_attention" if index < first else "sliding_attention" for index in range(num_layers)]
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
+        num_full = integer(fields, "max_window_layers", 28, minimum=0)
+        kinds = ["full_attention" if index < num_full else "sliding_attention" for index in range(num_layers)]
+    windows = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= windows.keys():
         raise CheckpointError(
             f"config.json: layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _get(fields: Fields, name: str, default: Any) -> Any:

@@ -11,6 +11,7 @@ from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import decoder, decoder_specs
 from jaxserve.layers.embedding import unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
 
@@ -55,7 +56,7 @@ class Config:
         )
 
 
-def param_specs(config: Config) -> dict[str, Any]:
+def param_specs(config: Config) -> Params:
     """The declaration of every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
@@ -86,7 +87,7 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
 
 
 def forward(
-    params: dict[str, Any], config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     return decoder(
@@ -101,6 +102,6 @@ def forward(
     )
 
 
-def logits(params: dict[str, Any], config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
     """Logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
