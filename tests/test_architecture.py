@@ -54,6 +54,7 @@ NO_JAX = (
     "jaxserve.engine.client",
     "jaxserve.engine.frontend",
     "jaxserve.engine.output",
+    "jaxserve.engine.prompts",
     "jaxserve.engine.stream",
     "jaxserve.errors",
     "jaxserve.flags",
