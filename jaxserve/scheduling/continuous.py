@@ -3,27 +3,31 @@
 There is no prefill or decode phase: each running request's `num_computed_tokens` catches up with its `num_tokens`.
 
 Why nobody waits for ever. Requests have a strict total order, the key. The running request with the least key always
-progresses: its row comes first in the budget, and for a block it may preempt every other one; alone it fits, or
-`add` had refused it. So running requests finish, and no waiting one is admitted past the least waiting one (siblings
-that wait for their leader are passed over, but the leader's key is less), which therefore runs at the latest when the
-pool is empty. By induction over the key everyone finishes, under "priority" as long as better ones stop arriving.
+progresses: its row comes first in the budget, and for a block it may preempt every other one; alone it fits, or `add`
+had refused it. So running requests finish. Waiting ones are admitted in key order only, so that the first of them gets
+in when the pool is empty, if not before. By induction over the key everyone finishes, under "priority" as long as no
+more better ones arrive.
+
+Why siblings share their prompt (n > 1). The first has the least key, and its row takes all the budget it can use: while
+its prompt is not fully scheduled nothing is left for the others, which then find its blocks in the cache.
 
 Why late writes do no harm. The device runs steps in order, and a row writes only at positions >= its start, into
 blocks that, when it was scheduled, its request alone held and that were not cached (`check_integrity`). If the request
 loses such a block while the row is in flight, whoever gets it next writes in a later step. A block enters the cache
-only when the step that fills it is scheduled and its tokens are known, so what is in flight for it is what it stands
-for; rows of the same step may read it too, since a layer writes all K and V of a step before it attends.
+only when the step that fills it is scheduled and its tokens are known, so that whatever is still in flight for it is
+what it stands for; rows of the same step may read it too: a layer writes all K and V of a step before it attends.
 """
 
 import math
 from bisect import insort
+from collections import Counter
 from typing import override
 
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
 from jaxserve.scheduling.base import Scheduler, SchedulerLimits, SchedulerStats, request_key
 from jaxserve.scheduling.block_pool import BlockPool
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash, pack_tokens
+from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash
 
 
 class _Step:
@@ -54,7 +58,7 @@ class ContinuousScheduler(Scheduler):
         self._cache = PrefixCache(limits.block_size)
         self._pool = BlockPool(limits.num_blocks, self._cache)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._groups: dict[str, list[Request]] = {}  # unfinished siblings by key; the first one leads
+        self._group_sizes: Counter[str] = Counter()  # unfinished siblings
         self._blocked: tuple[Request, int, int] | None = None  # see _find_room
         self._num_preemptions = 0
         self._num_prefix_queries = 0
@@ -63,8 +67,7 @@ class ContinuousScheduler(Scheduler):
     @override
     def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
         requests = super().add(engine_requests)
-        for request in requests:
-            insort(self._groups.setdefault(request.request.group_id, []), request, key=request_key)
+        self._group_sizes.update(request.request.group_id for request in requests)
         return requests
 
     @override
@@ -93,7 +96,7 @@ class ContinuousScheduler(Scheduler):
                 request.num_pending += 1
                 step.budget -= 1
                 single_rows.append(Row(request, request.slot, start, 1, True, 0))
-        if self._waiting and not step.has_preempted:
+        if not step.has_preempted:
             self._admit_waiting(step)
 
         rows = single_rows + step.chunk_rows
@@ -180,19 +183,17 @@ class ContinuousScheduler(Scheduler):
     @override
     def _finish(self, request: Request, reason: FinishReason) -> None:
         super()._finish(request, reason)
-        siblings = self._groups[request.request.group_id]
-        siblings.remove(request)
-        if not siblings:
-            del self._groups[request.request.group_id]
+        group_id = request.request.group_id
+        self._group_sizes[group_id] -= 1
+        if not self._group_sizes[group_id]:
+            del self._group_sizes[group_id]
 
     # Admission
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit in key order until a slot, blocks or the budget lack."""
-        while step.budget and self._free_slots:
-            request = self._next_waiting()
-            if request is None:
-                return
+        while step.budget and self._free_slots and self._waiting:
+            request = self._waiting[0]
             num_available = self._pool.num_free - step.num_promised_blocks
             if request.status is RequestStatus.PREEMPTED:
                 # Blocks are scarce: one to spare for each running request, or it would soon be preempted again.
@@ -204,17 +205,13 @@ class ContinuousScheduler(Scheduler):
 
     def _challenger_priority(self) -> float:
         """Running requests of a worse priority than this come after a waiting one; infinite: none do."""
-        if not self._by_priority:
-            return math.inf
-        request = self._next_waiting()
-        return math.inf if request is None else request.priority
+        return self._waiting[0].priority if self._by_priority and self._waiting else math.inf
 
     def _admit_challenger(self, step: _Step) -> bool:
         """Admit the next waiting request before those of strictly worse priority that are running, and preempt as many
         of these as it takes; none if that would not be enough.
         """
-        request = self._next_waiting()
-        assert request is not None
+        request = self._waiting[0]
         if request.num_pending:
             return False
         worse = [other for other in self._running if other.priority > request.priority]
@@ -230,15 +227,6 @@ class ContinuousScheduler(Scheduler):
                 self._admit(request, hits, step)
                 return True
             self._preempt_worst(step)
-
-    def _next_waiting(self) -> Request | None:
-        """The first waiting request that need not wait for its leader."""
-        for request in self._waiting:
-            leader = self._groups[request.request.group_id][0]
-            num_shareable = (request.num_prompt_tokens - 1) // self._limits.block_size * self._limits.block_size
-            if leader is request or leader.num_computed_tokens >= num_shareable or not self._may_hit(request):
-                return request
-        return None
 
     def _find_room(self, request: Request, num_available: int) -> list[int] | None:
         """The cached blocks that a waiting request would start from, if `num_available` blocks are enough for the rest
@@ -267,9 +255,9 @@ class ContinuousScheduler(Scheduler):
         return num_missing > num_available and not has_more_hits
 
     def _admit(self, request: Request, hits: list[int], step: _Step) -> None:
-        """From waiting to running, with a slot, the cached prefix and a first row."""
+        """The first of the queue runs from now on, with a slot, the cached prefix and a first row."""
         self._blocked = None
-        self._waiting.remove(request)
+        self._waiting.pop(0)
         insort(self._running, request, key=request_key)
         self._pool.share(hits)
         request.block_ids = hits
@@ -287,7 +275,7 @@ class ContinuousScheduler(Scheduler):
     # Prefix sharing
 
     def _shares(self, request: Request) -> bool:
-        return self._enable_prefix_caching or len(self._groups[request.request.group_id]) > 1
+        return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
 
     def _may_hit(self, request: Request) -> bool:
         """Whether it may start from cached KV: not if it wants the logits of every prompt position."""
@@ -316,15 +304,13 @@ class ContinuousScheduler(Scheduler):
         first = request.num_indexed_blocks
         if num_full <= first or not self._shares(request):
             return
-        hashes, token_ids = request.block_hashes, request.token_ids
+        hashes, token_ids, block_ids = request.block_hashes, request.token_ids, request.block_ids
         domain = self._domain(request) if first == 0 else b""
         self._cache.extend_hashes(hashes, token_ids, num_full, domain=domain)
         for index in range(first, num_full):
-            tokens = pack_tokens(token_ids[index * size : (index + 1) * size])
             parent = domain if index == 0 else hashes[index - 1]
-            self._cache.insert(
-                request.block_ids[index], hashes[index], parent=parent, is_first=index == 0, tokens=tokens
-            )
+            tokens = token_ids[index * size : (index + 1) * size]
+            self._cache.insert(block_ids[index], hashes[index], parent=parent, is_first=index == 0, token_ids=tokens)
         request.num_indexed_blocks = num_full
 
     @override
@@ -340,9 +326,7 @@ class ContinuousScheduler(Scheduler):
         self._cache.check_integrity()
         slots = [*self._free_slots, *(request.slot for request in running)]
         assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
-        grouped = [request for siblings in self._groups.values() for request in siblings]
-        assert set(grouped) == set(self._requests.values())
-        assert len(grouped) == len(self._requests)
+        assert self._group_sizes == Counter(request.request.group_id for request in self._requests.values())
         for request in running:
             tail = request.block_ids[request.num_computed_tokens // size :]
             assert self._pool.held_only_by([tail]) == set(tail), "the block it writes to next is shared"

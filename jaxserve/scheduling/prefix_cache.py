@@ -76,13 +76,13 @@ class PrefixCache:
             parent = hashes[index]
         return block_ids
 
-    def insert(self, block_id: int, block_hash: bytes, *, parent: bytes, is_first: bool, tokens: bytes) -> None:
+    def insert(self, block_id: int, block_hash: bytes, *, parent: bytes, is_first: bool, token_ids: list[int]) -> None:
         """Offer a full block. Refused when the prefix is cached already, or when the block before it is not: nobody
         could reach it, and after a `purge` the descendants of what was purged must not come back.
         """
         if block_hash in self._entries or block_id in self._hash_of or not (is_first or parent in self._entries):
             return
-        self._entries[block_hash] = CachedBlock(block_id, parent, tokens)
+        self._entries[block_hash] = CachedBlock(block_id, parent, pack_tokens(token_ids))
         self._hash_of[block_id] = block_hash
 
     def remove(self, block_id: int) -> None:

@@ -7,6 +7,7 @@ of the history, so each request's output has to equal a naive generation, whatev
 """
 
 import hashlib
+import itertools
 import zlib
 from collections import deque
 
@@ -46,8 +47,8 @@ def make_limits(**changes):
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """What the make-believe model says; one time in twenty that is a stop token."""
-    draw = (zlib.crc32(bytes(tokens), seed) >> 8) % 20
+    """What the make-believe model says; one time in forty that is a stop token."""
+    draw = (zlib.crc32(bytes(tokens), seed) >> 8) % 40
     return STOP if draw == 0 else 1 + draw % VOCAB
 
 
@@ -266,7 +267,7 @@ class Simulation:
         device, histories = self.device, self.device.histories
         for block_hash, entry in scheduler._cache._entries.items():
             nodes = [device.memory[entry.block_id, offset] for offset in range(device.block_size)]
-            assert all(histories.links[node][0] == before for before, node in zip(nodes, nodes[1:], strict=False))
+            assert all(histories.links[node][0] == before for before, node in itertools.pairwise(nodes))
             assert histories.block_hash(nodes[-1]) == block_hash, "a stale write into a cached block"
         if not self.in_flight:
             cached = set(scheduler._cache.block_ids())

@@ -3,19 +3,31 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from scheduling_simulation import STOP, VOCAB, Simulation, make_limits, make_request
 
-from jaxserve.errors import CapacityExceeded, ContextLengthExceeded, QueueFull
+from jaxserve.errors import CapacityExceeded, QueueFull
 
 STEMS = [[1 + i * k % VOCAB for i in range(24)] for k in (1, 2, 3)]
 PROMPTS = st.builds(
     lambda stem, length, tail: STEMS[stem][:length] + tail,
     st.integers(0, len(STEMS) - 1),
-    st.integers(0, 24),
+    st.integers(0, 18),
     st.lists(st.integers(STOP, VOCAB), min_size=1, max_size=6),
+)
+GROUPS = st.tuples(
+    st.sampled_from([1, 1, 1, 2, 4]),
+    st.fixed_dictionaries(
+        {
+            "prompt": PROMPTS,
+            "max_tokens": st.integers(1, 30),
+            "priority": st.integers(-2, 2),
+            "salt": st.sampled_from(["", "", "", "s"]),
+            "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+        }
+    ),
 )
 
 
@@ -28,12 +40,12 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         limits=st.builds(
             make_limits,
-            num_blocks=st.integers(4, 24),
-            block_size=st.sampled_from([1, 2, 4]),
-            max_num_seqs=st.integers(1, 5),
-            max_num_batched_tokens=st.integers(1, 24),
+            num_blocks=st.integers(8, 24),
+            block_size=st.sampled_from([2, 4]),
+            max_num_seqs=st.integers(2, 8),
+            max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
-            max_num_waiting=st.sampled_from([None, None, 4]),
+            max_num_waiting=st.sampled_from([None, None, 8]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
@@ -44,44 +56,27 @@ class Traffic(RuleBasedStateMachine):
         self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
         self.num_added = 0
 
-    @rule(
-        target=requests,
-        prompt=PROMPTS,
-        max_tokens=st.integers(1, 20),
-        n=st.sampled_from([1, 1, 1, 2, 4]),
-        priority=st.integers(-1, 1),
-        salt=st.sampled_from(["", "", "s"]),
-        prompt_logprobs=st.sampled_from([None, None, None, 1]),
-    )
-    def add(self, prompt, max_tokens, n, priority, salt, prompt_logprobs):
-        names = [f"{self.num_added + i}" for i in range(n)]
-        self.num_added += n
-        siblings = [
-            make_request(
-                name,
-                prompt,
-                max_tokens,
-                group=names[0],
-                priority=priority,
-                salt=salt,
-                prompt_logprobs=prompt_logprobs,
-            )
-            for name in names
-        ]
-        try:
-            return self.simulation.add(*siblings)
-        except (CapacityExceeded, ContextLengthExceeded, QueueFull):
-            return []
+    @rule(target=requests, groups=st.lists(GROUPS, min_size=1, max_size=6))
+    def add(self, groups):
+        added = []
+        for n, group in groups:
+            names = [f"{self.num_added + i}" for i in range(n)]
+            self.num_added += n
+            try:
+                added += self.simulation.add(*(make_request(name, group=names[0], **group) for name in names))
+            except (CapacityExceeded, QueueFull):
+                assert not any(request.request_id in names for request in self.simulation.unfinished)
+        return added
 
+    @precondition(lambda self: len(self.simulation.in_flight) < 4)
     @rule()
     def schedule(self):
-        if len(self.simulation.in_flight) < 4:
-            self.simulation.schedule()
+        self.simulation.schedule()
 
+    @precondition(lambda self: self.simulation.in_flight)
     @rule()
     def update(self):
-        if self.simulation.in_flight:
-            self.simulation.update()
+        self.simulation.update()
 
     @rule(num_in_flight=st.integers(0, 2), count=st.integers(1, 8))
     def run(self, num_in_flight, count):
@@ -92,10 +87,12 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, siblings, index):
         self.simulation.abort(*siblings[index : index + 1])
 
+    @precondition(lambda self: len(self.simulation.poisoned_requests) < 3)
     @rule(siblings=requests)
     def poison(self, siblings):
         self.simulation.poisoned_requests.update(siblings[:1])
 
+    @precondition(lambda self: not self.simulation.unfinished or self.num_added % 5 == 0)
     @rule()
     def reset_prefix_cache(self):
         is_running = any(request.slot >= 0 for request in self.simulation.unfinished)
@@ -112,12 +109,11 @@ def test_hypothesis_traffic():
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=150,
-            stateful_step_count=60,
+            max_examples=50,
+            stateful_step_count=50,
             deadline=None,
             derandomize=True,
             database=None,
-            phases=[Phase.generate],
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
