@@ -124,10 +124,12 @@ def _serve(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
 
     from jaxserve.engine.frontend import Frontend, sampling_defaults
-    from jaxserve.loading.builtin import resolve_model
+    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_model
     from jaxserve.server import bind, run
     from jaxserve.tokenizer import Tokenizer, read_generation_config
 
+    name = server_config.served_model_name or config.model or DEFAULT_MODEL
+    server_config = dataclasses.replace(server_config, served_model_name=name)
     # What fails quickly comes first: the port, then the tokenizer, then the weights.
     with contextlib.closing(bind(server_config)) as listener:
         path = resolve_model(config.model)

@@ -1,12 +1,16 @@
 import argparse
 import io
+import json
 import os
 import pathlib
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 
+import openai
 import pytest
 
 import jaxserve.llm
@@ -282,20 +286,54 @@ def test_the_command_is_installed_and_knows_its_version():
     assert result.stdout == f"jaxserve {jaxserve.__version__}\n"
 
 
-def _run(*arguments: str, **options) -> subprocess.CompletedProcess:
-    """The command in a process of its own, with one CPU device as users have it."""
+def _command(*arguments: str) -> dict:
+    """Arguments of subprocess: the command in a process of its own, with one CPU device as users have it."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     code = "import sys; from jaxserve.cli import main; sys.exit(main())"
-    command = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
+    return {"args": [sys.executable, "-W", "error", "-c", code, *arguments], "env": environment, "text": True}
 
 
 def test_stories_continue_as_published(test_data):
     golden = (test_data / "models/stories260K/GOLDEN.md").read_text()
     published = golden.split("-t 0.0\n")[1].split("\n```")[0]
     model = str(test_data / "models/stories260K")
-    result = _run("generate", "Once upon a time", "--model", model, "--temperature", "0", "--max-tokens", "150")
+    command = _command("generate", "Once upon a time", "--model", model, "--temperature", "0", "--max-tokens", "150")
+    result = subprocess.run(**command, capture_output=True, timeout=300)
     assert result.returncode == 0, result.stderr
     text = result.stdout.removesuffix("\n")
     assert published.startswith(text)
     assert len(text) > 350
+
+
+def test_serve_answers_and_ends_when_told(test_data):
+    model = str(test_data / "models/stories260K")
+    command = _command("serve", model, "--port", "0", "--no-warmup", "--served-model-name", "stories")
+    with subprocess.Popen(**command, stderr=subprocess.PIPE) as server:
+        try:
+            log = []
+            for line in server.stderr:
+                log.append(line)
+                if found := re.search(r"serving stories at (http://\S+)", line):
+                    break
+            else:
+                pytest.fail("the server did not start:\n" + "".join(log))
+            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0)
+            completion = client.completions.create(
+                model="stories", prompt="Once upon a time", max_tokens=8, temperature=0
+            )
+            assert completion.choices[0].text == ", there was a little girl"
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=60) == 0
+        finally:
+            server.kill()
+
+
+def test_a_model_that_does_not_fit_is_one_line(test_data, tmp_path, capsys):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(test_data / "models/stories260K" / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**12}))
+    assert cli.main(["generate", "a", "--model", str(tmp_path), "--load-format", "dummy"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"jaxserve: error: .+ needs \d+\.\d GiB .+ but .+ GiB are free\n", err)
