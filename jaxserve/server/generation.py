@@ -6,7 +6,6 @@ Whoever iterates `run` must close it: its end, however it comes, aborts what sti
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Self
 
 from msgspec import UNSET, UnsetType
 
@@ -102,7 +101,7 @@ class _Observer:
             for group in groups
         ]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Observer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -46,6 +46,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         )
 
     @property
+    def output_limit(self) -> int:
+        """`SamplingParams.max_tokens` of this request: the engine generates one token at least."""
+        if self.is_score_only:
+            return 1
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
     def is_score_only(self) -> bool:
         """Whether the prompt is to be scored and nothing generated."""
         return self.max_tokens == 0

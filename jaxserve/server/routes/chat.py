@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.output import RequestGroup
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput
 from jaxserve.server import generation
 from jaxserve.server.body import json_response, read_json
@@ -55,16 +56,21 @@ def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    text = render_chat(state, body)
-    return state.frontend.prepare(
-        state.frontend.tokenizer.encode(text, add_special_tokens=False),
-        params,
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
-        prompt_text=text,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-    )
+    try:
+        text = render_chat(state, body)
+        return state.frontend.prepare(
+            state.frontend.tokenizer.encode(text, add_special_tokens=False),
+            params,
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            prompt_text=text,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+    except InvalidRequest as error:
+        if error.param == "prompt":  # the front end knows no messages
+            error.param = "messages"
+        raise
 
 
 class _Chat:

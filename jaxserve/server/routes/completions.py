@@ -16,7 +16,6 @@ from jaxserve.server.body import json_response, read_json
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
 from jaxserve.server.protocol.common import sampling_params
 from jaxserve.server.protocol.completions import (
-    DEFAULT_MAX_TOKENS,
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
@@ -50,7 +49,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
     params = sampling_params(
         body,
         state.frontend.default_sampling,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+        max_tokens=body.output_limit,
         logprobs=body.logprobs,
         prompt_logprobs=max(num_prompt_logprobs, default=None),
     )

@@ -1,0 +1,113 @@
+"""A real server on a free port of 127.0.0.1, in a thread, over a scripted engine and a byte-level tokenizer."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import tokenizers
+import transformers
+from engine.fake_client import FakeEngineClient, Script, echo
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.frontend import Frontend
+from jaxserve.request import EngineRequest
+from jaxserve.server.lifecycle import Server, bind
+from jaxserve.tokenizer import Tokenizer
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+BOS, EOS = 1, 2
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if enable_thinking %}THINK{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, after five special tokens; BOS before every text; a chat template in ChatML."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return Tokenizer(fast)
+
+
+class Running:
+    """A running server. Set `play` to script the engine; it is `echo` until then."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, **client_options: Any):
+        self.play: Callable[[EngineRequest], Script] = echo
+        self.tokenizer = tokenizer
+        self.client = FakeEngineClient(
+            lambda request: self.play(request), vocab_size=tokenizer.vocab_size, **client_options
+        )
+        self.server = Server(Frontend(self.client, tokenizer, seed=0), config, listener=bind(config))
+        self.url = f"http://127.0.0.1:{self.server.address[1]}"
+        self.exit_code: int | None = None
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    def _run(self) -> None:
+        self.exit_code = self.server.run()
+
+    def start(self) -> None:
+        self._thread.start()
+        self.client.wait_until(lambda: self.server.is_serving)
+
+    def wait(self) -> int | None:
+        """The exit code, when the server has ended."""
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive(), "the server did not end"
+        return self.exit_code
+
+    def says(self, text: str, **options: Any) -> None:
+        """Script the engine: every sequence is `text`."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self.play = lambda request: Script(token_ids=token_ids, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """One request on a connection of its own. verify=False: reading certificates takes longer than the request."""
+        return httpx.request(method, self.url + path, timeout=20, verify=False, **options)
+
+
+@contextlib.contextmanager
+def running(tokenizer: Tokenizer, *, client_options: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+    """A server from start to end; `config` are fields of ServerConfig."""
+    server = Running(tokenizer, ServerConfig(port=0, **config), **(client_options or {}))
+    try:
+        server.start()
+        yield server
+        server.server.stop()
+        server.server.stop()
+        server.wait()
+    finally:
+        server.client.close()
+
+
+def frames(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, whose grammar is checked: `data: <json>` and an empty line each, [DONE] at the end."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.content.decode("utf-8").split("\n\n")
+    assert done == "data: [DONE]"
+    assert rest == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]

@@ -1,0 +1,244 @@
+"""Everything that is refused: status, the field that is named, and that the server goes on."""
+
+import json
+
+import pytest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hello"}
+HUGE = 10**30
+
+# (fields beside a good prompt, the field that is named)
+BAD_FOR_BOTH = [
+    ({"model": 1}, "model"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": HUGE}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": HUGE}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 0.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"presence_penalty": -2.1}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"stop_token_ids": [3] * 65}, "stop_token_ids"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "high"}}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"bad_words": ["x"] * 65}, "bad_words"),
+    ({"bad_words": ["x" * 257]}, "bad_words"),
+    ({"bad_words": ["nine tokens"]}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"priority": 2**31}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 257}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"logits_processors": ["os.system"]}, "logits_processors"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"max_tokens": 600}, "max_tokens"),
+]
+BAD_COMPLETIONS = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, 2.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [HUGE]}, "prompt"),
+    ({"prompt": "x" * 600}, "prompt"),
+    ({"prompt": "x" * 500, "max_tokens": 50}, "max_tokens"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": ["a"] * 100, "n": 20}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": "yes"}, "echo"),
+    ({"suffix": "the end"}, "suffix"),
+]
+BAD_CHATS = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [USER] * 4097}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [USER, {"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages[1].role"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": {"a": 1}}}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 480}], "max_tokens": 50}, "max_tokens"),
+]
+CASES = [
+    *((COMPLETIONS, {"prompt": "a", **fields}, param) for fields, param in BAD_FOR_BOTH + BAD_COMPLETIONS),
+    *((CHAT, {"messages": [USER], **fields}, param) for fields, param in BAD_FOR_BOTH + BAD_CHATS),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [10**6]}, "tokens"),
+]
+
+
+def assert_error(answer, status, param, kind="invalid_request_error"):
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == kind
+    assert error["param"] == param, error
+    assert "Traceback" not in answer.text
+
+
+def assert_well(server):
+    answer = server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "ab"
+    server.client.wait_until(lambda: server.client.num_running == 0 and server.server.state.num_inside == 0)
+
+
+def name(case):
+    path, body, _ = case
+    return f"{path.rsplit('/', 1)[-1]} {json.dumps(body)[:60]}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_refused(server, case):
+    path, body, param = case
+    assert_error(server.post(path, body), 400, param)
+    assert not server.client.submitted
+    assert_well(server)
+
+
+GOOD = b'"prompt": "a", "messages": [{"role": "user", "content": "a"}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"{'prompt': 'a'}",
+        b"{%b} more" % GOOD,
+        b'{%b, "cache_salt": "\xff"}' % GOOD,
+        b'{%b, "cache_salt": "\\ud800"}' % GOOD,
+        b'{%b, "temperature": NaN}' % GOOD,
+        b'{%b, "x": %b' % (GOOD, b"[" * 100_000),
+        b'{%b, "x": %b1%b}' % (GOOD, b'{"a":' * 5_000, b"}" * 5_000),
+        b'{%b, "response_format": %b}' % (GOOD, b"[" * 5_000 + b"]" * 5_000),
+        b"\x00\x01\x02",
+        b"[]",
+        b'"prompt"',
+        b"null",
+    ],
+    ids=lambda content: repr(content[-30:]),
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_malformed_json(server, path, content):
+    answer = server.post(path, None, content=content, headers={"content-type": "application/json"})
+    assert_error(answer, 400, None)
+    assert_well(server)
+
+
+@pytest.mark.parametrize("number", [b"9" * 10_000, b"1e999", b"-" + b"9" * 400])
+@pytest.mark.parametrize("field", [b"seed", b"temperature", b"max_tokens"])
+def test_numbers_beyond_all_bounds(server, number, field):
+    answer = server.post(COMPLETIONS, None, content=b'{"prompt": "a", "%b": %b}' % (field, number))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in (field.decode(), None)
+    assert_well(server)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_unknown_model(server, path):
+    body = {"model": "gpt-9", "prompt": "a", "messages": [USER], "tokens": []}
+    if path == "/tokenize":
+        del body["messages"]
+    answer = server.post(path, body)
+    assert_error(answer, 404, "model", "not_found_error")
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert_well(server)
+
+
+def test_context_length_names_both_numbers(server):
+    message = server.post(COMPLETIONS, {"prompt": "x" * 500, "max_tokens": 50}).json()["error"]["message"]
+    assert "512" in message
+    assert "551" in message

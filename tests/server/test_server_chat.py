@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions without streaming."""
+
+import asyncio
+
+import openai
+import pytest
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture
+def openai_client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def prompt_text(server):
+    """The text of the last prompt that the engine got."""
+    return server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def test_answer(server, openai_client):
+    server.says("good day")
+    answer = openai_client.chat.completions.create(model="fake", messages=[USER])
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert len(answer.choices) == 1
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "good day", "stop")
+    assert choice.message.tool_calls is None
+    assert answer.usage.completion_tokens == 8
+    assert prompt_text(server) == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert answer.usage.prompt_tokens == len(server.client.submitted[0].prompt_token_ids)
+
+
+def test_output_may_fill_the_context(server, openai_client):
+    server.says("x")
+    openai_client.chat.completions.create(model="fake", messages=[USER])
+    request = server.client.submitted[0]
+    assert request.max_tokens == server.client.info.max_model_len - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_limit(openai_client, name):
+    answer = openai_client.chat.completions.create(model="fake", messages=[USER], **{name: 5})
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_roles_and_content_parts(server, openai_client):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    openai_client.chat.completions.create(
+        model="fake",
+        max_tokens=1,
+        messages=[
+            {"role": "developer", "content": "be kind"},
+            {"role": "user", "content": parts, "name": "ann"},
+            {"role": "assistant", "content": "yes"},
+            USER,
+        ],
+    )
+    assert prompt_text(server) == (
+        "<s><|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_continue_final_message(server):
+    messages = [USER, {"role": "assistant", "content": "I think"}]
+    body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    assert prompt_text(server).endswith("<|im_start|>assistant\nI think")
+
+
+def test_without_generation_prompt(server):
+    server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1, "add_generation_prompt": False})
+    assert prompt_text(server).endswith("hello<|im_end|>\n")
+
+
+def test_allowed_template_kwargs(server):
+    body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    assert "THINK" in prompt_text(server)
+
+
+def test_special_tokens_of_the_template_are_tokens(server):
+    server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1})
+    assert server.client.submitted[0].prompt_token_ids[:2] == [1, 3]
+
+
+def test_n_answers(openai_client):
+    answer = openai_client.chat.completions.create(model="fake", messages=[USER], n=3, max_tokens=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 6
+
+
+def test_logprobs(server, openai_client):
+    server.says("é")
+    answer = openai_client.chat.completions.create(model="fake", messages=[USER], logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert bytes(byte for token in content for byte in token.bytes).decode() == "é"
+    assert [token.logprob for token in content] == [-1.5, -1.5]
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -1.5, -2.5]
+    assert content[0].top_logprobs[1].bytes == content[0].bytes
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 1])
+def test_the_token_is_among_the_most_likely_only_by_rank(server, openai_client, num_top):
+    server.says("a")
+    more = {} if num_top is None else {"top_logprobs": num_top}
+    answer = openai_client.chat.completions.create(model="fake", messages=[USER], logprobs=True, **more)
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.token, token.logprob) == ("a", -1.5)
+    assert [top.token for top in token.top_logprobs] == (["b"] if num_top == 1 else [])
+
+
+def test_return_token_ids_and_prompt_logprobs(server):
+    server.says("ok")
+    answer = server.post(
+        "/v1/chat/completions", {"messages": [USER], "return_token_ids": True, "prompt_logprobs": 0}
+    ).json()
+    ids = server.client.submitted[0].prompt_token_ids
+    assert answer["prompt_token_ids"] == ids
+    assert len(answer["prompt_logprobs"]) == len(ids)
+    assert answer["choices"][0]["token_ids"] == server.tokenizer.encode("ok", add_special_tokens=False)
+
+
+def test_fields_without_meaning_are_no_reason_to_refuse(server):
+    body = {
+        "messages": [USER],
+        "max_tokens": 1,
+        "tools": None,
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "reasoning_effort": None,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "user": "ann",
+        "store": False,
+        "metadata": {"a": "b"},
+    }
+    assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+async def ask_many(url):
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        return await asyncio.gather(
+            *(
+                client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": f"question {i}"}], max_tokens=5 + i
+                )
+                for i in range(16)
+            )
+        )
+
+
+def test_many_at_once_with_the_async_client(server):
+    answers = asyncio.run(ask_many(server.url))
+    assert [answer.usage.completion_tokens for answer in answers] == [5 + i for i in range(16)]

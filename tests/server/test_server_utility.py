@@ -1,0 +1,160 @@
+"""Models, tokens, health, version, metrics and the OpenAPI document."""
+
+import asyncio
+import re
+
+import msgspec
+import openai
+import pytest
+from engine.fake_client import Script
+from server.harness import running
+from server.test_bad_requests import assert_error
+
+import jaxserve
+from jaxserve.engine.client import EngineStats
+from jaxserve.metrics import COUNTERS, GAUGES, SUMMARIES, Metrics
+from jaxserve.server.app import ROUTES
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_models_with_the_openai_client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        assert (model.id, model.object, model.owned_by) == ("fake", "model", "jaxserve")
+        assert model.model_dump()["max_model_len"] == 512
+        assert client.models.retrieve("fake") == model
+        with pytest.raises(openai.NotFoundError, match="other"):
+            client.models.retrieve("other")
+
+
+def test_served_model_name(tokenizer):
+    with running(tokenizer, served_model_name="org/model") as server:
+        assert server.get("/v1/models").json()["data"][0]["id"] == "org/model"
+        assert server.get("/v1/models/org/model").json()["id"] == "org/model"
+        assert_error(server.get("/v1/models/fake"), 404, "model", "not_found_error")
+        answer = server.post("/v1/completions", {"model": "org/model", "prompt": "a"})
+        assert answer.json()["model"] == "org/model"
+
+
+@pytest.mark.parametrize("text", ["", "hello", "naïve 🙂\n", "<|im_start|>x"])
+def test_tokens_and_back(server, text):
+    answer = server.post("/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True}).json()
+    assert answer["tokens"] == server.tokenizer.encode(text, add_special_tokens=False)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 512
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+
+
+def test_special_tokens_are_added_to_a_text(server):
+    assert server.post("/tokenize", {"prompt": "a"}).json()["tokens"] == server.tokenizer.encode("a")
+
+
+def test_tokens_of_a_chat_are_those_of_the_chat(server):
+    tokens = server.post("/tokenize", {"messages": [USER]}).json()["tokens"]
+    server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1})
+    assert server.client.submitted[0].prompt_token_ids == tokens
+
+
+def test_a_large_text_is_tokenized_outside_the_event_loop(server):
+    answer = server.post("/tokenize", {"prompt": "x" * 50_000}).json()
+    assert answer["count"] == 50_001
+
+
+def test_probes(server):
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/live").json() == {"status": "ok"}
+    assert server.get("/version").json() == {"version": jaxserve.__version__}
+
+
+def values(exposition):
+    """name{labels without the model} -> value"""
+    lines = [line for line in exposition.splitlines() if not line.startswith("#")]
+    assert all('model_name="fake"' in line for line in lines)
+    found = (re.sub(r',?model_name="fake"', "", line).replace("{}", "").rsplit(" ", 1) for line in lines)
+    return {name: float(value) for name, value in found}
+
+
+def metrics(server):
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return values(answer.text)
+
+
+def test_metrics_of_requests(tokenizer):
+    with running(tokenizer) as server:
+        server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5, "n": 2})
+        server.says("x")
+        server.post("/v1/chat/completions", {"messages": [USER], "stream": True})
+        server.play = lambda request: Script(token_ids=[], error="NaN")
+        server.post("/v1/completions", {"prompt": "abc"})
+        server.client.refusal = jaxserve.errors.QueueFull("full")
+        server.post("/v1/completions", {"prompt": "abc"})
+        found = metrics(server)
+    assert found["jaxserve:prompt_tokens_total"] == 4 + 4 + len(server.client.submitted[2].prompt_token_ids)
+    assert found["jaxserve:generation_tokens_total"] == 11
+    assert found['jaxserve:request_success_total{finished_reason="length"}'] == 2
+    assert found['jaxserve:request_success_total{finished_reason="stop"}'] == 1
+    assert found['jaxserve:request_success_total{finished_reason="error"}'] == 1
+    assert found["jaxserve:time_to_first_token_seconds_count"] == 3
+    assert found["jaxserve:e2e_request_latency_seconds_count"] == 4
+    assert found["jaxserve:request_decode_time_seconds_count"] == 3
+    assert found["jaxserve:inter_token_latency_seconds_count"] <= 8
+    assert found["jaxserve:num_requests_running"] == 0
+    assert found["jaxserve:step_time_seconds_count"] == server.client.num_steps
+
+
+def test_metrics_of_the_engine_are_read_from_its_snapshot():
+    fields = EngineStats.__struct_fields__
+    snapshot = EngineStats(
+        **{name: type(value)(i) for i, (name, value) in enumerate(msgspec.structs.asdict(EngineStats()).items())}
+    )
+    found = values(Metrics(model="fake", stats=lambda: snapshot).render().decode())
+    for name, (field, _) in {**GAUGES, **COUNTERS}.items():
+        assert found[f"jaxserve:{name}"] == fields.index(field)
+    for name, (sum_field, count_field, _) in SUMMARIES.items():
+        assert found[f"jaxserve:{name}_sum"] == fields.index(sum_field)
+        assert found[f"jaxserve:{name}_count"] == fields.index(count_field)
+
+
+def test_every_field_of_the_snapshot_is_shown():
+    shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values()]}
+    shown |= {field for *fields, _ in SUMMARIES.values() for field in fields}
+    assert shown == set(EngineStats.__struct_fields__)
+
+
+def test_two_servers_have_metrics_of_their_own(tokenizer):
+    with running(tokenizer) as one, running(tokenizer) as other:
+        one.post("/v1/completions", {"prompt": "abc", "max_tokens": 1})
+        assert metrics(one)["jaxserve:prompt_tokens_total"] == 4
+        assert metrics(other)["jaxserve:prompt_tokens_total"] == 0
+
+
+def test_openapi_names_every_route(server):
+    document = server.get("/openapi.json").json()
+    without_json = {"/metrics", "/openapi.json"}
+    assert set(document["paths"]) == {route.path.replace(":path", "") for route in ROUTES} - without_json
+    for route in ROUTES:
+        path = route.path.replace(":path", "")
+        if path not in without_json:
+            assert set(document["paths"][path]) == {method.lower() for method in route.methods - {"HEAD"}}
+    assert {"CompletionRequest", "ChatRequest", "ChatResponse", "Usage", "ErrorBody"} <= set(
+        document["components"]["schemas"]
+    )
+
+
+def test_probes_do_not_wait_for_generations(server):
+    server.play = lambda request: Script(token_ids=[], hangs=True)
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
+            await asyncio.to_thread(server.client.wait_until, lambda: server.client.num_running == 8)
+            answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return answers
+
+    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 200]
+    server.client.wait_until(lambda: server.client.num_running == 0)
