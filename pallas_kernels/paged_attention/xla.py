@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-# Measured on CPU (python -m pallas_kernels.bench paged_attention).
-DECODE_GROUP = 8
-DECODE_CHUNK = 128
-PREFILL_TILE = 64
-PREFILL_CHUNK = 256
+# Measured on CPU with python -m pallas_kernels.bench paged_attention. A group shares the overhead of a chunk's visit
+# among its rows, but runs as long as its longest row.
+DECODE_GROUP, DECODE_CHUNK = 4, 128
+PREFILL_TILE, PREFILL_CHUNK = 64, 128
 
 # Finite: a row whose chunk is masked as a whole gives exp(0), not exp(-inf + inf) = NaN. What such a chunk adds is
 # finite, and exp(MASKED - maximum) = 0 takes it away again with the first chunk that has something to attend to.
@@ -46,14 +45,14 @@ def paged_attention_xla(
 ) -> Float[Array, "T H D"]:
     """See `paged_attention`."""
     scores = _Scores(scale, sliding_window, soft_cap)
-    num_tokens, num_rows_max = q.shape[0], seq_lens.shape[0]
-
-    group = min(DECODE_GROUP, num_tokens, num_rows_max)
+    num_tokens = q.shape[0]
+    max_decode_rows = min(num_tokens, seq_lens.shape[0])
+    group = min(DECODE_GROUP, max_decode_rows)
 
     def decode_group(i: Array, out: Array) -> Array:
-        # Decode rows are the first and have one token each: row b is token b. The last group is moved down so that it
-        # ends inside the arrays; the rows it shares with the group before get the same result twice.
-        first = jnp.minimum(i * group, min(num_tokens, num_rows_max) - group)
+        # Decode rows are the first and have one token each: row b is token b. The last group of the arrays is moved
+        # down to fit into them; the rows it shares with the group before get the same result twice.
+        first = jnp.minimum(i * group, max_decode_rows - group)
         row = first + jnp.arange(group)
         lens = jnp.where(row < num_decode_rows, lax.dynamic_slice_in_dim(seq_lens, first, group), 0)
         result = _attend(
@@ -96,6 +95,8 @@ def paged_attention_xla(
         return lax.fori_loop(0, _ceil_div(end - start, tile), query_tile, out)
 
     out = lax.fori_loop(0, _ceil_div(num_decode_rows, group), decode_group, jnp.zeros_like(q))
+    if num_tokens == 1:  # no row can have more
+        return out
     return lax.fori_loop(num_decode_rows, num_rows, prefill_row, out)
 
 

@@ -1,6 +1,7 @@
 """The XLA paged attention against its float64 definition: ragged mixes, poisoned pages, every head layout."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +96,13 @@ def test_matches_the_definition(mix, options):
     check(arrays, layout, scale=0.3, **options)
 
 
-@pytest.mark.parametrize("heads", [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+HEADS = [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [*((heads, jnp.float32) for heads in HEADS), ((6, 2, 7), jnp.bfloat16), ((6, 2, 7), jnp.float16)],
+)
 def test_head_layouts_and_dtypes(heads, dtype):
     arrays, layout = make_case(
         np.random.default_rng(1),
@@ -124,8 +130,7 @@ def test_block_sizes(block_size):
         heads=(2, 1, 8),
         block_size=block_size,
     )
-    check(arrays, layout, scale=0.5)
-    check(arrays, layout, scale=0.5, sliding_window=130)
+    check(arrays, layout, scale=0.5, sliding_window=270)
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 9, 33])
@@ -156,6 +161,14 @@ def test_random_steps(max_rows):
         check(arrays, layout, scale=0.7, sliding_window=150)
 
 
+@pytest.mark.parametrize("decodes", [[], [9]], ids=["nothing", "decode"])
+def test_one_token(decodes):
+    arrays, layout = make_case(
+        np.random.default_rng(6), decodes=decodes, prefills=[], num_tokens=1, max_rows=1, max_blocks=4
+    )
+    check(arrays, layout, scale=0.3)
+
+
 def test_batch_composition_does_not_change_a_row():
     rng = np.random.default_rng(3)
     arrays, layout = make_case(rng, decodes=[40], prefills=[], num_tokens=16, max_rows=8, max_blocks=20)
@@ -173,6 +186,9 @@ def test_refuses_what_does_not_exist():
     arrays, layout = make_case(
         np.random.default_rng(0), decodes=[1], prefills=[], num_tokens=4, max_rows=1, max_blocks=1, heads=(3, 3, 4)
     )
+    unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse the name first
+    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
+        unchecked(*arrays, **layout, scale=1.0, implementation="triton")
     with pytest.raises(ValueError, match="sliding_window"):
         paged_attention(*arrays, **layout, scale=1.0, sliding_window=0)
     with pytest.raises(ValueError, match="soft_cap"):
