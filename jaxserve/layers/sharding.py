@@ -15,6 +15,9 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "embed": None,
 }
 
+WHOLE_IF_INDIVISIBLE = {"vocab"}
+"""Axes that no device needs a share of: an odd vocabulary costs memory, an odd number of heads is an error."""
+
 
 def with_explicit_axes(mesh: Mesh) -> Mesh:
     """The same devices with every axis explicit, as layers want them: they read an array's sharding off its type.
@@ -38,7 +41,12 @@ def partition_spec(
 
     Raises ConfigError if an axis does not divide over its devices, or if two axes claim the same devices.
     """
-    mesh_axes = tuple(mesh_axis(axis, mesh) for axis in axes)
+
+    def axis_on_mesh(axis: str | None, size: int) -> str | None:
+        on = mesh_axis(axis, mesh)
+        return None if on is not None and axis in WHOLE_IF_INDIVISIBLE and size % mesh.shape[on] else on
+
+    mesh_axes = tuple(map(axis_on_mesh, axes, shape))
     taken: dict[str, str | None] = {}
     for axis, size, on in zip(axes, shape, mesh_axes, strict=True):
         if on is None:

@@ -163,7 +163,7 @@ def test_every_family(name):
     assert_naive(model, run(model.engine(num_blocks=40, max_num_batched_tokens=16), requests), asked)
 
 
-def test_tensor_parallel_equals_one_device(llama):
+def test_tensor_parallel_equals_one_device():
     model = Model("llama_biases_linear_rope", tensor_parallel_size=2)
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
     requests = [request(name, *job) for name, job in asked.items()]

@@ -35,6 +35,11 @@ def test_indivisible_axis(mesh):
         sharding.partition_spec(("ffn", None), (10, 8), mesh, name="model.up")
 
 
+def test_a_vocabulary_that_does_not_divide_stays_whole(mesh):
+    assert sharding.partition_spec(("vocab", "embed"), (9, 8), mesh, name="w") == PartitionSpec(None, None)
+    assert sharding.partition_spec(("vocab", "embed"), (12, 8), mesh, name="w") == PartitionSpec("tensor", None)
+
+
 def test_two_axes_on_the_same_devices(mesh):
     with pytest.raises(ConfigError, match="w: axes 'vocab' and 'ffn' cannot both be split over mesh axis 'tensor'"):
         sharding.partition_spec(("vocab", "ffn"), (8, 8), mesh, name="w")
