@@ -1,7 +1,8 @@
 """The one place where an activation meets a weight, whatever the weight's format and however it is sharded.
 
 A weight keeps a checkpoint's order, [*out, *in]: nothing is transposed while loading, and both operands of the matmul
-run along the contracted axis, which is what fp8 tensor cores ask for.
+run along the contracted axis, which is what fp8 tensor cores ask for. With XLA's bf16 matmuls on an H200 (8B shape,
+whole step without attention) [*in, *out] is 2 to 4% faster up to 64 tokens, and no faster from 256 on.
 """
 
 import jax
