@@ -2,7 +2,7 @@
 
 import pytest
 from engine.fake_client import echo
-from server.harness import byte_tokenizer, running
+from server.serving import byte_tokenizer, running
 
 
 @pytest.fixture(scope="session")

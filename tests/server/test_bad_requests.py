@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from server.serving import assert_error, assert_well
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -155,24 +156,6 @@ CASES = [
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [10**6]}, "tokens"),
 ]
-
-
-def assert_error(answer, status, param, kind="invalid_request_error"):
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    (error,) = answer.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["type"] == kind
-    assert error["param"] == param, error
-    assert "Traceback" not in answer.text
-
-
-def assert_well(server):
-    answer = server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2})
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["text"] == "ab"
-    server.client.wait_until(lambda: server.client.num_running == 0 and server.server.state.num_inside == 0)
 
 
 def name(case):

@@ -12,8 +12,7 @@ import threading
 import httpx
 import pytest
 from engine.fake_client import Script
-from server.harness import Running, frames
-from server.test_bad_requests import assert_error
+from server.serving import RunningFake, assert_error, frames
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
@@ -46,7 +45,7 @@ def started(tokenizer):
     servers = []
 
     def start(client_options=None, **config):
-        server = Running(tokenizer, ServerConfig(port=0, **config), **(client_options or {}))
+        server = RunningFake(tokenizer, ServerConfig(port=0, **config), **(client_options or {}))
         servers.append(server)
         server.start()
         return server
@@ -60,11 +59,11 @@ def started(tokenizer):
 def test_drain_finishes_what_runs_and_takes_nothing_new(started):
     server = started({"step_seconds": 0.02})
     stream = Stream(server, max_tokens=60)
-    server.client.wait_until(lambda: server.client.num_running == 1)
+    server.wait_until(lambda: server.client.num_running == 1)
     with httpx.Client(base_url=server.url, verify=False) as open_connection:
         assert open_connection.get("/health").status_code == 200
         server.server.stop()
-        server.client.wait_until(lambda: server.server.state.is_draining)
+        server.wait_until(lambda: server.server.state.is_draining)
         answer = open_connection.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "the server is shutting down"})
         assert open_connection.get("/live").status_code == 200
@@ -82,7 +81,7 @@ def test_drain_gives_up_after_the_timeout(started):
     server = started(shutdown_timeout=0.3)
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
-    server.client.wait_until(lambda: server.client.num_running == 2)
+    server.wait_until(lambda: server.client.num_running == 2)
     server.server.stop()
     assert server.wait() == 0
     assert_error(whole.result(), 503, None, "service_unavailable_error")
@@ -94,9 +93,9 @@ def test_a_second_stop_ends_the_wait(started):
     server = started(shutdown_timeout=60)
     server.play = lambda request: Script(token_ids=[], hangs=True)
     stream = Stream(server)
-    server.client.wait_until(lambda: server.client.num_running == 1)
+    server.wait_until(lambda: server.client.num_running == 1)
     server.server.stop()
-    server.client.wait_until(lambda: server.server.state.is_draining)
+    server.wait_until(lambda: server.server.state.is_draining)
     server.server.stop()
     assert server.wait() == 0
     assert_error(stream.result(), 503, None, "service_unavailable_error")
@@ -107,7 +106,7 @@ def test_death_of_the_engine(started, silently):
     server = started()
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
-    server.client.wait_until(lambda: server.client.num_running == 2 and server.client.num_steps >= 1)
+    server.wait_until(lambda: server.client.num_running == 2 and server.client.num_steps >= 1)
     server.client.die("the device is gone", silently=silently)
     assert_error(whole.result(), 503, None, "service_unavailable_error")
     assert frames(stream.result())[-1]["error"]["type"] == "service_unavailable_error"
@@ -138,7 +137,7 @@ def test_a_fault_of_ours_shows_nothing_of_itself(server, caplog):
     answer = server.post("/v1/completions", {"prompt": "a"})
     assert_error(answer, 500, None, "internal_error")
     assert "secret" not in answer.text
-    server.client.wait_until(lambda: "secret" in caplog.text)  # but it is logged
+    server.wait_until(lambda: "secret" in caplog.text)  # but it is logged
 
 
 def test_port_in_use():
@@ -158,7 +157,7 @@ SERVE = """
 import sys
 sys.path.insert(0, "tests")
 from engine.fake_client import FakeEngineClient
-from server.harness import byte_tokenizer
+from server.serving import byte_tokenizer
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.server import bind, run

@@ -4,8 +4,7 @@ import socket
 
 import openai
 import pytest
-from server.harness import running
-from server.test_bad_requests import assert_error, assert_well
+from server.serving import assert_error, assert_well, running
 
 KEY = "s3cret-\u00e9"
 PATHS = ["/v1/completions", "/v1/models", "/metrics", "/version", "/tokenize", "/openapi.json", "/nothing", "/health/"]

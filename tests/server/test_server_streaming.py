@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from engine.fake_client import Script
-from server.harness import frames, running
+from server.serving import frames, running
 
 USER = {"role": "user", "content": "hello"}
 
@@ -149,7 +149,7 @@ def test_one_failed_prompt_ends_the_others(server):
     )
     bad = server.tokenizer.decode([70])
     assert server.post("/v1/completions", {"prompt": ["x", bad, "y"]}).status_code == 500
-    server.client.wait_until(lambda: server.client.num_running == 0)
+    server.wait_until(lambda: server.client.num_running == 0)
 
 
 def hanging(request):
@@ -164,9 +164,9 @@ def test_a_client_that_leaves_a_stream_aborts_its_request(server, path):
         lines = response.iter_lines()  # kept: with this iterator the connection would go
         assert next(lines).startswith("data: ")
         assert server.client.num_running > 0
-    server.client.wait_until(lambda: server.client.num_running == 0)
+    server.wait_until(lambda: server.client.num_running == 0)
     assert sorted(server.client.aborted) == sorted(request.request_id for request in server.client.submitted)
-    server.client.wait_until(lambda: server.server.state.num_inside == 0)
+    server.wait_until(lambda: server.server.state.num_inside == 0)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -176,7 +176,7 @@ def test_a_client_that_leaves_while_it_waits_aborts_its_request(server, is_strea
     with pytest.raises(httpx.ReadTimeout):
         # Not finished without the stream; with it, nothing at all or nothing more comes.
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "stream": is_stream}, timeout=0.3)
-    server.client.wait_until(lambda: server.client.num_running == 0)
+    server.wait_until(lambda: server.client.num_running == 0)
     assert len(server.client.aborted) == 1
 
 

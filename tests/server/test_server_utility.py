@@ -7,8 +7,7 @@ import msgspec
 import openai
 import pytest
 from engine.fake_client import Script
-from server.harness import running
-from server.test_bad_requests import assert_error
+from server.serving import assert_error, running
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
@@ -157,4 +156,4 @@ def test_probes_do_not_wait_for_generations(server):
             return answers
 
     assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 200]
-    server.client.wait_until(lambda: server.client.num_running == 0)
+    server.wait_until(lambda: server.client.num_running == 0)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,15 +47,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class Running:
-    """A running server. Set `play` to script the engine; it is `echo` until then."""
+    """A running server over any engine."""
 
-    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, **client_options: Any):
-        self.play: Callable[[EngineRequest], Script] = echo
-        self.tokenizer = tokenizer
-        self.client = FakeEngineClient(
-            lambda request: self.play(request), vocab_size=tokenizer.vocab_size, **client_options
-        )
-        self.server = Server(Frontend(self.client, tokenizer, seed=0), config, listener=bind(config))
+    def __init__(self, frontend: Frontend, config: ServerConfig):
+        self.frontend = frontend
+        self.tokenizer = frontend.tokenizer
+        self.server = Server(frontend, config, listener=bind(config))
         self.url = f"http://127.0.0.1:{self.server.address[1]}"
         self.exit_code: int | None = None
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
@@ -64,7 +62,7 @@ class Running:
 
     def start(self) -> None:
         self._thread.start()
-        self.client.wait_until(lambda: self.server.is_serving)
+        self.wait_until(lambda: self.server.is_serving)
 
     def wait(self) -> int | None:
         """The exit code, when the server has ended."""
@@ -72,10 +70,12 @@ class Running:
         assert not self._thread.is_alive(), "the server did not end"
         return self.exit_code
 
-    def says(self, text: str, **options: Any) -> None:
-        """Script the engine: every sequence is `text`."""
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        self.play = lambda request: Script(token_ids=token_ids, **options)
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
+        """Wait for something that another thread does."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about"
+            time.sleep(0.002)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.request("POST", path, json=body, **options)
@@ -88,10 +88,28 @@ class Running:
         return httpx.request(method, self.url + path, timeout=20, verify=False, **options)
 
 
+class RunningFake(Running):
+    """A running server over a scripted engine. Set `play` to script it; it is `echo` until then."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, **client_options: Any):
+        self.play: Callable[[EngineRequest], Script] = echo
+        self.client = FakeEngineClient(
+            lambda request: self.play(request), vocab_size=tokenizer.vocab_size, **client_options
+        )
+        super().__init__(Frontend(self.client, tokenizer, seed=0), config)
+
+    def says(self, text: str, **options: Any) -> None:
+        """Script the engine: every sequence is `text`."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self.play = lambda request: Script(token_ids=token_ids, **options)
+
+
 @contextlib.contextmanager
-def running(tokenizer: Tokenizer, *, client_options: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+def running(
+    tokenizer: Tokenizer, *, client_options: dict[str, Any] | None = None, **config: Any
+) -> Iterator[RunningFake]:
     """A server from start to end; `config` are fields of ServerConfig."""
-    server = Running(tokenizer, ServerConfig(port=0, **config), **(client_options or {}))
+    server = RunningFake(tokenizer, ServerConfig(port=0, **config), **(client_options or {}))
     try:
         server.start()
         yield server
@@ -111,3 +129,23 @@ def frames(response: httpx.Response) -> list[dict[str, Any]]:
     assert rest == ""
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def assert_error(answer: httpx.Response, status: int, param: str | None, kind: str = "invalid_request_error") -> None:
+    """The answer is this refusal, in the shape that all have."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == kind
+    assert error["param"] == param, error
+    assert "Traceback" not in answer.text
+
+
+def assert_well(server: RunningFake) -> None:
+    """The server answers the next good request, and nothing is left of those before."""
+    answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "ab"
+    server.client.wait_until(lambda: server.client.num_running == 0 and server.server.state.num_inside == 0)
