@@ -165,7 +165,9 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
 
     # A word with a token that does not exist can never come up.
     words = [word for word in request.bad_word_ids if word and all(0 <= token < vocab_size for token in word)]
+    assert len(words) <= MAX_BAD_WORDS
     for row, word in zip(extras.bad_words, words, strict=False):
+        assert len(word) <= MAX_BAD_WORD_TOKENS
         row[MAX_BAD_WORD_TOKENS - len(word) :] = word
     return extras
 

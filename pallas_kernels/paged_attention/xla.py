@@ -20,6 +20,8 @@ PREFILL_TILE, PREFILL_CHUNK = 64, 128
 # finite, and exp(MASKED - maximum) = 0 takes it away again with the first chunk that has something to attend to.
 MASKED = -1e30
 
+EXACT = lax.Precision.HIGHEST  # on a GPU the default would round float32 factors to 10 bits
+
 
 class _Scores(NamedTuple):
     """How a score comes from a dot product."""
@@ -130,7 +132,7 @@ def _attend(
         column = jnp.minimum(i * pages_per_chunk + jnp.arange(pages_per_chunk), block_tables.shape[1] - 1)
         pages = jnp.take(block_tables, column, axis=1, mode="clip")
         key_position = i * chunk + jnp.arange(chunk)
-        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(k_pages, pages))
+        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(k_pages, pages), precision=EXACT)
         if scores.soft_cap is not None:
             logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
         logits = jnp.where(_may_attend(position, key_position, scores.sliding_window), logits, MASKED)
@@ -140,7 +142,7 @@ def _attend(
         # Whatever lies past the context may be NaN, which a weight of 0 would not take away.
         is_held = (key_position[None] < lens[:, None])[:, None, :, None]
         values = jnp.where(is_held, _gather(v_pages, pages), 0.0)
-        acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values)
+        acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values, precision=EXACT)
         return new_maximum, total * keep + jnp.sum(weights, axis=-1, keepdims=True), acc
 
     # Made from q, so that inside shard_map they vary over the same mesh axes as what the loop makes of them.

@@ -236,6 +236,22 @@ def test_record_continues_what_extras_began(logits):
     assert not np.asarray(state.extras.output_counts)[[0, 1, 3, 5]].any()
 
 
+def test_the_state_is_never_copied():
+    """A donated step that reads and records needs scratch memory for its rows, not for the slots."""
+
+    def step(logits, state, slot_ids, num_output_tokens, features):
+        sampled = sample(logits, state, slot_ids, num_output_tokens, features)
+        return sampled, record(state, slot_ids, sampled.token_ids, ~sampled.is_corrupted, features)
+
+    state = jax.eval_shape(lambda: init_state(10_000, VOCAB))
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    bits = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jax.jit(step, donate_argnums=1).lower(jnp.zeros((2, VOCAB)), state, rows, rows, bits)
+    memory = lowered.compile().memory_analysis()
+    smallest_leaf = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.temp_size_in_bytes < smallest_leaf
+
+
 def test_record_keeps_nothing_that_nobody_needs():
     state = init_state(NUM_SLOTS, VOCAB)
     after = jit_record(state, ints(1, 2), ints(3, 4), jnp.array([True, True]), ints(int(Feature.RANDOM))[0])
