@@ -60,7 +60,7 @@ def _throughput(args: argparse.Namespace) -> None:
         seed=args.seed,
         vocab_size=LLAMA_100M["vocab_size"],
     )
-    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False)
+    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, attention="xla")
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
 
 
