@@ -60,6 +60,12 @@ class Metrics:
         self.e2e_latency = self._histogram(
             model, "e2e_request_latency_seconds", "From arrival to the end of a sequence."
         )
+        self.queue_time = self._histogram(
+            model, "request_queue_time_seconds", "From the arrival of a prompt to its first step."
+        )
+        self.prefill_time = self._histogram(
+            model, "request_prefill_time_seconds", "From the first step of a prompt to its first token."
+        )
         self.decode_time = self._histogram(
             model, "request_decode_time_seconds", "From the first to the last token of a sequence."
         )

@@ -161,6 +161,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `stop_reason` is the token id that ended the request, if one did. `logprobs` runs parallel to `new_token_ids`.
     `prompt_logprobs` comes in pieces with the prompt's chunks, entry i of the whole belonging to prompt token i + 1.
+    `queue_seconds` is the time from the request's arrival to its first step.
     """
 
     request_id: str
@@ -170,6 +171,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
     error: str | None = None
 
 
@@ -183,7 +185,7 @@ class RequestStatus(enum.Enum):
 
 
 class Request:
-    """The engine's state of one sequence. Written by the scheduler only.
+    """The engine's state of one sequence. Written by the scheduler only (`queue_seconds`: by the engine).
 
     Invariants (checked by `Scheduler.check_integrity`):
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
@@ -206,6 +208,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "queue_seconds",
         "request",
         "request_id",
         "slot",
@@ -226,6 +229,7 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading block_ids that have been offered to the prefix cache
         self.num_preemptions = 0
+        self.queue_seconds: float | None = None  # None until the first admission
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []  # chained hashes of the leading full blocks of token_ids, as far as needed
         self.slot = -1
@@ -285,7 +289,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """What has come of a prompt so far: the whole so far, or in a stream only what is new (`delta`).
 
     `prompt_logprobs` has one entry a prompt token, the first None. `num_cached_tokens` prompt tokens came from the
-    prefix cache.
+    prefix cache. `queue_seconds` is how long the prompt waited for its first step.
     """
 
     request_id: str
@@ -294,6 +298,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
     finished: bool = False
 
     def __str__(self) -> str:

@@ -48,6 +48,9 @@ class Engine:
         plan = self.scheduler.schedule()
         self.seconds["schedule"] += time.perf_counter() - start
         if plan is not None:
+            for request in plan.admitted:
+                if request.queue_seconds is None:
+                    request.queue_seconds = time.monotonic() - request.request.arrival_time
             self._in_flight.append(self.runner.dispatch(plan))
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
@@ -124,6 +127,7 @@ class Engine:
                             logprobs=of_token,
                             prompt_logprobs=of_prompt,
                             num_cached_tokens=request.num_cached_tokens,
+                            queue_seconds=request.queue_seconds or 0.0,
                         )
                     )
                 if outcome is RowOutcome.LAST_TOKEN:

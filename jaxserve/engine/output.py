@@ -214,6 +214,7 @@ class RequestGroup:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wants_prompt_logprobs else None
         self._prompt_logprobs_given = False
         self._num_cached_tokens = 0
+        self._queue_seconds = 0.0
 
     def push(self, outputs: Iterable[EngineOutput]) -> list[str]:
         """Take outputs of these sequences. Returns the ids of those that a stop string has ended: abort them."""
@@ -222,6 +223,7 @@ class RequestGroup:
             sequence = self._sequences[output.request_id]
             if sequence.index == 0:  # the siblings find the prompt in the cache because the first put it there
                 self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+                self._queue_seconds = max(self._queue_seconds, output.queue_seconds)
             if self._prompt_logprobs is not None and output.prompt_logprobs:
                 self._prompt_logprobs += [logprob_entry(self._tokenizer, entry) for entry in output.prompt_logprobs]
             if sequence.push(output):
@@ -266,6 +268,7 @@ class RequestGroup:
             outputs=outputs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
+            queue_seconds=self._queue_seconds,
             finished=self.is_finished,
         )
 

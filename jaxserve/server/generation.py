@@ -5,6 +5,7 @@ Whoever iterates `run` must close it: its end, however it comes, aborts what sti
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -95,7 +96,9 @@ class _Observer:
     """Puts what happens to the sequences of one HTTP request into the metrics, from submission to the end."""
 
     def __init__(self, state: ServerState, groups: Sequence[RequestGroup]):
-        state.metrics.prompt_tokens.inc(sum(len(group.prompt_token_ids) for group in groups))
+        self._metrics = state.metrics
+        self._metrics.prompt_tokens.inc(sum(len(group.prompt_token_ids) for group in groups))
+        self._arrivals = {index: group.requests[0].arrival_time for index, group in enumerate(groups)}
         self._timers = [
             [SequenceTimer(state.metrics, arrival=request.arrival_time) for request in group.requests]
             for group in groups
@@ -112,6 +115,10 @@ class _Observer:
 
     def observe(self, index: int, delta: RequestOutput) -> None:
         """Take a delta of prompt `index`."""
+        arrival = self._arrivals.pop(index, None)
+        if arrival is not None:  # the first delta: the prompt has been read
+            self._metrics.queue_time.observe(delta.queue_seconds)
+            self._metrics.prefill_time.observe(max(0.0, time.monotonic() - arrival - delta.queue_seconds))
         for output in delta.outputs:
             timer = self._timers[index][output.index]
             if output.token_ids:

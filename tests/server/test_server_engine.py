@@ -133,6 +133,22 @@ def test_a_client_that_leaves_frees_its_blocks(engine_server):
     engine_server.wait_until(lambda: engine_server.frontend.client.stats().kv_positions_allocated == 0)
 
 
+def test_times_of_a_request_add_up(engine_server):
+    def sums():
+        found = {}
+        for line in engine_server.get("/metrics").text.splitlines():
+            name, _, value = line.partition(" ")
+            found[name.partition("{")[0].removeprefix("jaxserve:")] = float(value) if name[0] != "#" else None
+        return found
+
+    before = sums()
+    engine_server.post("/v1/completions", {"prompt": PROMPTS[2], "max_tokens": 20})
+    spent = {name: value - before[name] for name, value in sums().items() if name.endswith("_seconds_sum")}
+    parts = [spent[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(spent["e2e_request_latency_seconds_sum"], rel=0.2)
+
+
 def test_the_second_time_comes_from_the_prefix_cache(engine_server):
     body = {"prompt": "A long beginning that is the same", "max_tokens": 1, "cache_salt": "second time"}
     counts = [

@@ -97,6 +97,8 @@ def test_metrics_of_requests(tokenizer):
     assert found['jaxserve:request_success_total{finished_reason="error"}'] == 1
     assert found["jaxserve:time_to_first_token_seconds_count"] == 3
     assert found["jaxserve:e2e_request_latency_seconds_count"] == 4
+    assert found["jaxserve:request_queue_time_seconds_count"] == 2
+    assert found["jaxserve:request_prefill_time_seconds_count"] == 2
     assert found["jaxserve:request_decode_time_seconds_count"] == 3
     assert found["jaxserve:inter_token_latency_seconds_count"] <= 8
     assert found["jaxserve:num_requests_running"] == 0
