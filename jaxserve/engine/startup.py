@@ -75,32 +75,22 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         has_greedy_steps=not is_cpu,
     )
     bytes_per_block = block_bytes(family.kv_specs(model_config), block_size=config.block_size, dtype=dtype)
-    memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(runner, mesh))
+    memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, block_size=config.block_size)
-    with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
-        runner.allocate(num_blocks)
+    runner.num_blocks = num_blocks
     compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
+    with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
+        runner.allocate()
+
     num_positions = num_blocks * config.block_size
     logger.info(
-        "%s: %.2f GiB of weights (%s) in %.1f s, %d steps compiled in %.1f s, ready after %.1f s",
-        path,
-        num_bytes(specs, dtype=dtype) / 2**30,
-        dtype,
-        loaded - started,
-        runner.num_compiles,
-        compiled,
-        time.perf_counter() - started,
+        f"{path}: {num_bytes(specs, dtype=dtype) / 2**30:.2f} GiB of weights ({dtype}) in {loaded - started:.1f} s, "
+        f"{runner.num_compiles} step shapes compiled in {compiled:.1f} s, ready after "
+        f"{time.perf_counter() - started:.1f} s; attention: {implementation} on {platform}"
     )
     logger.info(
-        "KV cache: %.2f GiB in %d blocks of %d, room for %d tokens, %.1f requests of %d tokens; attention: %s on %s",
-        num_blocks * bytes_per_block / 2**30,
-        num_blocks,
-        config.block_size,
-        num_positions,
-        num_positions / max_model_len,
-        max_model_len,
-        implementation,
-        platform,
+        f"KV cache: {num_blocks * bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {config.block_size}, room "
+        f"for {num_positions} tokens, {num_positions / max_model_len:.1f} requests of {max_model_len} tokens"
     )
     info = EngineInfo(
         model=path,
@@ -180,9 +170,13 @@ def _available_memory(mesh: Mesh) -> int:
     return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
 
 
-def _kv_cache_memory(runner: Runner, mesh: Mesh) -> int:
-    """What is left for the KV cache once the weights lie on the GPU and the largest step has its temporaries."""
-    free = _available_memory(mesh) - runner.measure_step_memory() - GPU_MEMORY_RESERVE
+def _kv_cache_memory(config: EngineConfig, runner: Runner, mesh: Mesh) -> int:
+    """What is left for the KV cache once the weights lie on the GPU and the largest step has its temporaries.
+
+    Steps that are compiled later than the cache is made need room for XLA's trials too: two of the largest weight.
+    """
+    trials = 0 if config.warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
+    free = _available_memory(mesh) - runner.measure_step_memory() - trials - GPU_MEMORY_RESERVE
     return max(free, 0) * mesh.shape.get("tensor", 1)
 
 

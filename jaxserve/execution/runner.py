@@ -135,20 +135,23 @@ class Runner:
 
     def measure_step_memory(self) -> int:
         """Bytes of temporaries and outputs of the largest step, per device. Compiles it, against a small KV pool."""
+        assert self._kv_cache is None
         self.num_blocks = self.max_blocks
         memory = self._lower_step(StepKey(self.buckets[-1], is_greedy_only=False)).compile().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the KV pools and the slots. Before the first step, once."""
-        self.num_blocks = num_blocks
+    def allocate(self) -> None:
+        """Make the KV pools, of `num_blocks`, and the slots. Before the first step, once."""
         with jax.set_mesh(self.mesh):
-            self._kv_cache = init_kv_cache(self._abstract_kv_cache(num_blocks=num_blocks))
+            self._kv_cache = init_kv_cache(self._abstract_kv_cache(num_blocks=self.num_blocks))
             self._slots = jax.device_put(self._init_slots(), self._replicated)
 
     def warm_up(self, *, progress: bool) -> float:
-        """Compile every step that a plan can ask for. Returns seconds."""
+        """Compile every step that a plan can ask for; `num_blocks` must be set. Returns seconds.
+
+        Before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for that.
+        """
         seconds = self._admissions.warm_up(["scalars", "extras"], progress=False)
         return seconds + self.steps.warm_up(self.variants, progress=progress)
 

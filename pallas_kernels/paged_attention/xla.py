@@ -152,8 +152,9 @@ def _attend(
         oldest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - scores.sliding_window + 1
         first = jnp.maximum(oldest, 0) // chunk
     _, total, acc = lax.fori_loop(first, last, visit, (zeros[..., :1] + MASKED, zeros[..., :1], zeros))
-    # A query at -1 has summed masked weights over values of other queries.
-    acc = jnp.where((position >= 0) & (total > 0), acc / total, 0.0)
+    # A query at -1 has summed masked weights over values of other queries. Any other attends to itself at least, so its
+    # total is not 0; a NaN in its context goes on into its result, for the engine to see.
+    acc = jnp.where(position >= 0, acc / total, 0.0)
     acc = acc.reshape(group, num_kv_heads, num_queries, -1, head_dim).transpose(0, 2, 1, 3, 4)
     return acc.reshape(group, num_queries, num_heads, head_dim)
 

@@ -47,7 +47,8 @@ class Model:
             max_num_batched_tokens=32,
             has_greedy_steps=has_greedy_steps,
         )
-        self.runner.allocate(num_blocks)
+        self.runner.num_blocks = num_blocks
+        self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)
 
     def engine(self, *, overlap=True, kind="continuous", enable_prefix_caching=True, **limits):
