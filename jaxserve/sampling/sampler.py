@@ -41,11 +41,11 @@ def sample(
     argmax of the raw logits. The order is that of Hugging Face transformers: processors, temperature, top-k, top-p,
     min-p. Ties go to the lowest id when greedy, and all tokens that tie at a filter's threshold are kept.
     """
-    # The maximum carries everything that makes a softmax fail: NaN, +inf, and -inf if all are.
+    # The maximum carries everything that makes a softmax fail: NaN, +inf, and -inf if all are. Such a row may go
+    # through all that follows: nothing there looks across rows.
     is_corrupted = ~jnp.isfinite(jnp.max(logits, axis=1))
     if greedy_only:
         return SampledTokens(jnp.where(is_corrupted, 0, _argmax(logits)), is_corrupted)
-    logits = jnp.where(is_corrupted[:, None], 0.0, logits)
     params = unpack_rows(state, slot_ids)
     logits = lax.cond(
         features & Feature.PROCESSORS != 0,
