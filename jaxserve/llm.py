@@ -352,7 +352,7 @@ class _DefaultLLMs:
     def get(self, model: str) -> LLM:
         with self._lock:
             if model not in self._llms:
-                self._llms[model] = LLM(model)
+                self._llms[model] = LLM(model, warmup=False)  # few of the shapes will be needed
             return self._llms[model]
 
 
@@ -373,7 +373,7 @@ def generate(
     """Continue a prompt, or a list of them: print(generate("Once upon a time", max_tokens=50)).
 
     `sampling` are fields of SamplingParams. `model` is a model directory or a built-in model's name, by default the
-    built-in one. The first call for a model starts its engine (weights are loaded, steps compiled), which is kept for
+    built-in one. The first call for a model starts its engine (weights are loaded, steps compiled as they are needed), kept for
     later calls until the program ends; use `LLM` to choose its options, or to close it.
 
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
