@@ -243,7 +243,7 @@ class Scheduler(abc.ABC):
         limits = self._limits
         waiting, running = self._waiting, self._running
         for queue in (waiting, running):
-            keys = [request_key(request) for request in queue]
+            keys = [(request.priority, request.arrival) for request in queue]
             assert all(a < b for a, b in itertools.pairwise(keys)), "a queue is not strictly ordered"
         assert self._requests == {request.request_id: request for request in [*waiting, *running]}
         assert len(self._requests) == len(waiting) + len(running), "a request is in two queues"
@@ -266,15 +266,16 @@ class Scheduler(abc.ABC):
             self._check_request(request)
 
     def _check_request(self, request: Request) -> None:
-        num_computed = request.num_computed_tokens
+        num_known, num_computed = len(request.token_ids), request.num_computed_tokens
+        num_tokens = num_known + request.num_pending
         assert request.finish_reason is None
-        assert len(request.token_ids) < request.max_total_tokens, "a request at its limit still lives"
-        assert request.num_tokens <= request.max_total_tokens <= self._limits.max_model_len
+        assert num_known < request.max_total_tokens, "a request at its limit still lives"
+        assert num_tokens <= request.max_total_tokens <= self._limits.max_model_len
         assert len(request.block_ids) == self._num_blocks(num_computed), "the block table is not what was computed"
         if request.status is RequestStatus.RUNNING:
             assert request in self._running
-            assert 0 <= num_computed < request.num_tokens
-            assert request.num_pending in (0, num_computed + 1 - len(request.token_ids)), "a token is out of turn"
+            assert 0 <= num_computed < num_tokens
+            assert request.num_pending in (0, num_computed + 1 - num_known), "a token is out of turn"
         else:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request in self._waiting

@@ -8,8 +8,9 @@ had refused it. So running requests finish. Waiting ones are admitted in key ord
 in when the pool is empty, if not before. By induction over the key everyone finishes, under "priority" as long as no
 more better ones arrive.
 
-Why siblings share their prompt (n > 1). The first has the least key, and its row takes all the budget it can use: while
-its prompt is not fully scheduled nothing is left for the others, which then find its blocks in the cache.
+Why admission need not look ahead. A row that does not reach the end of its sequence has used up the budget, so nobody
+is admitted while a running request lacks blocks for tokens it has. Siblings (n > 1) come after their first, and for the
+same reason not before its whole prompt is scheduled: they find its blocks in the cache.
 
 Why late writes do no harm. The device runs steps in order, and a row writes only at positions >= its start, into
 blocks that, when it was scheduled, its request alone held and that were not cached (`check_integrity`). If the request
@@ -33,7 +34,7 @@ from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash
 class _Step:
     """A plan in the making."""
 
-    __slots__ = ("admitted", "budget", "chunk_rows", "has_preempted", "num_promised_blocks", "single_rows")
+    __slots__ = ("admitted", "budget", "chunk_rows", "has_preempted", "single_rows")
 
     def __init__(self, budget: int):
         self.budget = budget
@@ -41,7 +42,6 @@ class _Step:
         self.chunk_rows: list[Row] = []
         self.admitted: list[Request] = []
         self.has_preempted = False
-        self.num_promised_blocks = 0  # what running requests still need for the tokens that they have already
 
 
 class ContinuousScheduler(Scheduler):
@@ -59,7 +59,9 @@ class ContinuousScheduler(Scheduler):
         self._pool = BlockPool(limits.num_blocks, self._cache)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._group_sizes: Counter[str] = Counter()  # unfinished siblings
-        self._blocked: tuple[Request, int, int] | None = None  # see _find_room
+        # Who lacked how many blocks when last looked at: spares a long prompt that waits the matching at every step.
+        # An admission ends it, since it may have taken up part of the same prefix.
+        self._blocked: tuple[Request, int] | None = None
         self._num_preemptions = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
@@ -147,10 +149,7 @@ class ContinuousScheduler(Scheduler):
         request.block_ids += self._pool.allocate(num_new_blocks)
         request.num_computed_tokens = end
         samples = end == num_tokens
-        if samples:
-            request.num_pending += 1
-        else:
-            step.num_promised_blocks += self._num_blocks(num_tokens) - len(request.block_ids)
+        request.num_pending += samples
         self._index_blocks(request)
         step.budget -= end - start
         rows = step.single_rows if end - start == 1 else step.chunk_rows
@@ -194,7 +193,7 @@ class ContinuousScheduler(Scheduler):
         """Admit in key order until a slot, blocks or the budget lack."""
         while step.budget and self._free_slots and self._waiting:
             request = self._waiting[0]
-            num_available = self._pool.num_free - step.num_promised_blocks
+            num_available = self._pool.num_free
             if request.status is RequestStatus.PREEMPTED:
                 # Blocks are scarce: one to spare for each running request, or it would soon be preempted again.
                 num_available -= len(self._running)
@@ -212,17 +211,17 @@ class ContinuousScheduler(Scheduler):
         of these as it takes; none if that would not be enough.
         """
         request = self._waiting[0]
-        if request.num_pending:
-            return False
+        # Preempted a moment ago? Then everyone running was better, and nobody has been admitted past it since.
+        assert request.num_pending == 0
         worse = [other for other in self._running if other.priority > request.priority]
         released = self._pool.held_only_by([other.block_ids for other in worse])
         num_missing = self._num_blocks(len(request.token_ids)) - sum(
             self._pool.is_held(block_id) and block_id not in released for block_id in self._match(request)
         )
-        if num_missing > self._pool.num_free + len(released) - step.num_promised_blocks:
+        if num_missing > self._pool.num_free + len(released):
             return False
         while True:
-            hits = self._find_room(request, self._pool.num_free - step.num_promised_blocks)
+            hits = self._find_room(request, self._pool.num_free)
             if hits is not None and self._free_slots:
                 self._admit(request, hits, step)
                 return True
@@ -234,25 +233,14 @@ class ContinuousScheduler(Scheduler):
         """
         if request.num_pending:
             return None  # a token of its is still to come back, and belongs before any new one
-        if self._is_still_blocked(request, num_available):
+        if self._blocked is not None and self._blocked[0] is request and self._blocked[1] > num_available:
             return None
         hits = self._match(request)
         num_missing = self._num_blocks(len(request.token_ids)) - sum(map(self._pool.is_held, hits))
         if num_missing > num_available:
-            self._blocked = (request, len(hits), num_missing)
+            self._blocked = (request, num_missing)
             return None
         return hits
-
-    def _is_still_blocked(self, request: Request, num_available: int) -> bool:
-        """Spares a long prompt that waits for blocks its matching at every step. Its need shrinks only if one more of
-        its blocks is cached: another holder of its hits takes as many from what is free as from what is missing.
-        """
-        if self._blocked is None or self._blocked[0] is not request:
-            return False
-        _, num_hits, num_missing = self._blocked
-        hashes = request.block_hashes
-        has_more_hits = num_hits < len(hashes) and self._cache.has_hash(hashes[num_hits])
-        return num_missing > num_available and not has_more_hits
 
     def _admit(self, request: Request, hits: list[int], step: _Step) -> None:
         """The first of the queue runs from now on, with a slot, the cached prefix and a first row."""
@@ -327,13 +315,14 @@ class ContinuousScheduler(Scheduler):
         slots = [*self._free_slots, *(request.slot for request in running)]
         assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
         assert self._group_sizes == Counter(request.request.group_id for request in self._requests.values())
-        for request in running:
-            tail = request.block_ids[request.num_computed_tokens // size :]
-            assert self._pool.held_only_by([tail]) == set(tail), "the block it writes to next is shared"
-            assert not any(block_id in self._cache for block_id in tail), "the block it writes to next is cached"
-            assert request.num_indexed_blocks * size <= request.num_computed_tokens
+        tails = [request.block_ids[request.num_computed_tokens // size :] for request in running]
+        open_blocks = {block_id for tail in tails for block_id in tail}
+        assert self._pool.held_only_by(tails) == open_blocks, "a block that will be written to is shared"
+        assert sum(map(len, tails)) == len(open_blocks), "a block that will be written to is shared"
+        assert open_blocks.isdisjoint(self._cache.block_ids()), "a block that will be written to is cached"
         for request in self._requests.values():
-            hashes: list[bytes] = []
+            assert request.num_indexed_blocks * size <= request.num_computed_tokens
+            hashes: list[bytes] = []  # the chain once more
             num_hashes = len(request.block_hashes)
             assert num_hashes * size <= len(request.token_ids), "a hash of unknown tokens"
             self._cache.extend_hashes(hashes, request.token_ids, num_hashes, domain=self._domain(request))

@@ -49,10 +49,6 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hash_of
 
-    def has_hash(self, block_hash: bytes) -> bool:
-        """Whether some block is cached under this hash."""
-        return block_hash in self._entries
-
     def extend_hashes(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, *, domain: bytes) -> None:
         """Append to `hashes` until it has those of the first `num_blocks` full blocks of `token_ids`."""
         size = self._block_size

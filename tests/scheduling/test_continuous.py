@@ -109,11 +109,11 @@ def test_nobody_overtakes_a_request_that_waits_for_blocks():
     simulation.drain()
 
 
-def test_blocks_promised_to_a_prompt_in_chunks_are_not_given_away():
+def test_rest_of_a_prompt_gets_its_blocks_before_anyone_is_admitted():
     simulation = Simulation(make_limits(num_blocks=8, max_num_batched_tokens=20))
     simulation.add(never_stops("a", 24, 2))
     simulation.step(0)  # holds 5 blocks, needs 6
-    simulation.add(never_stops("b", 9, 2))  # 3 blocks are free, 2 can be had
+    simulation.add(never_stops("b", 9, 2))  # 3 blocks: as many as are free, but one is spoken for
     assert [row[0] for row in shape(simulation.step(0))] == ["a"]
     simulation.drain()
     assert simulation.scheduler.stats().num_preemptions == 0
@@ -214,13 +214,34 @@ def test_better_priority_preempts_the_worst(lack):
     assert high.num_preemptions == mid.num_preemptions == 0
 
 
-def test_better_priority_preempts_nobody_in_vain():
+@pytest.mark.parametrize("best", [0, 1])
+def test_better_priority_preempts_nobody_in_vain(best):
     simulation = Simulation(make_limits(policy="priority", num_blocks=10))
-    simulation.add(never_stops("best", 15, 9, priority=0), never_stops("low", 1, 9, priority=2))
+    simulation.add(never_stops("best", 15, 9, priority=best), never_stops("low", 1, 9, priority=2))
     simulation.step(0)
     simulation.add(never_stops("mid", 30, 2, priority=1))
     plan = simulation.step(0)
     assert [row.request.request_id for row in plan.rows] == ["best", "low"]
+    simulation.drain()
+
+
+def test_shared_blocks_are_not_won_by_preempting_one_of_their_holders():
+    simulation = Simulation(make_limits(policy="priority", num_blocks=8, max_num_batched_tokens=32))
+    simulation.add(never_stops("a0", 17, 3, priority=0), never_stops("a1", 17, 3, priority=2))  # 4 shared, 2 own
+    simulation.step(0)
+    simulation.add(never_stops("b", 16, 2, priority=1))  # 2 are free, 3 without a1
+    plan = simulation.step(0)
+    assert [row.request.request_id for row in plan.rows] == ["a0", "a1"]
+    simulation.drain()
+
+
+def test_prefix_shared_with_a_victim_alone_counts_once():
+    simulation = Simulation(make_limits(policy="priority", num_blocks=9, max_num_batched_tokens=32))
+    simulation.add(never_stops("best", 1, 3, priority=0), never_stops("w0", 17, 3, priority=2))  # 1 block and 5
+    simulation.step(0)
+    simulation.add(never_stops("w1", 33, 1, priority=1))  # 9 blocks, 4 of them cached; 8 can be had
+    plan = simulation.step(0)
+    assert [row.request.request_id for row in plan.rows] == ["best", "w0"]
     simulation.drain()
 
 
@@ -366,6 +387,17 @@ def test_nothing_of_a_failed_request_stays_cached(end):
     assert again.finish_reason in ("stop", "length")
 
 
+def test_block_that_fills_with_the_failing_row_is_not_cached():
+    simulation = Simulation(make_limits())
+    (request,) = simulation.add(never_stops("a", 3, 5))
+    simulation.schedule()
+    simulation.poisoned_requests.add(request)
+    simulation.schedule()  # fills the first block with a token that is not known yet
+    assert simulation.update() == [RowOutcome.TOKEN]
+    assert simulation.update() == [RowOutcome.FAILED]
+    assert len(simulation.scheduler._cache) == 0
+
+
 def test_reset_prefix_cache_only_when_nobody_runs():
     simulation = Simulation(make_limits())
     simulation.add(make_request("a", prompt(12), 1))
@@ -386,6 +418,19 @@ def test_long_prompt_that_waits_is_admitted_as_soon_as_it_fits():
     while first.finish_reason is None:
         assert len(simulation.step(0).rows) == 1
     assert simulation.step(0).admitted[0].request_id == "b"
+    simulation.drain()
+
+
+def test_waiting_request_profits_from_a_prefix_that_comes_meanwhile():
+    simulation = Simulation(make_limits(policy="priority", num_blocks=12, max_num_batched_tokens=64))
+    (first,) = simulation.add(never_stops("a", 17, 3, priority=0))
+    simulation.step(0)
+    simulation.add(never_stops("w0", 33, 2, priority=2))  # 9 blocks, 7 are free
+    assert [row[0] for row in shape(simulation.step(0))] == ["a"]
+    simulation.add(never_stops("w1", 25, 4, priority=1))  # takes these 7, and 6 of them are w0's too
+    assert [row[0] for row in shape(simulation.step(0))] == ["a", "w1"]
+    assert first.is_finished
+    assert ("w0", 24, 9, True) in shape(simulation.step(0))
     simulation.drain()
 
 

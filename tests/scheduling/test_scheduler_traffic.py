@@ -56,6 +56,7 @@ class Traffic(RuleBasedStateMachine):
         self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
         self.num_added = 0
 
+    @precondition(lambda self: len(self.simulation.unfinished) < 8)
     @rule(target=requests, groups=st.lists(GROUPS, min_size=1, max_size=6))
     def add(self, groups):
         added = []
@@ -109,8 +110,8 @@ def test_hypothesis_traffic():
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=50,
-            stateful_step_count=50,
+            max_examples=150,
+            stateful_step_count=80,
             deadline=None,
             derandomize=True,
             database=None,
