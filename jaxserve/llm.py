@@ -373,8 +373,8 @@ def generate(
     """Continue a prompt, or a list of them: print(generate("Once upon a time", max_tokens=50)).
 
     `sampling` are fields of SamplingParams. `model` is a model directory or a built-in model's name, by default the
-    built-in one. The first call for a model starts its engine (weights are loaded, steps compiled as they are needed), kept for
-    later calls until the program ends; use `LLM` to choose its options, or to close it.
+    built-in one. The first call for a model starts its engine, which compiles the steps that it needs as it meets them
+    and is kept for later calls until the program ends; use `LLM` to choose its options, or to close it.
 
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
     InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
