@@ -344,7 +344,8 @@ class TestModuleGenerate:
         """The names of the models for which an engine has been started."""
         started = []
 
-        def fake_llm(model):
+        def fake_llm(model, *, warmup):
+            assert not warmup, "few of the shapes will be needed"
             started.append(model)
             return start()[0]
 
@@ -366,7 +367,9 @@ class TestModuleGenerate:
 
     def test_one_engine_also_for_threads_that_come_together(self, monkeypatch, started, start):
         fake_llm = jaxserve.llm.LLM
-        monkeypatch.setattr(jaxserve.llm, "LLM", lambda model: (time.sleep(0.05), fake_llm(model))[1])
+        monkeypatch.setattr(
+            jaxserve.llm, "LLM", lambda model, warmup: (time.sleep(0.05), fake_llm(model, warmup=warmup))[1]
+        )
         threads = [threading.Thread(target=jaxserve.generate, args=("abc",)) for _ in range(4)]
         for thread in threads:
             thread.start()
