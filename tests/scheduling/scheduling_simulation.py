@@ -61,6 +61,26 @@ def naive_generation(request: EngineRequest) -> tuple[list[int], str]:
     return tokens, "length"
 
 
+def shape(plan):
+    """A plan as (id, start, num_tokens, samples) a row."""
+    return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in plan.rows]
+
+
+def prompt(length, first=1):
+    return [(first + i) % 7 + 1 for i in range(length)]
+
+
+def never_stops(name, length, max_tokens, **options):
+    """A request whose naive generation runs to its limit. Names of one first letter have one prompt, but for its last
+    token."""
+    stem = [ord(name[0]), *prompt(length)]
+    for last in range(1, 200):
+        request = make_request(name, [*stem[: length - 1], last], max_tokens, **options)
+        if naive_generation(request)[1] == "length":
+            return request
+    raise AssertionError("no such prompt")
+
+
 class Histories:
     """The tree of token prefixes: a node is (parent node, token), a root is a domain."""
 
