@@ -1,5 +1,4 @@
-"""The sampler against plain NumPy: each processor, the distributions by chi-square, and what rows must not do to
-each other."""
+"""The sampler against plain NumPy: the distributions by chi-square, and what rows must not do to each other."""
 
 import functools
 
@@ -7,233 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling_harness import (
+    EVERYTHING,
+    NUM_SLOTS,
+    VOCAB,
+    ints,
+    jit_record,
+    jit_sample,
+    make_request,
+    put,
+    union,
+)
 from scipy import stats
 
-from jaxserve.request import EngineRequest, SamplingParams
-from jaxserve.sampling import (
-    Feature,
-    admit,
-    admit_extras,
-    features,
-    has_extras,
-    init_state,
-    pack_extras,
-    pack_scalars,
-    record,
-    sample,
-)
-from jaxserve.sampling.processors import process
-from jaxserve.sampling.state import unpack_rows
-
-VOCAB = 77
-NUM_SLOTS = 6
-
-jit_sample = jax.jit(sample, static_argnames="greedy_only")
-jit_record = jax.jit(record)
-jit_admit = jax.jit(admit)
-jit_admit_extras = jax.jit(admit_extras)
-
-
-@jax.jit
-def jit_process(logits, state, slot_ids, num_output_tokens, features):
-    return process(
-        logits,
-        unpack_rows(state, slot_ids),
-        state.extras,
-        slot_ids=slot_ids,
-        num_output_tokens=num_output_tokens,
-        features=features,
-    )
-
-
-def make_request(prompt=(1,), *, seed=0, stop_token_ids=(), bad_word_ids=(), **params):
-    return EngineRequest(
-        request_id="r",
-        group_id="r",
-        prompt_token_ids=list(prompt),
-        params=SamplingParams(**{"max_tokens": 100} | params),
-        max_tokens=100,
-        stop_token_ids=frozenset(stop_token_ids),
-        bad_word_ids=tuple(tuple(word) for word in bad_word_ids),
-        seed=seed,
-    )
-
-
-def put(state, slot, request, output=()):
-    """Admit one request, which may have generated some tokens already, as the runner does."""
-    slots = jnp.array([slot, len(state.scalars)], jnp.int32)  # and a row of padding
-    rows = np.stack([pack_scalars(request), np.full_like(pack_scalars(request), 9)])
-    state = jit_admit(state, slots, jnp.asarray(rows))
-    if has_extras(request):
-        vocab_size = state.extras.output_counts.shape[1]
-        tokens = [*request.prompt_token_ids, *output]
-        extras = pack_extras(request, tokens, len(request.prompt_token_ids), vocab_size=vocab_size)
-        state = jit_admit_extras(state, jnp.int32(slot), extras)
-    return state
-
-
-def ints(*values):
-    return jnp.array(values, jnp.int32)
-
-
-def union(*requests):
-    return jnp.int32(functools.reduce(lambda a, b: a | b, (features(r) for r in requests), 0))
-
-
-def processed(request, logits, output=(), *, history=()):
-    """The logits that a request in slot 2 of a used state would be sampled from."""
-    state = init_state(NUM_SLOTS, VOCAB)
-    for earlier in history:
-        state = put(state, 2, earlier, output=range(30))
-    state = put(state, 2, request, output)
-    got = jit_process(jnp.asarray(logits)[None], state, ints(2), ints(len(output)), union(request, *history))
-    return np.asarray(got[0])
-
-
-@pytest.fixture
-def logits():
-    return np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32) * 3
-
-
-EVERYTHING = make_request(
-    (5, 6, 7),
-    stop_token_ids=(1, 2, 3),
-    bad_word_ids=((4,), (9, 10)),
-    repetition_penalty=3.0,
-    frequency_penalty=1.0,
-    presence_penalty=1.0,
-    logit_bias={8: 50.0},
-    allowed_token_ids=[1, 2, 8, 11],
-    min_tokens=90,
-)
-OUTPUT = (3, 3, 4, 3, 76)
-
-
-def penalized(logits, *, repetition=1.0, frequency=0.0, presence=0.0):
-    want = logits.astype(np.float64)
-    for token in {5, 6, *OUTPUT}:
-        want[token] = want[token] / repetition if want[token] > 0 else want[token] * repetition
-    for token in set(OUTPUT):
-        want[token] -= frequency * OUTPUT.count(token) + presence
-    return want
-
-
-@pytest.mark.parametrize("history", [(), (EVERYTHING,)], ids=["fresh slot", "used slot"])
-class TestProcessors:
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"repetition": 1.7},
-            {"repetition": 0.4},
-            {"frequency": 0.7},
-            {"presence": -1.5},
-            {"repetition": 1.3, "frequency": 0.25, "presence": 0.5},
-        ],
-        ids=str,
-    )
-    def test_penalties(self, logits, history, values):
-        request = make_request((5, 6, 5), **{f"{name}_penalty": value for name, value in values.items()})
-        got = processed(request, logits, OUTPUT, history=history)
-        np.testing.assert_allclose(got, penalized(logits, **values), rtol=1e-6, atol=1e-6)
-
-    def test_logit_bias(self, logits, history):
-        bias = {0: 1.5, 31: -100.0, VOCAB - 1: 100.0, VOCAB: 7.0, -1: 7.0, 10**6: 7.0}
-        want = logits.copy()
-        want[[0, 31, VOCAB - 1]] += [1.5, -100.0, 100.0]
-        got = processed(make_request(logit_bias=bias), logits, history=history)
-        np.testing.assert_allclose(got, want, rtol=1e-6)
-
-    def test_allowed_tokens(self, logits, history):
-        allowed = [0, 31, 32, VOCAB - 1, VOCAB, -1, VOCAB + 32]
-        want = np.full(VOCAB, -np.inf, np.float32)
-        want[allowed[:4]] = logits[allowed[:4]]
-        got = processed(make_request(allowed_token_ids=allowed), logits, history=history)
-        np.testing.assert_array_equal(got, want)
-
-    @pytest.mark.parametrize(
-        ("output", "banned"),
-        [
-            ((), {3}),
-            ((7,), {3}),
-            ((7, 8), {3, 9}),
-            ((7, 8, 9), {3}),
-            ((1, 7, 8), {3, 9}),
-            ((8, 7), {3}),
-            (tuple(range(20, 27)), {3, 27}),
-            ((5, *range(20, 27)), {3, 27}),
-            (tuple(range(21, 27)), {3}),
-        ],
-        ids=str,
-    )
-    def test_bad_words(self, logits, history, output, banned):
-        words = ((3,), (7, 8, 9), tuple(range(20, 28)), (7, VOCAB), (-1,), ())
-        want = logits.copy()
-        want[list(banned)] = -np.inf
-        got = processed(make_request(bad_word_ids=words), logits, output, history=history)
-        np.testing.assert_array_equal(got, want)
-
-    @pytest.mark.parametrize("num_output_tokens", [0, 4, 5, 6])
-    def test_min_tokens(self, logits, history, num_output_tokens):
-        stops = {0, 40, VOCAB - 1, VOCAB, -1}
-        want = logits.copy()
-        if num_output_tokens < 5:
-            want[[0, 40, VOCAB - 1]] = -np.inf
-        request = make_request(stop_token_ids=stops, min_tokens=5, max_tokens=9)
-        got = processed(request, logits, range(num_output_tokens), history=history)
-        np.testing.assert_array_equal(got, want)
-
-    def test_nothing_asked_for(self, logits, history):
-        np.testing.assert_array_equal(processed(make_request(), logits, history=history), logits)
-
-    def test_all_together(self, logits, history):
-        request = make_request(
-            (5, 6),
-            stop_token_ids=(11,),
-            bad_word_ids=((76, 12),),
-            repetition_penalty=1.5,
-            frequency_penalty=0.5,
-            logit_bias={3: 4.0, 40: 4.0},
-            allowed_token_ids=[3, 11, 12, 13, 76],
-            min_tokens=6,
-            max_tokens=9,
-        )
-        want = np.full(VOCAB, -np.inf)
-        want[[3, 13, 76]] = penalized(logits, repetition=1.5, frequency=0.5)[[3, 13, 76]]
-        want[3] += 4.0
-        got = processed(request, logits, OUTPUT, history=history)
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-
-
-def test_contradictory_wishes_fall_back_to_the_allowed_tokens(logits):
-    request = make_request(stop_token_ids=(3, 4), allowed_token_ids=[3, 4], min_tokens=2, temperature=0.0)
-    got = processed(request, logits)
-    assert set(np.flatnonzero(np.isfinite(got))) == {3, 4}
-    np.testing.assert_array_equal(got[[3, 4]], logits[[3, 4]])
-    nothing_exists = make_request(allowed_token_ids=[VOCAB])
-    np.testing.assert_array_equal(processed(nothing_exists, logits), logits)
-    logits[[3, 4]] = -np.inf
-    assert set(np.flatnonzero(np.isfinite(processed(request, logits)))) == {3, 4}
-
-
-def test_extreme_penalties_stay_finite(logits):
-    got = processed(make_request((5, 6), repetition_penalty=1e-45), logits)
-    assert not np.isnan(got).any()
-    assert np.isfinite(got.max())
-
-
-def test_record_continues_what_extras_began(logits):
-    """Counting token by token gives the same as packing the whole history again after a preemption."""
-    request = make_request((5, 6, 5), frequency_penalty=0.5, repetition_penalty=1.2, bad_word_ids=((3, 76, 8), (3,)))
-    other = make_request((1,))
-    state = put(put(init_state(NUM_SLOTS, VOCAB), 2, request), 4, other)
-    for token in OUTPUT:
-        slots = ints(2, 4, NUM_SLOTS, 1)
-        active = jnp.array([True, True, False, False])
-        state = jit_record(state, slots, ints(token, token, 0, 7), active, union(request, other))
-    step = (ints(2), ints(len(OUTPUT)), union(request))
-    got = jit_process(jnp.asarray(logits)[None], state, *step)[0]
-    np.testing.assert_allclose(np.asarray(got), processed(request, logits, OUTPUT), rtol=1e-6)
-    assert not np.asarray(state.extras.output_counts)[[0, 1, 3, 5]].any()
+from jaxserve.sampling import init_state, record, sample
 
 
 def test_the_state_is_never_copied():
@@ -250,12 +36,6 @@ def test_the_state_is_never_copied():
     memory = lowered.compile().memory_analysis()
     smallest_leaf = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.temp_size_in_bytes < smallest_leaf
-
-
-def test_record_keeps_nothing_that_nobody_needs():
-    state = init_state(NUM_SLOTS, VOCAB)
-    after = jit_record(state, ints(1, 2), ints(3, 4), jnp.array([True, True]), ints(int(Feature.RANDOM))[0])
-    jax.tree.map(np.testing.assert_array_equal, state, after)
 
 
 def numpy_distribution(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
