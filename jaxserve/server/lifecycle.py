@@ -23,7 +23,7 @@ from jaxserve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-FLUSH_TIMEOUT = 5  # seconds for the last bytes of answers to reach their clients
+FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
 POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
 PARSER_BUFFER = 256 * 1024  # bytes of headers that are parsed, so that too many are answered with 431
 
@@ -76,6 +76,7 @@ class Server:
             uvicorn.Config(
                 create_app(self.state, config),
                 lifespan="on",
+                http="h11",  # chosen by name, as its limit on headers is ours
                 ws="none",
                 log_config=None,
                 log_level="debug" if is_debug else "warning",
@@ -101,8 +102,6 @@ class Server:
         return self._uvicorn.started
 
     async def _serve(self) -> int:
-        host, port = self.address
-        logger.info("serving %s at http://%s:%d/v1", self.state.model, f"[{host}]" if ":" in host else host, port)
         supervisor = asyncio.create_task(self._supervise())
         try:
             await self._uvicorn.serve(sockets=[self._listener])
@@ -111,7 +110,11 @@ class Server:
         return 1 if self._has_engine_died else 0
 
     async def _supervise(self) -> None:
-        """Wait for a reason to stop, then empty the house and close it."""
+        """Say that the server is there, wait for a reason to stop, then empty the house and close it."""
+        while not self.is_serving:
+            await asyncio.sleep(POLL_INTERVAL)
+        host, port = self.address
+        logger.info("serving %s at http://%s:%d/v1", self.state.model, f"[{host}]" if ":" in host else host, port)
         while self._num_stops == 0 and self._is_engine_alive():
             await asyncio.sleep(POLL_INTERVAL)
         self.state.is_draining = True

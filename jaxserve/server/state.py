@@ -6,7 +6,6 @@ One ServerState is made per server; it reaches the routes through the lifespan's
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,12 +31,13 @@ class ServerState:
     num_inside: int = 0
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when requests may run no longer: they end with an error."""
+    max_token_length: int = dataclasses.field(init=False)
+    """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
-    @functools.cached_property
-    def max_token_length(self) -> int:
-        """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
+    def __post_init__(self) -> None:
         tokenizer = self.frontend.tokenizer
-        return max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.max_token_id + 1)), default=1) or 1
+        lengths = (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.max_token_id + 1))
+        self.max_token_length = max(1, max(lengths, default=1))
 
     def why_closed(self) -> Unavailable | None:
         """The reason to take no new request, if there is one."""

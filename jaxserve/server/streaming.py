@@ -63,7 +63,9 @@ class EventStream(Response):
     """
 
     def __init__(self, events: AsyncGenerator[bytes], *, stopping: asyncio.Event):
-        super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
+        )
         del self.headers["content-length"]
         self._events = events
         self._stopping = stopping

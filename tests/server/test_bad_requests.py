@@ -1,9 +1,16 @@
 """Everything that is refused: status, the field that is named, and that the server goes on."""
 
 import json
+import re
 
 import pytest
+from engine.fake_client import echo
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from server.serving import assert_error, assert_well
+
+from jaxserve.server.protocol.chat import ChatRequest
+from jaxserve.server.protocol.completions import CompletionRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -156,6 +163,40 @@ CASES = [
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [10**6]}, "tokens"),
 ]
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.sampled_from([2**31, 2**63, -(2**63) - 1, HUGE, 1e308, -0.5, 0.5, 1.5])
+    | st.text(max_size=4),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "good"),
+    [(COMPLETIONS, CompletionRequest, {"prompt": "a"}), (CHAT, ChatRequest, {"messages": [USER]})],
+)
+def test_whatever_is_sent_gets_an_answer(shared_server, path, kind, good):
+    """Any fields with any values: a result or a refusal, never a fault."""
+    names = st.sampled_from(kind.__struct_fields__)
+
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @given(fields=st.dictionaries(names, JSON_VALUES, max_size=3))
+    def check(fields):
+        answer = shared_server.post(path, {**good, "max_tokens": 2, **fields})
+        assert answer.status_code in (200, 400, 404), (fields, answer.text)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert error["type"] == ("invalid_request_error" if answer.status_code == 400 else "not_found_error")
+            assert error["param"] is None or re.match(r"\w+", error["param"])[0] in {*fields, *good, "max_tokens"}
+
+    shared_server.play = echo
+    check()
+    assert_well(shared_server)
 
 
 def name(case):

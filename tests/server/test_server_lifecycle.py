@@ -22,17 +22,24 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Stream(threading.Thread):
-    """A streaming request in a thread; `response` when it has ended."""
+    """A streaming request in a thread; `begun` is set at its first byte, `response` when it has ended."""
 
     def __init__(self, server, **body):
         super().__init__(daemon=True)
         self.server = server
         self.body = {"prompt": "abc", "stream": True, "max_tokens": 400, **body}
+        self.begun = threading.Event()
         self.response = None
         self.start()
 
     def run(self):
-        self.response = self.server.post("/v1/completions", self.body)
+        url = f"{self.server.url}/v1/completions"
+        with httpx.stream("POST", url, json=self.body, timeout=20, verify=False) as response:
+            content = b""
+            for data in response.iter_bytes():
+                content += data
+                self.begun.set()
+        self.response = httpx.Response(response.status_code, headers=response.headers, content=content)
 
     def result(self):
         self.join(timeout=20)
@@ -82,6 +89,7 @@ def test_drain_gives_up_after_the_timeout(started):
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
     server.wait_until(lambda: server.client.num_running == 2)
+    assert stream.begun.wait(timeout=20)
     server.server.stop()
     assert server.wait() == 0
     assert_error(whole.result(), 503, None, "service_unavailable_error")
@@ -106,7 +114,8 @@ def test_death_of_the_engine(started, silently):
     server = started()
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
-    server.wait_until(lambda: server.client.num_running == 2 and server.client.num_steps >= 1)
+    server.wait_until(lambda: server.client.num_running == 2)
+    assert stream.begun.wait(timeout=20)
     server.client.die("the device is gone", silently=silently)
     assert_error(whole.result(), 503, None, "service_unavailable_error")
     assert frames(stream.result())[-1]["error"]["type"] == "service_unavailable_error"
