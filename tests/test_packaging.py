@@ -1,14 +1,16 @@
 """What leaves the source tree: the wheel holds both packages and the built-in models, and git holds no foreign host."""
 
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
 
-from jaxserve.loading.builtin import BUILTIN_MODELS
+from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -61,6 +63,16 @@ def test_the_wheel_holds_the_built_in_models(wheel, model):
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
 
 
+def test_an_unpacked_wheel_finds_its_models(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = "from jaxserve.loading.builtin import resolve_model; print(resolve_model(''))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == str(tmp_path / "jaxserve" / "_checkpoints" / DEFAULT_MODEL)
+
+
 def test_the_wheel_holds_nothing_else(wheel):
     odd = []
     for name in wheel.namelist():
@@ -94,8 +106,6 @@ def test_constraints_are_pinned_versions_and_nothing_else():
 
 
 def test_every_dev_dependency_is_pinned():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {_normal(name) for name in project["dependencies"] + project["optional-dependencies"]["dev"]}
     pinned = {_normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
