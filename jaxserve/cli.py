@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _SAMPLING_HELP = {
     "sampling": {
-        "temperature": "0: always the most likely token",
-        "top_p": "sample from the most likely tokens with this total probability",
-        "top_k": "sample from this many most likely tokens; 0: from all",
-        "min_p": "leave out tokens less likely than this share of the most likely one",
+        "temperature": "0: always the most likely token; default: the model's, else 1",
+        "top_p": "sample from the most likely tokens with this total probability; default: the model's, else 1",
+        "top_k": "sample from this many most likely tokens; 0: from all; default: the model's, else 0",
+        "min_p": "leave out tokens less likely than this share of the most likely one; default: the model's, else 0",
         "presence_penalty": "make tokens that the text has less likely",
         "frequency_penalty": "the same, for each time it has them",
-        "repetition_penalty": "divide the logits of tokens in prompt and text by this",
+        "repetition_penalty": "divide the logits of tokens in prompt and text by this; default: the model's, else 1",
         "logit_bias": "what to add to the logits of token ids",
         "allowed_token_ids": "sample from these ids only; repeatable",
         "bad_words": "a text never to write; repeatable",
@@ -142,19 +142,21 @@ def _serve(args: argparse.Namespace) -> int:
             return run(Frontend(client, tokenizer, default_sampling=defaults), server_config, listener=listener)
 
 
-def _generate(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts or ["-"]]
     with _open(args, max_tokens=_GENERATE_TOKENS) as (llm, params):
         if len(prompts) == 1 and params.n == 1:
             print(prompts[0], end="", flush=True)
             completion = _print_stream(llm.stream(prompts[0], params))
             _print_logprobs(completion)
-            return
-        for number, output in enumerate(llm.generate(prompts, params), 1):
+            return 0
+        outputs = llm.generate(prompts, params)
+        for number, output in enumerate(outputs, 1):
             for completion in output.outputs:
                 sample = f", {completion.index + 1} of {params.n}" if params.n > 1 else ""
                 print(f"==> prompt {number} of {len(prompts)}{sample} <==\n{output.prompt}{completion.text}\n")
                 _print_logprobs(completion)
+    return int(any(completion.finish_reason == "error" for output in outputs for completion in output.outputs))
 
 
 def _chat(args: argparse.Namespace) -> None:

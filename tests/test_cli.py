@@ -28,6 +28,7 @@ class FakeLLM:
         self.asked = []
         self.is_closed = False
         self.fails_with = None
+        self.finish_reason = "length"
 
     def __call__(self, **options):
         self.options = options
@@ -53,7 +54,13 @@ class FakeLLM:
         for prompt in prompts:
             words, logprobs = self._outputs(prompt, params)
             outputs = [
-                CompletionOutput(index=index, text="".join(words), token_ids=[0] * len(words), logprobs=logprobs)
+                CompletionOutput(
+                    index=index,
+                    text="".join(words),
+                    token_ids=[0] * len(words),
+                    logprobs=logprobs,
+                    finish_reason=self.finish_reason,
+                )
                 for index in range(params.n)
             ]
             results.append(RequestOutput(request_id="r", prompt=prompt, prompt_token_ids=[], outputs=outputs))
@@ -204,6 +211,11 @@ def test_several_prompts_are_told_apart(llm, capsys):
         "==> prompt 1 of 2, 1 of 2 <==\na b b a\n\n==> prompt 1 of 2, 2 of 2 <==\na b b a\n\n"
         "==> prompt 2 of 2, 1 of 2 <==\nc d d c\n\n==> prompt 2 of 2, 2 of 2 <==\nc d d c\n\n"
     )
+
+
+def test_a_prompt_that_fails_is_in_the_exit_code(llm):
+    llm.finish_reason = "error"
+    assert cli.main(["generate", "a", "b"]) == 1
 
 
 def test_logprobs_follow_the_text(llm, capsys):
