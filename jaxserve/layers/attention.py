@@ -4,7 +4,8 @@ The models call an AttentionFn that the runner has bound, so that they know neit
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import apply_rope
+from jaxserve.layers.rope import apply_rope, half_split_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,34 +111,41 @@ def attention_specs(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    num_interleaved: int = 0,
+    inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+    output: str = "o_proj",
 ) -> Params:
-    """Weights of one block; `prefix` names it in the checkpoint.
+    """Weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
 
     Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
-    split over kv heads keeps together what attends together.
+    split over kv heads keeps together what attends together. `inputs` names three tensors, or one that has the rows of
+    q, k and v in this order; of each head of q and k the first `num_interleaved` dimensions are reordered for
+    `apply_rope` (see `half_split_order`).
     """
     E, H, K, D = hidden_size, num_heads, num_kv_heads, head_dim
     G = H // K
-    inputs = tuple(f"{prefix}.{name}_proj" for name in "qkv")
+    rows = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
+    order = half_split_order(D, num_interleaved)
 
-    def fuse(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        rest = q.shape[1:]
-        parts = (q.reshape(K, G, D, *rest), k.reshape(K, 1, D, *rest), v.reshape(K, 1, D, *rest))
-        return np.concatenate(parts, axis=1)
+    def fuse(*tensors: np.ndarray) -> np.ndarray:
+        heads = np.concatenate(tensors).reshape(H + 2 * K, D, *tensors[0].shape[1:])
+        q, k, v = np.split(heads, (H, H + K))
+        q, k = q[:, order], k[:, order]
+        return np.concatenate([q.reshape(K, G, *q.shape[1:]), k[:, None], v[:, None]], axis=1)
 
     specs: Params = {
         "qkv": ParamSpec(
             shape=(K, G + 2, D, E),
             axes=("kv_heads", None, None, "embed"),
-            source=tuple(f"{name}.weight" for name in inputs),
-            source_shapes=((H * D, E), (K * D, E), (K * D, E)),
+            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
+            source_shapes=tuple((size, E) for size in rows),
             transform=fuse,
             quantize=True,
         ),
         "out": ParamSpec(
             shape=(E, H, D),
             axes=("embed", "heads", None),
-            source=(f"{prefix}.o_proj.weight",),
+            source=(f"{prefix}.{output}.weight",),
             source_shapes=((E, H * D),),
             transform=lambda out: out.reshape(E, H, D),
             quantize=True,
@@ -147,13 +155,13 @@ def attention_specs(
         specs["qkv_bias"] = ParamSpec(
             shape=(K, G + 2, D),
             axes=("kv_heads", None, None),
-            source=tuple(f"{name}.bias" for name in inputs),
-            source_shapes=((H * D,), (K * D,), (K * D,)),
+            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
+            source_shapes=tuple((size,) for size in rows),
             transform=fuse,
             init_scale=0.0,
         )
     if out_bias:
-        specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.o_proj.bias",), init_scale=0.0)
+        specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{output}.bias",), init_scale=0.0)
     if qk_norm:
         specs["q_norm"] = norm_spec(f"{prefix}.q_norm", D)
         specs["k_norm"] = norm_spec(f"{prefix}.k_norm", D)
@@ -163,29 +171,41 @@ def attention_specs(
 def self_attention(
     params: Params,
     x: Float[Array, "T E"],
-    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
-    batch: Batch,
     *,
+    batch: Batch,
     attention: AttentionFn,
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     norm_eps: float,
-    sliding_window: int | None,
+    norm: Callable[[Array, Any, float], Array] = rms_norm,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """One attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
 
-    `params` are the weights of `attention_specs`: q and k are normalised if norms are among them (then with
-    `norm_eps`), biases likewise.
+    `params` are the weights of `attention_specs`: q and k go through `norm` if it has weights among them ("q_norm",
+    "k_norm"), biases likewise. `rotation` None leaves positions to others; `scale` is by default D^-1/2.
     """
     with jax.named_scope("attention"):
         qkv = linear(x, params["qkv"], params.get("qkv_bias"))
         T, K, group, D = qkv.shape
         q, k, v = qkv[:, :, :-2].reshape(T, K * (group - 2), D), qkv[:, :, -2], qkv[:, :, -1]
         if "q_norm" in params:
-            q = rms_norm(q, params["q_norm"], norm_eps)
-            k = rms_norm(k, params["k_norm"], norm_eps)
-        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+            q = norm(q, params["q_norm"], norm_eps)
+            k = norm(k, params["k_norm"], norm_eps)
+        if rotation is not None:
+            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
         out, k_pages, v_pages = attention(
-            q, k, v, k_pages, v_pages, batch, scale=D**-0.5, sliding_window=sliding_window
+            q,
+            k,
+            v,
+            k_pages,
+            v_pages,
+            batch,
+            scale=D**-0.5 if scale is None else scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
         return linear(out, params["out"], params.get("out_bias")), k_pages, v_pages

@@ -1,9 +1,11 @@
-"""The decoder that Llama and its relatives share: pre-norm blocks of attention and a feed-forward, one residual stream.
+"""How blocks of attention and feed-forward stand around the residual stream, and the decoder of Llama's relatives.
 
 Layers are unrolled: a Python list of weight trees, so that XLA never copies a layer out of a stack.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -15,6 +17,18 @@ from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
 
+Attend = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
+"""(weights, input, k_pages, v_pages) -> (output, k_pages, v_pages)"""
+Mlp = Callable[[Params, Array], Array]
+"""(weights, input) -> output"""
+Norm = Callable[[Array, Any], Array]
+"""(input, weights) -> output"""
+Block = Callable[[int, Params, Array, Array, Array], tuple[Array, Array, Array]]
+"""(index of the layer, its weights, residual stream, k_pages, v_pages) -> (residual stream, k_pages, v_pages)"""
+
+PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""The norms of Llama's layer and their names in checkpoints."""
+
 
 def decoder_specs(
     *,
@@ -24,20 +38,25 @@ def decoder_specs(
     tie_word_embeddings: bool,
     attention: Callable[[str], Params],
     mlp: Callable[[str], Params],
+    norm: Callable[[str, int], Any] = norm_spec,
+    norms: Mapping[str, str] = PRE_NORMS,
 ) -> Params:
-    """The whole tree; `attention` and `mlp` give the specs of one block from its name in the checkpoint."""
+    """The whole tree, with the names of Llama's checkpoints.
+
+    `attention`, `mlp` and `norm` give the specs of one block from its name in the checkpoint (and a norm's size);
+    `norms` are the norms of a layer, as `sequential_block` and `parallel_block` know them, with their names there.
+    """
+
+    def layer_specs(layer: str) -> Params:
+        return {name: norm(f"{layer}.{source}", hidden_size) for name, source in norms.items()} | {
+            "attention": attention(f"{layer}.self_attn"),
+            "mlp": mlp(f"{layer}.mlp"),
+        }
+
     specs: Params = {
         "embed": embedding_spec("model.embed_tokens", vocab_size=vocab_size, hidden_size=hidden_size),
-        "layers": [
-            {
-                "attention_norm": norm_spec(f"{layer}.input_layernorm", hidden_size),
-                "attention": attention(f"{layer}.self_attn"),
-                "mlp_norm": norm_spec(f"{layer}.post_attention_layernorm", hidden_size),
-                "mlp": mlp(f"{layer}.mlp"),
-            }
-            for layer in (f"model.layers.{index}" for index in range(num_layers))
-        ],
-        "norm": norm_spec("model.norm", hidden_size),
+        "layers": [layer_specs(f"model.layers.{index}") for index in range(num_layers)],
+        "norm": norm("model.norm", hidden_size),
     }
     if not tie_word_embeddings:
         specs["lm_head"] = embedding_spec("lm_head", vocab_size=vocab_size, hidden_size=hidden_size)
@@ -50,35 +69,73 @@ def decoder(
     kv_cache: KVCache,
     *,
     attention: AttentionFn,
-    mlp: Callable[[Params, Array], Array],
+    mlp: Mlp,
     rope: Rope,
     norm_eps: float,
     sliding_windows: Sequence[int | None],
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it.
+    """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
 
     `mlp` is applied to a layer's feed-forward weights and its normed input; `sliding_windows` has an entry a layer.
     """
-    x = embed(params["embed"], batch.token_ids)
     rotation = rotations(rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=norm_eps)
+
+    def block(index: int, layer: Params, x: Array, k_pages: Array, v_pages: Array) -> tuple[Array, Array, Array]:
+        attend = functools.partial(
+            self_attention,
+            batch=batch,
+            attention=attention,
+            rotation=rotation,
+            norm_eps=norm_eps,
+            sliding_window=sliding_windows[index],
+        )
+        return sequential_block(layer, x, k_pages, v_pages, attend=attend, mlp=mlp, norm=norm)
+
+    x, kv_cache = run_layers(params["layers"], embed(params["embed"], batch.token_ids), kv_cache, block)
+    return norm(x, params["norm"]), kv_cache
+
+
+def run_layers(
+    layers: Sequence[Params], x: Float[Array, "T E"], kv_cache: KVCache, block: Block
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """The residual stream after all layers, and the cache with this step's keys and values in it."""
     k_pools, v_pools = [], []
-    for index, (layer, k_pages, v_pages, window) in enumerate(
-        zip(params["layers"], kv_cache.k, kv_cache.v, sliding_windows, strict=True)
-    ):
+    for index, (layer, k_pages, v_pages) in enumerate(zip(layers, kv_cache.k, kv_cache.v, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            update, k_pages, v_pages = self_attention(
-                layer["attention"],
-                rms_norm(x, layer["attention_norm"], norm_eps),
-                rotation,
-                k_pages,
-                v_pages,
-                batch,
-                attention=attention,
-                norm_eps=norm_eps,
-                sliding_window=window,
-            )
-            x = x + update
-            x = x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], norm_eps))
+            x, k_pages, v_pages = block(index, layer, x, k_pages, v_pages)
         k_pools.append(k_pages)
         v_pools.append(v_pages)
-    return rms_norm(x, params["norm"], norm_eps), KVCache(k=tuple(k_pools), v=tuple(v_pools))
+    return x, KVCache(k=tuple(k_pools), v=tuple(v_pools))
+
+
+def sequential_block(
+    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
+) -> tuple[Array, Array, Array]:
+    """Attention, then the feed-forward, each added to the residual stream x.
+
+    Norms stand where the layer has weights for them: before ("attention_norm", "mlp_norm") as in Llama, after
+    ("attention_post_norm", "mlp_post_norm") as in OLMo 2, or on both sides as in Gemma 2.
+    """
+
+    def normed(name: str, y: Array) -> Array:
+        return norm(y, layer[name]) if name in layer else y
+
+    update, k_pages, v_pages = attend(layer["attention"], normed("attention_norm", x), k_pages, v_pages)
+    x = x + normed("attention_post_norm", update)
+    update = mlp(layer["mlp"], normed("mlp_norm", x))
+    return x + normed("mlp_post_norm", update), k_pages, v_pages
+
+
+def parallel_block(
+    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
+) -> tuple[Array, Array, Array]:
+    """Attention and the feed-forward side by side, both added to the residual stream x (Wang and Komatsuzaki 2021).
+
+    Both read "attention_norm" of x, unless the layer has an "mlp_norm" too.
+    """
+    y = norm(x, layer["attention_norm"])
+    update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
+    if "mlp_norm" in layer:
+        y = norm(x, layer["mlp_norm"])
+    return x + update + mlp(layer["mlp"], y), k_pages, v_pages

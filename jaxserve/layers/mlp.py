@@ -1,4 +1,4 @@
-"""Feed-forward blocks: the gated one of Llama and its relatives (Shazeer 2020, arXiv:2002.05202)."""
+"""Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
 import functools
 from collections.abc import Callable
@@ -20,38 +20,43 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def gated_mlp_specs(prefix: str, *, hidden_size: int, intermediate_size: int, bias: bool = False) -> Params:
-    """Weights of one block: gate and up fused into [2, F, E], down [E, F]. `prefix` names it in the checkpoint."""
+def gated_mlp_specs(
+    prefix: str,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    bias: bool = False,
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
+    output: str = "down_proj",
+) -> Params:
+    """Weights of one block: gate and up fused into [2, F, E], down [E, F].
+
+    `prefix` names the block in the checkpoint, `inputs` and `output` its parts: gate and up, or one tensor of both.
+    """
     E, F = hidden_size, intermediate_size
-    inner = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    rows = 2 * F // len(inputs)
     specs: Params = {
         "gate_up": ParamSpec(
             shape=(2, F, E),
             axes=(None, "ffn", "embed"),
-            source=tuple(f"{name}.weight" for name in inner),
-            source_shapes=((F, E), (F, E)),
-            transform=_stack,
+            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
+            source_shapes=((rows, E),) * len(inputs),
+            transform=lambda *tensors: np.concatenate(tensors).reshape(2, F, E),
             quantize=True,
         ),
-        "down": ParamSpec(shape=(E, F), axes=("embed", "ffn"), source=(f"{prefix}.down_proj.weight",), quantize=True),
+        "down": ParamSpec(shape=(E, F), axes=("embed", "ffn"), source=(f"{prefix}.{output}.weight",), quantize=True),
     }
     if bias:
         specs["gate_up_bias"] = ParamSpec(
             shape=(2, F),
             axes=(None, "ffn"),
-            source=tuple(f"{name}.bias" for name in inner),
-            source_shapes=((F,), (F,)),
-            transform=_stack,
+            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
+            source_shapes=((rows,),) * len(inputs),
+            transform=lambda *tensors: np.concatenate(tensors).reshape(2, F),
             init_scale=0.0,
         )
-        specs["down_bias"] = ParamSpec(
-            shape=(E,), axes=("embed",), source=(f"{prefix}.down_proj.bias",), init_scale=0.0
-        )
+        specs["down_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{output}.bias",), init_scale=0.0)
     return specs
-
-
-def _stack(*tensors: np.ndarray) -> np.ndarray:
-    return np.stack(tensors)
 
 
 def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
@@ -59,4 +64,26 @@ def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[
     with jax.named_scope("mlp"):
         gate_up = linear(x, params["gate_up"], params.get("gate_up_bias"))
         inner = ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+        return linear(inner, params["down"], params.get("down_bias"))
+
+
+def mlp_specs(
+    prefix: str, *, hidden_size: int, intermediate_size: int, up: str, down: str, bias: bool = True
+) -> Params:
+    """Weights of one block without a gate, `prefix` in the checkpoint: up [F, E], down [E, F]; the arguments are their names there."""
+    E, F = hidden_size, intermediate_size
+    specs: Params = {
+        "up": ParamSpec(shape=(F, E), axes=("ffn", "embed"), source=(f"{prefix}.{up}.weight",), quantize=True),
+        "down": ParamSpec(shape=(E, F), axes=("embed", "ffn"), source=(f"{prefix}.{down}.weight",), quantize=True),
+    }
+    if bias:
+        specs["up_bias"] = ParamSpec(shape=(F,), axes=("ffn",), source=(f"{prefix}.{up}.bias",), init_scale=0.0)
+        specs["down_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{down}.bias",), init_scale=0.0)
+    return specs
+
+
+def mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
+    """down(activation(up(x))); `activation` is a key of ACTIVATIONS."""
+    with jax.named_scope("mlp"):
+        inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias")))
         return linear(inner, params["down"], params.get("down_bias"))

@@ -1,15 +1,38 @@
-"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""Normalisation: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), layer norm (arXiv:1607.06450)."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.params import Params, ParamSpec
 
 
-def norm_spec(source: str, size: int) -> ParamSpec:
-    """The gain of one norm; `source` is its module's name in the checkpoint."""
-    return ParamSpec(shape=(size,), axes=(None,), source=(f"{source}.weight",), init_scale=None)
+def norm_spec(source: str, size: int, *, axis: str | None = None, offset: float = 0.0) -> ParamSpec:
+    """The gain of one RMS norm; `source` is its module's name in the checkpoint, `axis` its logical axis.
+
+    `offset` is what the checkpoint's values lack: Gemma stores gain - 1. Such gains stay in float32, since a narrow
+    type is finer about 0 than about 1.
+    """
+    name = f"{source}.weight"
+    if offset == 0.0:
+        return ParamSpec(shape=(size,), axes=(axis,), source=(name,), init_scale=None)
+    return ParamSpec(
+        shape=(size,),
+        axes=(axis,),
+        source=(name,),
+        transform=lambda stored: stored.astype(np.float32) + np.float32(offset),
+        dtype=jnp.float32,
+        init_scale=None,
+    )
+
+
+def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
+    """Gain and bias of one layer norm; `source` is its module's name in the checkpoint."""
+    specs: Params = {"gain": norm_spec(source, size)}
+    if bias:
+        specs["bias"] = ParamSpec(shape=(size,), axes=(None,), source=(f"{source}.bias",), init_scale=0.0)
+    return specs
 
 
 def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float) -> Float[Array, "*batch N"]:
@@ -17,5 +40,21 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        gain = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
-        return (wide * scale * gain).astype(x.dtype)
+        return (wide * scale * _spread(weight, x.ndim)).astype(x.dtype)
+
+
+def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:
+    """The vectors of the last axis, brought to mean 0 and variance 1, times the gain, plus the bias if there is one.
+
+    Computed in float32. A gain of [H, N] has one vector for each of the H heads in x [T, H, N].
+    """
+    with jax.named_scope("norm"):
+        wide = x.astype(jnp.float32)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        y = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+        y = y * _spread(params["gain"], x.ndim)
+        return (y + _spread(params["bias"], x.ndim) if "bias" in params else y).astype(x.dtype)
+
+
+def _spread(weight: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    return jnp.expand_dims(weight.astype(jnp.float32), tuple(range(ndim - weight.ndim)))

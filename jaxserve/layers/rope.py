@@ -30,7 +30,10 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotation of heads of `head_dim` dimensions: the base `theta`, and how it is stretched to longer contexts."""
+    """Rotation of the first `head_dim` dimensions of a head: the base `theta`, and how it is stretched to long contexts.
+
+    What a head has beyond them is not rotated.
+    """
 
     head_dim: int
     theta: float
@@ -66,7 +69,18 @@ def rotations(rope: Rope, positions: Int[Array, " T"]) -> tuple[Float[Array, "T 
 def apply_rope(
     x: Float[Array, "T H D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T H D"]:
-    """Rotate the pairs (i, i + D/2) of every head by its token's angles, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the pairs (i, i + half) of every head by its token's angles, in float32; the rest of the head stays."""
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def half_split_order(head_dim: int, num_interleaved: int) -> np.ndarray:
+    """The order in which `apply_rope` wants the dimensions of a head that a checkpoint rotates as pairs (2i, 2i + 1).
+
+    `num_interleaved` of them, from the first on, are rotated so; with 0 nothing moves. Scores do not depend on the
+    order, so that weights of q and k reordered once save a shuffle of every token.
+    """
+    dims = np.arange(head_dim)
+    return np.concatenate([dims[:num_interleaved:2], dims[1:num_interleaved:2], dims[num_interleaved:]])
