@@ -1,9 +1,11 @@
 """The engine in a thread of this process: what LLM, notebooks and the tests hold."""
 
 import collections
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, override
 
 from jaxserve.config import EngineConfig
@@ -21,6 +23,16 @@ STATS_INTERVAL = 0.02
 """Seconds between two snapshots of the engine's state while it is busy."""
 
 
+class _Listener:
+    """Who hears of one request, until it is finished or aborted."""
+
+    __slots__ = ("is_aborted", "sink")
+
+    def __init__(self, sink: OutputSink):
+        self.sink = sink
+        self.is_aborted = False
+
+
 class LocalEngineClient(EngineClient):
     """Runs an Engine in a daemon thread. Every call may come from any thread; the engine is touched by its own only."""
 
@@ -29,11 +41,12 @@ class LocalEngineClient(EngineClient):
         self._engine = engine
         self._max_num_waiting = max_num_waiting
         self._condition = threading.Condition()
-        self._submitted: list[EngineRequest] = []
-        self._aborted: list[str] = []
+        self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
+        self._num_submitted = 0
         self._reset_requested: threading.Event | None = None
         self._reset_done = False
-        self._sinks: dict[str, OutputSink] = {}
+        self._listeners: dict[str, _Listener] = {}  # by id, of the requests that callers regard as unfinished
+        self._heard: dict[str, _Listener] = {}  # of those that the engine knows; its thread's own
         self._stats = engine.stats()
         self._published = 0.0
         self._is_closing = False
@@ -59,20 +72,25 @@ class LocalEngineClient(EngineClient):
         with self._condition:
             self._raise_if_dead()
             if self._max_num_waiting is not None:
-                num_waiting = self._stats.num_waiting + len(self._submitted)
+                num_waiting = self._stats.num_waiting + self._num_submitted
                 if num_waiting + len(requests) > self._max_num_waiting:
                     raise QueueFull(f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may")
             ids = [request.request_id for request in requests]
-            if len(set(ids)) < len(ids) or not self._sinks.keys().isdisjoint(ids):
+            if len(set(ids)) < len(ids) or not self._listeners.keys().isdisjoint(ids):
                 raise InvalidRequest("a request with this id is running already", param="request_id")
-            self._sinks.update(dict.fromkeys(ids, sink))
-            self._submitted += requests
+            listeners = {request_id: _Listener(sink) for request_id in ids}
+            self._listeners.update(listeners)
+            self._num_submitted += len(requests)
+            self._commands.append(functools.partial(self._add, list(requests), listeners))
             self._condition.notify()
 
     @override
     def abort(self, request_ids: list[str]) -> None:
         with self._condition:
-            self._aborted += [request_id for request_id in request_ids if self._sinks.pop(request_id, None)]
+            aborted = [request_id for request_id in request_ids if request_id in self._listeners]
+            for request_id in aborted:
+                self._listeners.pop(request_id).is_aborted = True
+            self._commands.append(functools.partial(self._abort, aborted))
             self._condition.notify()
 
     @override
@@ -123,19 +141,17 @@ class LocalEngineClient(EngineClient):
     def _take_commands(self) -> bool:
         """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""
         with self._condition:
-            while not (self._is_closing or self._submitted or self._aborted or self._reset_requested):
+            while not (self._is_closing or self._commands or self._reset_requested):
                 if self._engine.has_work:
                     return True
                 self._stats = self._engine.stats()
                 self._condition.wait()
             if self._is_closing:
                 return False
-            submitted, self._submitted = self._submitted, []
-            aborted, self._aborted = self._aborted, []
-            if submitted:
-                self._engine.add(submitted)
-            if aborted:
-                self._engine.abort(aborted)
+            commands, self._commands = self._commands, []
+            self._num_submitted = 0
+            for command in commands:
+                command()
             if self._reset_requested is not None:
                 self._reset_done = self._engine.scheduler.reset_prefix_cache()
                 self._reset_requested.set()
@@ -143,16 +159,33 @@ class LocalEngineClient(EngineClient):
             self._stats = self._engine.stats()
         return True
 
+    def _add(self, requests: list[EngineRequest], listeners: dict[str, _Listener]) -> None:
+        self._engine.add(requests)
+        self._heard.update(listeners)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._heard.pop(request_id, None)  # it may have finished meanwhile
+
     def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Hand outputs to the sinks, a list each. An id may be in use again; here it is what the engine knows by it."""
         by_sink: dict[OutputSink, list[EngineOutput]] = collections.defaultdict(list)
         with self._condition:
             for output in outputs:
-                finished = output.finish_reason is not None
-                sink = self._sinks.pop(output.request_id, None) if finished else self._sinks.get(output.request_id)
-                if sink is not None:  # None: aborted while the step ran
-                    by_sink[sink].append(output)
+                listener = self._heard[output.request_id]
+                if output.finish_reason is not None:
+                    del self._heard[output.request_id]
+                    if self._listeners.get(output.request_id) is listener:
+                        del self._listeners[output.request_id]
+                if not listener.is_aborted:
+                    by_sink[listener.sink].append(output)
         for sink, batch in by_sink.items():
-            sink(batch)
+            try:
+                sink(batch)
+            except Exception:  # the callers of the other requests must not pay for it
+                logger.exception("a sink has raised; its requests are aborted")
+                self.abort([output.request_id for output in batch])
 
     def _publish_stats(self) -> None:
         now = time.monotonic()
@@ -164,7 +197,8 @@ class LocalEngineClient(EngineClient):
         reason = "abort" if self._error is None else "error"
         message = None if self._error is None else f"the engine has stopped: {self._error}"
         with self._condition:
-            ids, waiting_reset = list(self._sinks), self._reset_requested
-        self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in ids])
+            self._heard = dict(self._listeners)
+            waiting_reset = self._reset_requested
+        self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in self._heard])
         if waiting_reset is not None:
             waiting_reset.set()

@@ -109,7 +109,6 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=config.scheduling_policy,
-        max_num_waiting=config.max_num_waiting,
     )
     scheduler = make_scheduler(
         config.scheduler,

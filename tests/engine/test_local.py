@@ -74,10 +74,26 @@ def test_abort_frees_the_blocks_and_says_no_more(client):
     client.submit([request("long", [1, 2, 3], 60), request("short", [4], 3)], outputs.put)
     client.abort(["long", "no such request"])
     assert len(collect(outputs, ["short"])["short"]) == 3
-    after = queue.SimpleQueue()
-    client.submit([request("long", [1, 2], 2)], after.put)  # its id is free again
-    assert len(collect(after, ["long"])["long"]) == 2
+    for _ in range(20):  # its id is free at once, whether or not the engine has seen the abort
+        after = queue.SimpleQueue()
+        client.submit([request("long", [1, 2], 9)], after.put)
+        client.abort(["long"])
+        client.submit([request("long", [1, 2], 2)], after.put)
+        assert len(collect(after, ["long"])["long"]) == 2
     assert client.stats().kv_positions_allocated in (0, 4)
+
+
+def test_a_sink_that_raises_loses_its_own_requests_only(client, caplog):
+    def broken_sink(outputs):
+        raise RuntimeError("nobody is listening")
+
+    outputs = queue.SimpleQueue()
+    client.submit([request("lost", [1], 50)], broken_sink)
+    client.submit([request("kept", [2], 20)], outputs.put)
+    assert len(collect(outputs, ["kept"])["kept"]) == 20
+    assert client.is_alive()
+    assert "nobody is listening" in caplog.text
+    assert client.stats().num_running == 0
 
 
 def test_what_can_never_run_is_refused_at_once(client):
