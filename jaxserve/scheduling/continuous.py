@@ -220,6 +220,7 @@ class ContinuousScheduler(Scheduler):
         )
         if num_missing > self._pool.num_free + len(released):
             return False
+        self._blocked = None  # may be worse than what has just been found, and cost one of the better ones its blocks
         while True:
             hits = self._find_room(request, self._pool.num_free)
             if hits is not None and self._free_slots:

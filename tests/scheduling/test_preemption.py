@@ -2,7 +2,16 @@
 
 import msgspec
 import pytest
-from scheduling_simulation import STOP, Simulation, make_limits, make_request, never_stops, prompt, shape
+from scheduling_simulation import (
+    STOP,
+    Simulation,
+    make_limits,
+    make_request,
+    naive_generation,
+    never_stops,
+    prompt,
+    shape,
+)
 
 from jaxserve.request import RequestStatus
 from jaxserve.scheduling.scheduler import RowOutcome
@@ -177,4 +186,17 @@ def test_waiting_request_profits_from_a_prefix_that_comes_meanwhile():
     assert [row[0] for row in shape(simulation.step(0))] == ["a", "w1"]
     assert first.is_finished
     assert ("w0", 24, 9, True) in shape(simulation.step(0))
+    simulation.drain()
+
+
+def test_prefix_that_comes_meanwhile_spares_the_better_ones():
+    """What a waiting request was found to lack is looked up anew before anyone is preempted for it."""
+    simulation = Simulation(make_limits(policy="priority", num_blocks=8, max_num_batched_tokens=64))
+    best = never_stops("best", 7, 9, priority=0)
+    simulation.add(best, never_stops("d", 2, 2, priority=0), never_stops("low", 1, 9, priority=2))
+    simulation.step(0)
+    simulation.add(make_request("mid", [*naive_generation(best)[0][:8], *[7] * 19], 2, priority=1))
+    assert [row[0] for row in shape(simulation.step(0))] == ["best", "d", "low"]  # mid lacks 6 blocks, 5 can be had
+    # d has given back one block, best has taken it, but for a second block that mid can share.
+    assert [row[0] for row in shape(simulation.step(0))] == ["best", "mid"]
     simulation.drain()
