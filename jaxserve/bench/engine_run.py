@@ -37,6 +37,7 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
+    cpu_seconds: float
     num_steps: int
     num_running_peak: int
     num_preemptions: int
@@ -52,14 +53,15 @@ def run(spec: RunSpec) -> EngineRun:
     try:
         complete(client, spec.jobs[:1], prefix="warmup")
         before = client.stats()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         snapshots = complete(client, spec.jobs, prefix="job")
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         after = client.stats()
     finally:
         client.close()
     return EngineRun(
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         num_steps=after.num_steps - before.num_steps,
         num_running_peak=max((snapshot.num_running for snapshot in snapshots), default=0),
         num_preemptions=after.num_preemptions,

@@ -24,10 +24,11 @@ from jaxserve.errors import JaxserveError
 
 
 class Contender(NamedTuple):
-    """One row of the table."""
+    """One row of the table. `cpu_seconds` tell what a machine with other work to do took away from `seconds`."""
 
     name: str
     seconds: float
+    cpu_seconds: float
     kv_use: float | None
 
 
@@ -46,15 +47,16 @@ def run(jobs: list[Job], *, model_config: Mapping[str, Any], engine: EngineConfi
         for scheduler in ("continuous", "static"):
             engine = dataclasses.replace(engine, scheduler=scheduler)
             spec = RunSpec(engine=engine, jobs=jobs, num_threads=os.cpu_count() or 1)
-            print(f"running jaxserve, {scheduler} batching ...", file=sys.stderr)
             line = _run_process([sys.executable, "-m", "jaxserve.bench.engine_run"], spec)
             result = msgspec.json.decode(line, type=EngineRun)
-            contenders.append(Contender(f"jaxserve, {scheduler} batching", result.seconds, result.kv_use))
+            name = f"jaxserve, {scheduler} batching"
+            contenders.append(Contender(name, result.seconds, result.cpu_seconds, result.kv_use))
+            print(f"{name}: {result}", file=sys.stderr)
         if peer_python is not None:
-            print("running transformers generate ...", file=sys.stderr)
             script = str(pathlib.Path(peers.__file__).with_name("hf_generate.py"))
-            seconds = json.loads(_run_process([peer_python, script], spec))["seconds"]
-            contenders.append(Contender("transformers generate", seconds, None))
+            peer = json.loads(_run_process([peer_python, script], spec))
+            contenders.append(Contender("transformers generate", peer["seconds"], peer["cpu_seconds"], None))
+            print(f"transformers generate: {peer}", file=sys.stderr)
     return report(contenders, jobs)
 
 
@@ -66,6 +68,7 @@ def report(contenders: list[Contender], jobs: list[Job]) -> str:
         [
             contender.name,
             f"{contender.seconds:.1f}",
+            f"{contender.cpu_seconds:.1f}",
             f"{num_output / contender.seconds:.1f}",
             f"{contenders[0].seconds / contender.seconds:.2f}",
             "-" if contender.kv_use is None else f"{contender.kv_use:.1%}",
@@ -76,7 +79,7 @@ def report(contenders: list[Contender], jobs: list[Job]) -> str:
     return (
         f"{len(jobs)} requests, {num_input} prompt and {num_output} output tokens (longest output {longest}), "
         f"{os.cpu_count()} CPU cores\n\n"
-        + table(["", "seconds", "output tokens/s", "relative", "KV positions in use"], rows)
+        + table(["", "seconds", "CPU seconds", "output tokens/s", "relative", "KV positions in use"], rows)
     )
 
 

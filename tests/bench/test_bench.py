@@ -55,12 +55,12 @@ def test_a_table_is_aligned_markdown():
 
 
 def test_the_report_compares_with_the_first_contender():
-    contenders = [throughput.Contender("ours", 2.0, 0.97), throughput.Contender("theirs", 8.0, None)]
+    contenders = [throughput.Contender("ours", 2.0, 3.5, 0.97), throughput.Contender("theirs", 8.0, 15.0, None)]
     report = throughput.report(contenders, [Job([1, 2, 3], 10), Job([4], 30)])
     assert "2 requests, 4 prompt and 40 output tokens (longest output 30)" in report
     ours, theirs = report.splitlines()[-2:]
-    assert [cell.strip() for cell in ours.split("|")[1:-1]] == ["ours", "2.0", "20.0", "1.00", "97.0%"]
-    assert [cell.strip() for cell in theirs.split("|")[1:-1]] == ["theirs", "8.0", "5.0", "0.25", "-"]
+    assert [cell.strip() for cell in ours.split("|")[1:-1]] == ["ours", "2.0", "3.5", "20.0", "1.00", "97.0%"]
+    assert [cell.strip() for cell in theirs.split("|")[1:-1]] == ["theirs", "8.0", "15.0", "5.0", "0.25", "-"]
 
 
 def test_throughput_runs_both_schedulers():
