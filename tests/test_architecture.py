@@ -21,6 +21,7 @@ PLAIN = "errors config request"
 
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
+    "__main__": "cli",
     "cli": f"{PLAIN} jaxserve flags bench server llm engine loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} flags engine",
@@ -48,6 +49,7 @@ MAY_IMPORT = {
 
 # Modules, or whole packages, in which jax is never loaded.
 NO_JAX = (
+    "jaxserve.__main__",
     "jaxserve.bench",
     "jaxserve.cli",
     "jaxserve.config",

@@ -292,9 +292,11 @@ def test_wrong_usage_is_exit_code_2(arguments, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-def test_the_command_is_installed_and_knows_its_version():
-    command = pathlib.Path(sys.executable).with_name("jaxserve")
-    result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    "command", [[pathlib.Path(sys.executable).with_name("jaxserve")], [sys.executable, "-m", "jaxserve"]]
+)
+def test_the_command_is_installed_and_knows_its_version(command):
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"jaxserve {jaxserve.__version__}\n"
 
 
