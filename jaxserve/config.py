@@ -74,12 +74,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_literals(self)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.max_num_waiting is not None and self.max_num_waiting < 0:
-            raise ConfigError(f"max_num_waiting must not be negative, got {self.max_num_waiting}")
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two up to 512, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -72,7 +72,7 @@ class LocalEngineClient(EngineClient):
         with self._condition:
             self._raise_if_dead()
             if self._max_num_waiting is not None:
-                num_waiting = self._stats.num_waiting + self._num_submitted
+                num_waiting = self._engine.scheduler.num_waiting + self._num_submitted
                 if num_waiting + len(requests) > self._max_num_waiting:
                     raise QueueFull(f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may")
             ids = [request.request_id for request in requests]

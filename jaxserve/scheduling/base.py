@@ -12,14 +12,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded, InvalidRequest, QueueFull
+from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded, InvalidRequest
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """What a scheduler must keep within. `max_num_waiting` None: the queue has no limit."""
+    """What a scheduler must keep within."""
 
     num_blocks: int
     block_size: int
@@ -27,7 +27,6 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
-    max_num_waiting: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -65,7 +64,7 @@ class RowOutcome(enum.Enum):
 
 
 class Scheduler(abc.ABC):
-    """Owns every unfinished request. One thread calls it, `check_admissible` aside.
+    """Owns every unfinished request. One thread calls it, `check_admissible` and `num_waiting` aside.
 
     The caller executes every plan that `schedule` returns, in order, and reads the requests' block tables for it
     before it calls anything else; then hands each plan to `update`, oldest first. Any number of plans may be in flight
@@ -88,6 +87,11 @@ class Scheduler(abc.ABC):
     def has_work(self) -> bool:
         """Whether a request is unfinished. When no plan is in flight, `schedule` then returns one."""
         return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have yet to run, or to run again, as of this moment. From any thread."""
+        return len(self._waiting)
 
     def check_admissible(self, request: EngineRequest) -> None:
         """Whether this request could ever run here, alone. Pure: from any thread.
@@ -119,16 +123,13 @@ class Scheduler(abc.ABC):
     def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
         """Queue all of these requests or none. The `n` siblings of a group come in one call.
 
-        Raises QueueFull, InvalidRequest (an id that is in use), or what `check_admissible` raises.
+        Raises InvalidRequest (an id that is in use), or what `check_admissible` raises.
         """
         ids = {request.request_id for request in engine_requests}
         if len(ids) < len(engine_requests) or not ids.isdisjoint(self._requests):
             raise InvalidRequest("a request of this id is running already", param="request_id")
         for request in engine_requests:
             self.check_admissible(request)
-        limit = self._limits.max_num_waiting
-        if limit is not None and len(self._waiting) + len(engine_requests) > limit:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting, at most {limit} may")
         requests = []
         for engine_request in engine_requests:
             request = Request(engine_request, arrival=self._num_arrived)

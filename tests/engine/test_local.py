@@ -121,6 +121,33 @@ def test_queue_limit():
         client.close()
 
 
+def test_preempted_requests_count_as_waiting(monkeypatch):
+    """The limit is held against the queue as it is, and a refusal is the caller's alone."""
+    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 2, "kv_cache_memory": 2**16}))
+    has_preempted, go_on = threading.Event(), threading.Event()
+    step = client._engine.step
+
+    def held_step():
+        outputs = step()
+        if client._engine.stats().num_preemptions:
+            has_preempted.set()
+            assert go_on.wait(60)
+        return outputs
+
+    monkeypatch.setattr(client._engine, "step", held_step)
+    try:
+        outputs = queue.SimpleQueue()
+        client.submit([request("a", [1], 60), request("b", [2], 60)], outputs.put)
+        assert has_preempted.wait(60)
+        with pytest.raises(QueueFull, match="1 requests are waiting"):
+            client.submit([request("c", [1], 2), request("d", [1], 2)], print)
+        go_on.set()
+        collect(outputs, ["a", "b"])
+    finally:
+        go_on.set()
+        client.close()
+
+
 def test_a_pool_smaller_than_a_request():
     with pytest.raises(OutOfMemory, match="max_model_len is 64"):
         LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"kv_cache_memory": 1000}))
@@ -177,6 +204,7 @@ def test_close_ends_what_runs():
     [
         ({"model": "/no/such/model"}, CheckpointError, "no model"),
         ({"max_model_len": 100_000}, ConfigError, "at most 512"),
+        ({"max_num_waiting": 0}, ConfigError, "at least 1"),
         ({"tensor_parallel_size": 64}, ConfigError, "64"),
         ({"tensor_parallel_size": 8}, ConfigError, "split evenly over 8 devices"),
     ],

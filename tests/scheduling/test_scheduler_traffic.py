@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from scheduling_simulation import STOP, VOCAB, Simulation, make_limits, make_request
 
-from jaxserve.errors import CapacityExceeded, QueueFull
+from jaxserve.errors import CapacityExceeded
 
 STEMS = [[1 + i * k % VOCAB for i in range(24)] for k in (1, 2, 3)]
 PROMPTS = st.builds(
@@ -45,7 +45,6 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=st.integers(2, 8),
             max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
-            max_num_waiting=st.sampled_from([None, None, 8]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
@@ -65,7 +64,7 @@ class Traffic(RuleBasedStateMachine):
             self.num_added += n
             try:
                 added += self.simulation.add(*(make_request(name, group=names[0], **group) for name in names))
-            except (CapacityExceeded, QueueFull):
+            except CapacityExceeded:
                 assert not any(request.request_id in names for request in self.simulation.unfinished)
         return added
 
