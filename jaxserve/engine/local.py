@@ -1,6 +1,7 @@
 """The engine in a thread of this process: what LLM, notebooks and the tests hold."""
 
 import collections
+import concurrent.futures
 import functools
 import logging
 import threading
@@ -43,8 +44,7 @@ class LocalEngineClient(EngineClient):
         self._condition = threading.Condition()
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
-        self._reset_requested: threading.Event | None = None
-        self._reset_done = False
+        self._reset: concurrent.futures.Future[bool] | None = None  # of those who want an empty prefix cache
         self._listeners: dict[str, _Listener] = {}  # by id, of the requests that callers regard as unfinished
         self._heard: dict[str, _Listener] = {}  # of those that the engine knows; its thread's own
         self._stats = engine.stats()
@@ -105,10 +105,9 @@ class LocalEngineClient(EngineClient):
     def reset_prefix_cache(self) -> bool:
         with self._condition:
             self._raise_if_dead()
-            done = self._reset_requested = self._reset_requested or threading.Event()
+            reset = self._reset = self._reset or concurrent.futures.Future()
             self._condition.notify()
-        done.wait()
-        return self._reset_done
+        return reset.result()
 
     @override
     def close(self) -> None:
@@ -141,7 +140,7 @@ class LocalEngineClient(EngineClient):
     def _take_commands(self) -> bool:
         """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""
         with self._condition:
-            while not (self._is_closing or self._commands or self._reset_requested):
+            while not (self._is_closing or self._commands or self._reset):
                 if self._engine.has_work:
                     return True
                 self._stats = self._engine.stats()
@@ -152,10 +151,9 @@ class LocalEngineClient(EngineClient):
             self._num_submitted = 0
             for command in commands:
                 command()
-            if self._reset_requested is not None:
-                self._reset_done = self._engine.scheduler.reset_prefix_cache()
-                self._reset_requested.set()
-                self._reset_requested = None
+            if self._reset is not None:
+                self._reset.set_result(self._engine.scheduler.reset_prefix_cache())
+                self._reset = None
             self._stats = self._engine.stats()
         return True
 
@@ -198,7 +196,7 @@ class LocalEngineClient(EngineClient):
         message = None if self._error is None else f"the engine has stopped: {self._error}"
         with self._condition:
             self._heard = dict(self._listeners)
-            waiting_reset = self._reset_requested
+            reset = self._reset
         self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in self._heard])
-        if waiting_reset is not None:
-            waiting_reset.set()
+        if reset is not None:
+            reset.set_result(False)

@@ -1,7 +1,9 @@
 """The engine behind its client, in a thread: submit, abort, refuse, die, close, from any thread."""
 
+import concurrent.futures
 import queue
 import threading
+import time
 
 import pytest
 from harness import GOLDENS, request
@@ -165,6 +167,26 @@ def test_reset_prefix_cache(client):
     assert client.reset_prefix_cache()
     client.submit([request("c", prompt, 2)], outputs.put)
     assert outputs.get(timeout=60)[0].num_cached_tokens == 0
+
+
+def test_a_dead_engine_has_not_reset_its_prefix_cache(client, monkeypatch):
+    stepping, go_on = threading.Event(), threading.Event()
+
+    def broken_step():
+        stepping.set()
+        assert go_on.wait(60)
+        raise RuntimeError("a bug")
+
+    assert client.reset_prefix_cache()
+    monkeypatch.setattr(client._engine, "step", broken_step)
+    client.submit([request("r", [1], 2)], print)
+    assert stepping.wait(60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reset = pool.submit(client.reset_prefix_cache)
+        while client._reset is None:
+            time.sleep(0.001)
+        go_on.set()
+        assert not reset.result(60)
 
 
 def test_death_reaches_everyone(client, monkeypatch):
