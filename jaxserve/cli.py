@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxserve import __version__
 from jaxserve.bench.commands import add_commands as add_bench_commands
@@ -93,13 +93,15 @@ def _parser() -> Parser:
     generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to continue; none, or -: standard input")
-    _add_offline_flags(generate, max_tokens_help=f"tokens to generate at most; default: {_GENERATE_TOKENS}")
+    _add_offline_flags(generate, max_tokens_help=f"tokens to generate; default: the model's, else {_GENERATE_TOKENS}")
 
     chat = add("chat", "[options]", "talk with a model; /exit or the end of the input ends it")
     chat.set_defaults(run=_chat)
     chat.add_flag("chat", "--system", metavar="TEXT", help="the system message")
     _add_offline_flags(
-        chat, max_tokens_help="tokens of an answer; default: what the context holds", without=("n", "logprobs")
+        chat,
+        max_tokens_help="tokens of an answer; default: the model's, else all there is room for",
+        without=("n", "logprobs"),
     )
 
     bench = add("bench", "BENCHMARK [options]", "measure the engine")
@@ -116,7 +118,9 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
         add_sampling_flags(parser, group, texts)
     add_config_flags(parser, EngineConfig, defaults={"warmup": False})  # few of the shapes will be needed
     levels = ("debug", "info", "warning", "error")
-    parser.add_flag("logging", "--log-level", choices=levels, default="warning", help="what is logged")
+    parser.add_flag(
+        "logging", "--log-level", choices=levels, default="warning", help="what is logged; default: warning"
+    )
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -139,15 +143,17 @@ def _serve(args: argparse.Namespace) -> int:
         from jaxserve.engine.local import LocalEngineClient
 
         with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
-            return run(Frontend(client, tokenizer, default_sampling=defaults), server_config, listener=listener)
+            frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
+            return run(frontend, server_config, listener=listener)
 
 
 def _generate(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts or ["-"]]
     with _open(args, max_tokens=_GENERATE_TOKENS) as (llm, params):
         if len(prompts) == 1 and params.n == 1:
+            deltas = llm.stream(prompts[0], params)  # a prompt that is refused is not printed
             print(prompts[0], end="", flush=True)
-            completion = _print_stream(llm.stream(prompts[0], params))
+            completion = _print_stream(deltas)
             _print_logprobs(completion)
             return 0
         outputs = llm.generate(prompts, params)
@@ -171,13 +177,17 @@ def _chat(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """The model and the sampling parameters of the command line; mistakes in these show before the model is loaded."""
-    sampling: dict[str, Any] = {"max_tokens": max_tokens} | given(args, SamplingParams.__struct_fields__)
-    SamplingParams(**sampling)
+    """The model and the sampling parameters of the command line; mistakes in these show before the model is loaded.
+
+    `max_tokens` is for a model that recommends none.
+    """
+    sampling = given(args, SamplingParams.__struct_fields__)
+    fallback = {"max_tokens": max_tokens}
+    SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 
     with LLM(**given(args, _ENGINE_FIELDS)) as llm:
-        yield llm, llm.sampling_params(sampling)
+        yield llm, llm.sampling_params(sampling, fallback=fallback)
 
 
 def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:

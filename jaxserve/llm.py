@@ -133,7 +133,8 @@ class LLM:
         """Continue one prompt or many, all together; results are in the order of the prompts.
 
         A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}. `sampling_params` are for all prompts,
-        or one for each; None takes the model's defaults and 16 tokens. Interrupting the call aborts what runs.
+        or one for each; None takes the model's defaults and 16 tokens. A max_tokens that the context has no room for
+        is cut to what it holds. Interrupting the call aborts what runs.
 
         A prompt that the engine could not finish has finish_reason "error" and is logged; the others are complete.
         Raises InvalidRequest (nothing has run then) and EngineDead.
@@ -197,9 +198,11 @@ class LLM:
         )
         return self.stream(prompt, sampling_params)
 
-    def sampling_params(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
-        """The model's recommended SamplingParams, with the given fields instead of its own."""
-        return self._frontend.sampling_params(given)
+    def sampling_params(
+        self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """The given fields, else those that the model's authors recommend, else `fallback`, as SamplingParams."""
+        return self._frontend.sampling_params(given, fallback=fallback)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -276,6 +279,7 @@ class LLM:
                     params,
                     request_id=f"{self._id_prefix}-{next(self._counter)}",
                     prompt_text=prompt.text,
+                    shorten_output=True,
                 )
             except InvalidRequest as error:
                 if len(prompts) > 1:

@@ -15,7 +15,7 @@ import pytest
 
 import jaxserve.llm
 from jaxserve import cli
-from jaxserve.errors import EngineDead
+from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
@@ -28,7 +28,9 @@ class FakeLLM:
         self.asked = []
         self.is_closed = False
         self.fails_with = None
+        self.refuses_with = None
         self.finish_reason = "length"
+        self.recommended = {}
 
     def __call__(self, **options):
         self.options = options
@@ -40,8 +42,8 @@ class FakeLLM:
     def __exit__(self, *_):
         self.is_closed = True
 
-    def sampling_params(self, given):
-        return SamplingParams(**given)
+    def sampling_params(self, given, *, fallback):
+        return SamplingParams(**(fallback | self.recommended | given))
 
     def _outputs(self, prompt, params):
         words = [f" {word}" for word in reversed(prompt.split())]
@@ -68,6 +70,11 @@ class FakeLLM:
 
     def stream(self, prompt, params):
         self.asked.append((prompt, params))
+        if self.refuses_with is not None:
+            raise self.refuses_with
+        return self._stream(prompt, params)
+
+    def _stream(self, prompt, params):
         words, logprobs = self._outputs(prompt, params)
         for number, word in enumerate(words):
             if self.fails_with is not None:
@@ -196,6 +203,23 @@ def test_generate_prints_the_prompt_and_its_continuation(llm, capsys):
     assert capsys.readouterr() == ("one two three three two one\n", "")
     ((prompt, params),) = llm.asked
     assert (prompt, params.max_tokens) == ("one two three", 256)
+
+
+def test_the_models_own_defaults_come_before_those_of_the_command(llm, monkeypatch):
+    llm.recommended = {"max_tokens": 99, "temperature": 0.5}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert cli.main(["generate", "a", "--temperature", "0.1"]) == 0
+    assert cli.main(["chat"]) == 0
+    assert [params for _, params in llm.asked] == [
+        SamplingParams(max_tokens=99, temperature=0.1),
+        SamplingParams(max_tokens=99, temperature=0.5),
+    ]
+
+
+def test_a_refused_prompt_is_not_printed(llm, capsys):
+    llm.refuses_with = InvalidRequest("too long")
+    assert cli.main(["generate", "a"]) == 1
+    assert capsys.readouterr() == ("", "jaxserve: error: too long\n")
 
 
 @pytest.mark.parametrize("arguments", [["generate"], ["generate", "-"]])

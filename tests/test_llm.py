@@ -167,6 +167,13 @@ class TestGenerate:
         llm.generate("abc")
         assert client.submitted[0].params == SamplingParams(temperature=0.5, max_tokens=3) == llm.sampling_params()
 
+    def test_output_ends_with_the_context(self, start):
+        llm, _ = start(max_model_len=20)
+        (output,) = llm.generate("x" * 10, SamplingParams(max_tokens=100))
+        completion = output.outputs[0]
+        assert len(output.prompt_token_ids) + len(completion.token_ids) == 20
+        assert completion.finish_reason == "length"
+
     def test_a_wrong_prompt_stops_the_call_before_it_runs(self, start):
         llm, client = start(max_model_len=20)
         with pytest.raises(ContextLengthExceeded) as caught:

@@ -65,12 +65,14 @@ class Frontend:
         self._random = random.Random(seed)
         self._dispatcher: Dispatcher | None = None
 
-    def sampling_params(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
-        """SamplingParams from the fields that a caller has given, over the model's defaults.
+    def sampling_params(
+        self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """SamplingParams from the fields that a caller has given, else the model's defaults, else `fallback`.
 
         Raises InvalidRequest for a value out of range, TypeError for an unknown field.
         """
-        return SamplingParams(**{**self.default_sampling, **(given or {})})
+        return SamplingParams(**{**(fallback or {}), **self.default_sampling, **(given or {})})
 
     def prepare(
         self,
@@ -82,11 +84,13 @@ class Frontend:
         priority: int = 0,
         cache_salt: str = "",
         truncate_prompt_tokens: int | None = None,
+        shorten_output: bool = False,
     ) -> RequestGroup:
         """Tokenize and validate: afterwards only the engine itself can refuse the request.
 
         `prompt_text` is what RequestOutput shows as the prompt where `prompt` is token ids (a rendered chat, say).
         `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 as many as leave room for the output.
+        `shorten_output` cuts a max_tokens that the context has no room for, instead of refusing the request.
 
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
@@ -100,7 +104,7 @@ class Frontend:
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens)
-        max_tokens = self._max_tokens(len(token_ids), params)
+        max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
         bad_word_ids = self._bad_word_ids(params.bad_words)
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -183,20 +187,20 @@ class Frontend:
             limit = max(1, self.client.info.max_model_len - (params.max_tokens or 1))
         return token_ids[-limit:]
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, shorten_output: bool) -> int:
         """The output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the context."""
         max_model_len = self.client.info.max_model_len
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if num_prompt_tokens + wanted > max_model_len:
+        rest = max_model_len - num_prompt_tokens
+        wanted = 1 if shorten_output or params.max_tokens is None else params.max_tokens
+        if wanted > rest:
             raise ContextLengthExceeded(
                 f"this model's context length is {max_model_len} tokens, but {num_prompt_tokens + wanted} were "
                 f"requested: {num_prompt_tokens} in the prompt and {wanted} for the output",
                 param="prompt" if num_prompt_tokens >= max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and params.max_tokens <= rest:
             return params.max_tokens
-        rest = max_model_len - num_prompt_tokens
         if params.min_tokens > rest:
             raise InvalidRequest(
                 f"min_tokens ({params.min_tokens}) exceeds the {rest} tokens that the context has left",

@@ -128,6 +128,15 @@ class TestPrepare:
             frontend.prepare([3] * 4, params, request_id="x")
         assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
 
+    @pytest.mark.parametrize(("max_tokens", "cut"), [(5, 5), (6, 6), (7, 6), (None, 6)])
+    def test_output_is_shortened_where_allowed(self, start, tokenizer, max_tokens, cut):
+        params = SamplingParams(max_tokens=max_tokens)
+        frontend = start(tokenizer, max_model_len=10)
+        group = frontend.prepare([3] * 4, params, request_id="x", shorten_output=True)
+        assert group.requests[0].max_tokens == cut
+        with pytest.raises(ContextLengthExceeded, match="10 in the prompt and 1 for"):
+            frontend.prepare([3] * 10, params, request_id="x", shorten_output=True)
+
     def test_a_prompt_that_fills_the_context(self, start, tokenizer):
         with pytest.raises(ContextLengthExceeded, match="10 in the prompt") as caught:
             start(tokenizer, max_model_len=10).prepare([3] * 10, SamplingParams(max_tokens=None), request_id="x")
@@ -175,6 +184,10 @@ class TestPrepare:
         frontend = start(tokenizer, default_sampling=sampling_defaults(config))
         assert frontend.sampling_params() == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=99)
         assert frontend.sampling_params({"temperature": 0.0}).temperature == 0.0
+        fallback = {"max_tokens": 5, "min_p": 0.5}
+        assert frontend.sampling_params({"top_p": 0.8}, fallback=fallback) == SamplingParams(
+            temperature=0.6, top_p=0.8, max_tokens=99, min_p=0.5
+        )
         with pytest.raises(TypeError, match="temprature"):
             frontend.sampling_params({"temprature": 1.0})
 

@@ -40,6 +40,18 @@ def test_output_may_fill_the_context(server, openai_client):
     assert request.max_tokens == server.client.info.max_model_len - len(request.prompt_token_ids)
 
 
+def test_the_models_limit_is_the_default(server, monkeypatch):
+    monkeypatch.setitem(server.frontend.default_sampling, "max_tokens", 5)
+    for limit in ({}, {"max_tokens": 7}):
+        server.post("/v1/chat/completions", {"messages": [USER], **limit})
+    assert [request.max_tokens for request in server.client.submitted] == [5, 7]
+
+
+def test_a_default_limit_is_cut_to_what_the_context_holds(server, monkeypatch):
+    monkeypatch.setitem(server.frontend.default_sampling, "max_tokens", 10_000)
+    assert server.post("/v1/chat/completions", {"messages": [USER]}).json()["usage"]["total_tokens"] == 512
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_both_names_of_the_limit(openai_client, name):
     answer = openai_client.chat.completions.create(model="fake", messages=[USER], **{name: 5})

@@ -184,6 +184,12 @@ def test_return_token_ids_and_prompt_logprobs(server):
     assert choice["logprobs"] is None
 
 
+def test_the_default_limit_is_cut_to_what_the_context_holds(server):
+    prompt = "x" * (server.client.info.max_model_len - 6)  # and BOS
+    usage = server.post("/v1/completions", {"prompt": prompt}).json()["usage"]
+    assert usage["completion_tokens"] == 5
+
+
 def test_null_is_absent(server):
     body = dict.fromkeys(("n", "stop", "logprobs", "echo", "stream", "stream_options", "temperature", "seed"))
     assert server.post("/v1/completions", {"prompt": "a", **body}).status_code == 200

@@ -78,7 +78,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def output_limit(self) -> int | None:
-        """`max_completion_tokens` under either of its names; None is up to the context length."""
+        """`max_completion_tokens` under either of its names; None: the model's default, or up to the context length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

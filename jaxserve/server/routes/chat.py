@@ -49,10 +49,11 @@ async def create(request: Request) -> Response:
 def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
     """The conversation, templated, tokenized and validated. Raises InvalidRequest."""
     check_chat_request(body)
+    defaults = state.frontend.default_sampling
     params = sampling_params(
         body,
-        state.frontend.default_sampling,
-        max_tokens=body.output_limit,
+        defaults,
+        max_tokens=defaults.get("max_tokens") if body.output_limit is None else body.output_limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -66,6 +67,7 @@ def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            shorten_output=body.output_limit is None,
         )
     except InvalidRequest as error:
         if error.param == "prompt":  # the front end knows no messages

@@ -65,6 +65,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            shorten_output=body.max_tokens is None,
         )
         groups.append(group)
     return groups
