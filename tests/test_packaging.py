@@ -25,6 +25,7 @@ HOSTS = {
     "docs.jax.dev",
     "docs.nvidia.com",
     "docs.vllm.ai",
+    "example.org",
     "github.com",
     "huggingface.co",
     "localhost",
