@@ -1,7 +1,10 @@
 """Engine: joins scheduler and runner. `step` plans step N + 1, starts it, then handles the tokens of step N."""
 
+import contextlib
 import time
 from collections import deque
+
+import jax
 
 from jaxserve.engine.client import EngineStats
 from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
@@ -59,6 +62,12 @@ class Engine:
             outputs += self._finish(self._in_flight.popleft())
         self.seconds["total"] += time.perf_counter() - start
         return outputs
+
+    def close(self) -> None:
+        """Free the device. Waits for what runs there: a process that ends under a running step is aborted by XLA."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a step that fails now is no one's
+            jax.block_until_ready([pending.outputs for pending in self._in_flight])
+        self.runner.close()
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""

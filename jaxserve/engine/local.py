@@ -118,7 +118,7 @@ class LocalEngineClient(EngineClient):
         if threading.current_thread() is not self._thread:
             self._thread.join()
         if is_first:
-            self._engine.runner.close()
+            self._engine.close()
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import queue
 import threading
 import time
+import types
 
 import pytest
 from harness import GOLDENS, request
@@ -235,3 +236,14 @@ def test_start_errors_are_one_line(options, error, message):
     with pytest.raises(error, match=message) as failure:
         LocalEngineClient.start(EngineConfig(**vars(CONFIG) | options))
     assert "\n" not in str(failure.value)
+
+
+def test_closing_waits_for_the_step_that_runs(client, monkeypatch):
+    """A process that ends under it would be aborted by XLA."""
+    events = []
+    outputs = types.SimpleNamespace(block_until_ready=lambda: events.append("waited"))
+    client._engine._in_flight.append(types.SimpleNamespace(outputs=outputs))
+    close = client._engine.runner.close
+    monkeypatch.setattr(client._engine.runner, "close", lambda: (events.append("freed"), close()))
+    client.close()
+    assert events == ["waited", "freed"]
