@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
 from jaxserve.bench.commands import add_commands as add_bench_commands
@@ -182,7 +182,7 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
     `max_tokens` is for a model that recommends none.
     """
     sampling = given(args, SamplingParams.__struct_fields__)
-    fallback = {"max_tokens": max_tokens}
+    fallback: dict[str, Any] = {"max_tokens": max_tokens}
     SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 

@@ -12,6 +12,7 @@ import sys
 
 import openai
 import pytest
+from engine.fake_client import FakeEngineClient
 
 import jaxserve.llm
 from jaxserve import cli
@@ -293,6 +294,20 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 1
     assert re.fullmatch(rf"jaxserve: error: cannot listen on 127.0.0.1:{port}: .+\n", capsys.readouterr().err)
+
+
+def test_the_seed_of_serve_is_that_of_requests_without_one(monkeypatch):
+    frontends = []
+    monkeypatch.setattr(
+        "jaxserve.engine.local.LocalEngineClient.start", lambda _config, *, progress: FakeEngineClient()
+    )
+    monkeypatch.setattr("jaxserve.server.run", lambda frontend, _config, *, listener: frontends.append(frontend))
+    for seed in ("7", "7", "8"):
+        assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", seed]) == 0
+    first, again, other = (
+        frontend.prepare([3], SamplingParams(), request_id="x").requests[0].seed for frontend in frontends
+    )
+    assert first == again != other
 
 
 def test_debug_shows_the_traceback(llm):
