@@ -301,7 +301,7 @@ def test_the_seed_of_serve_is_that_of_requests_without_one(monkeypatch):
     monkeypatch.setattr(
         "jaxserve.engine.local.LocalEngineClient.start", lambda _config, *, progress: FakeEngineClient()
     )
-    monkeypatch.setattr("jaxserve.server.run", lambda frontend, _config, *, listener: frontends.append(frontend))
+    monkeypatch.setattr("jaxserve.server.run", lambda frontend, _config, *, listener: frontends.append(frontend) or 0)
     for seed in ("7", "7", "8"):
         assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", seed]) == 0
     first, again, other = (
