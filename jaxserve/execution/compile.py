@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxserve.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,12 +66,19 @@ class CompiledSteps:
 def enable_persistent_cache(directory: str | None) -> None:
     """Keep compiled steps on disk, so that the next start finds them. '' turns it off, None takes the default place.
 
-    A cache that the process has configured already is left alone.
+    A cache that the process has configured already is left alone. Raises ConfigError if `directory` cannot be made;
+    without the default place there is no cache.
     """
     if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir is not None):
         return
-    path = pathlib.Path(directory) if directory else pathlib.Path.home() / ".cache" / "jaxserve" / "xla"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path = pathlib.Path(directory or "~/.cache/jaxserve/xla").expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+        if directory:
+            raise ConfigError(f"compilation_cache_dir: {error}") from error
+        logger.warning("steps are compiled at every start, there is no place to keep them: %s", error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

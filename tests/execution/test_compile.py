@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
+from jaxserve.errors import ConfigError
 from jaxserve.execution.compile import CompiledSteps, enable_persistent_cache
 from jaxserve.request import EngineRequest, SamplingParams
 
@@ -96,6 +97,22 @@ def test_a_shape_that_was_not_warmed_up_is_counted():
     assert (steps.num_compiles, steps.num_recompiles_after_warmup) == (3, 1)
     with pytest.raises(TypeError):  # never a silent recompile
         steps[1](np.zeros(2, np.float32))
+
+
+def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):
+    """Named, it is an error of one line; in the default place it is done without."""
+    (tmp_path / ".cache").write_text("a file, not a directory")
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(ConfigError, match=r"compilation_cache_dir: .*\.cache"):
+        enable_persistent_cache(str(tmp_path / ".cache" / "xla"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        enable_persistent_cache(None)
+        assert jax.config.jax_compilation_cache_dir is None
+        assert str(tmp_path) in caplog.text
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_cache_of_the_process_is_left_alone(tmp_path):
