@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import OutOfMemory
@@ -14,6 +13,9 @@ from jaxserve.layers.sharding import mesh_axis
 
 CPU_KV_CACHE_MEMORY = 2**30
 """Bytes for KV blocks on CPU, unless told otherwise."""
+
+MAX_POSITIONS = 2**30
+"""Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
 
 
 def block_bytes(kv_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype) -> int:
@@ -34,8 +36,7 @@ def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, 
             f"{max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
             "lower --max-model-len or raise --kv-cache-memory"
         )
-    limit = np.iinfo(np.int32).max // block_size - 1  # positions in the pool are int32
-    return min(num_blocks, limit)
+    return min(num_blocks, MAX_POSITIONS // block_size)
 
 
 def kv_sharding(mesh: Mesh) -> NamedSharding:
