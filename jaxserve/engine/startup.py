@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import logging
+import math
 import os
+import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from jaxserve.execution.compile import enable_persistent_cache
 from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, block_bytes, choose_num_blocks
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.attention import paged_attention
-from jaxserve.layers.params import Params, init_params, num_bytes
+from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import load_config, load_params, resolve_dtype
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 GPU_MEMORY_RESERVE = 512 * 2**20
 """Bytes left to what XLA's plan does not show: library workspaces, fragmentation."""
+
+MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> tuple[Engine, EngineInfo]:
@@ -78,7 +82,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, block_size=config.block_size)
     runner.num_blocks = num_blocks
-    compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
+    with _naming_out_of_memory("compiling the steps"):
+        compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
     with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
         runner.allocate()
 
@@ -148,7 +153,8 @@ def _eos_token_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _load(config: EngineConfig, path: str, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool) -> Params:
-    needed = num_bytes(specs, dtype=dtype) / mesh.size
+    weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
+    needed = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights)
     available = _available_memory(mesh)
     if needed > available:
         raise OutOfMemory(
@@ -164,9 +170,17 @@ def _load(config: EngineConfig, path: str, specs: Params, *, dtype: np.dtype, me
 def _available_memory(mesh: Mesh) -> int:
     """Bytes that are free on the fullest device of the mesh."""
     if mesh.devices.flat[0].platform == "cpu":  # all "devices" share the host
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
+        return _host_memory() // mesh.size
     stats = [device.memory_stats() for device in mesh.devices.flat]
     return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
+
+
+def _host_memory() -> int:
+    """Bytes that a process can still get, page cache included: the kernel gives it up. All there are, if not Linux."""
+    if not MEMINFO.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def _kv_cache_memory(config: EngineConfig, runner: Runner, mesh: Mesh) -> int:

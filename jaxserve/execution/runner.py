@@ -134,18 +134,22 @@ class Runner:
         return self.steps.num_recompiles_after_warmup + self._admissions.num_recompiles_after_warmup
 
     def measure_step_memory(self) -> int:
-        """Bytes of temporaries and outputs of the largest step, per device. Compiles it, against a small KV pool."""
+        """Bytes that steps take per device besides weights and KV: slots, and what the largest of them makes.
+
+        Compiles it, against a small KV pool.
+        """
         assert self._kv_cache is None
         self.num_blocks = self.max_blocks
         memory = self._lower_step(StepKey(self.buckets[-1], is_greedy_only=False)).compile().memory_analysis()
         assert memory is not None
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._abstract_slots))
+        return slots + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def allocate(self) -> None:
         """Make the KV pools, of `num_blocks`, and the slots. Before the first step, once."""
         with jax.set_mesh(self.mesh):
             self._kv_cache = init_kv_cache(self._abstract_kv_cache(num_blocks=self.num_blocks))
-            self._slots = jax.device_put(self._init_slots(), self._replicated)
+            self._slots = jax.jit(self._init_slots, out_shardings=self._replicated)()  # never two of them at once
 
     def warm_up(self, *, progress: bool) -> float:
         """Compile every step that a plan can ask for; `num_blocks` must be set. Returns seconds.

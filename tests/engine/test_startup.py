@@ -1,0 +1,52 @@
+"""What a model may cost: memory of hosts and devices, and how much of it is left for the KV cache."""
+
+import pathlib
+
+import jax
+import pytest
+from harness import GOLDENS, Model
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import startup
+from jaxserve.errors import OutOfMemory
+from jaxserve.execution.kv_cache import choose_num_blocks
+from jaxserve.execution.runner import StepKey
+
+CONFIG = EngineConfig(
+    model=str(GOLDENS / "llama_biases_linear_rope"), load_format="dummy", max_model_len=64, warmup=False
+)
+
+
+def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16000 kB\nMemFree:    100 kB\nMemAvailable:   5000 kB\n")
+    monkeypatch.setattr(startup, "MEMINFO", meminfo)
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    assert startup._available_memory(mesh) == 2500 * 1024
+    monkeypatch.setattr(startup, "MEMINFO", pathlib.Path("/no/such/file"))
+    assert startup._available_memory(mesh) > 2**27
+
+
+def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
+    monkeypatch.setattr(startup, "_available_memory", lambda mesh: whole - 1)
+    with pytest.raises(OutOfMemory, match="a device for its weights"):
+        startup.start_engine(CONFIG, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), progress=False)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    engine, _ = startup.start_engine(CONFIG, mesh=mesh, progress=False)
+    engine.runner.close()
+
+
+def test_slots_are_part_of_what_steps_take(monkeypatch):
+    runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
+    slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
+    monkeypatch.setattr(runner, "_kv_cache", None)
+    largest = StepKey(runner.buckets[-1], is_greedy_only=False)
+    memory = runner._lower_step(largest).compile().memory_analysis()
+    made = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert runner.measure_step_memory() == slots + made
+
+
+def test_positions_of_a_huge_pool_are_int32():
+    num_blocks = choose_num_blocks(2**50, 2**8, max_model_len=64, block_size=16)
+    assert num_blocks * 16 + 2**20 < 2**31
