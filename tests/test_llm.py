@@ -17,6 +17,7 @@ import jaxserve
 import jaxserve.llm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.frontend import Frontend
+from jaxserve.engine.prompts import as_prompt_list
 from jaxserve.errors import (
     CheckpointError,
     ConfigError,
@@ -144,6 +145,18 @@ class TestGenerate:
         assert [output.prompt for output in outputs] == ["abc", None, None, None, "abc", None, "shown"]
         assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(ids)}
         assert texts(llm.generate(ids, SamplingParams(max_tokens=2))) == ["bc"], "one list of ids is one prompt"
+        assert texts(llm.generate(np.array(ids), SamplingParams(max_tokens=2))) == ["bc"]
+
+    def test_forms_of_many_prompts(self, start, tokenizer):
+        llm, _ = start()
+        ids = tokenizer.encode("abc")
+        for prompts in (["abc"] * 2, ("abc", ids), (text for text in ["abc"] * 2), np.array([ids] * 2), [ids] * 2):
+            assert texts(llm.generate(prompts, SamplingParams(max_tokens=2))) == ["bc"] * 2
+
+    @pytest.mark.parametrize("prompts", [None, 5, b"abc"])
+    def test_what_is_no_prompt(self, prompts):
+        with pytest.raises(InvalidRequest, match=f"not {type(prompts).__name__}"):
+            as_prompt_list(prompts)
 
     def test_results_keep_the_order_and_have_the_names_of_vllm(self, start):
         llm, _ = start()
@@ -181,9 +194,9 @@ class TestGenerate:
         assert caught.value.__notes__ == ["in prompts[1]"]
         with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
             llm.generate(["abc"], [SamplingParams()] * 2)
-        for prompt in ({"promt": "abc"}, {}):
+        for prompt in ({"promt": "abc"}, {}, b"abc"):
             with pytest.raises(InvalidRequest, match="prompt"):
-                llm.generate([prompt])
+                llm.generate(["abc", prompt])
         assert client.submitted == []
 
     def test_a_failed_prompt_is_told_apart_and_logged(self, start, caplog):

@@ -1,5 +1,6 @@
 """The forms in which callers may give prompts, and all of them as token ids. No jax here."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
@@ -25,9 +26,11 @@ class TokenizedPrompt(NamedTuple):
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """One prompt (a text, a dict, a list of token ids) or many, as a list of prompts."""
-    is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
-    return [prompts] if is_one else list(prompts)
+    """One prompt (a text, a dict, token ids) or an iterable of many, as a list of prompts. Raises InvalidRequest."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    entries = list(_iterable(prompts))
+    return [entries] if entries and _is_token_id(entries[0]) else entries
 
 
 def tokenize_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
@@ -43,11 +46,29 @@ def _parts(prompt: Prompt) -> tuple[Iterable[SupportsIndex] | None, str | None]:
     if isinstance(prompt, str):
         return None, prompt
     if not isinstance(prompt, Mapping):
-        return prompt, None
+        return _iterable(prompt), None
     fields = cast(PromptDict, prompt)
     if unknown := set(fields) - {"prompt", "prompt_token_ids"}:
         raise InvalidRequest(f"a prompt has no field {', '.join(map(repr, sorted(unknown)))}", param="prompt")
     token_ids, text = fields.get("prompt_token_ids"), fields.get("prompt")
-    if token_ids is None and text is None:
-        raise InvalidRequest("a prompt needs prompt or prompt_token_ids", param="prompt")
+    if token_ids is None and not isinstance(text, str):
+        raise InvalidRequest("a prompt needs prompt, a text, or prompt_token_ids", param="prompt")
     return token_ids, text
+
+
+def _iterable(prompt: Any) -> Iterable[Any]:
+    """Raises InvalidRequest for what is no prompt. Bytes would pass as token ids."""
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray)):
+        raise InvalidRequest(
+            f"a prompt is a text, a list of token ids or a dict of them, not {type(prompt).__name__}", param="prompt"
+        )
+    return prompt
+
+
+def _is_token_id(entry: Any) -> bool:
+    """An integer of any library; an array has `__index__` too, and refuses."""
+    try:
+        operator.index(entry)
+    except TypeError:
+        return False
+    return True
