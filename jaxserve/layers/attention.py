@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 import pallas_kernels.paged_attention as kernels
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import linear
-from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import apply_rope, half_split_order
 
@@ -177,8 +177,7 @@ def self_attention(
     batch: Batch,
     attention: AttentionFn,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
-    norm_eps: float,
-    norm: Callable[[Array, Any, float], Array] = rms_norm,
+    norm: Callable[[Array, Any], Array] | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -193,8 +192,8 @@ def self_attention(
         T, K, group, D = qkv.shape
         q, k, v = qkv[:, :, :-2].reshape(T, K * (group - 2), D), qkv[:, :, -2], qkv[:, :, -1]
         if "q_norm" in params:
-            q = norm(q, params["q_norm"], norm_eps)
-            k = norm(k, params["k_norm"], norm_eps)
+            assert norm is not None
+            q, k = norm(q, params["q_norm"]), norm(k, params["k_norm"])
         if rotation is not None:
             q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
         out, k_pages, v_pages = attention(

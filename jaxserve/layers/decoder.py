@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.embedding import embed, embedding_spec
+from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
@@ -23,11 +23,19 @@ Mlp = Callable[[Params, Array], Array]
 """(weights, input) -> output"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
-Block = Callable[[int, Params, Array, Array, Array], tuple[Array, Array, Array]]
-"""(index of the layer, its weights, residual stream, k_pages, v_pages) -> (residual stream, k_pages, v_pages)"""
+Block = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
+"""(weights of the layer, residual stream, k_pages, v_pages) -> (residual stream, k_pages, v_pages)"""
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 """The norms of Llama's layer and their names in checkpoints."""
+
+SANDWICH_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+"""The norms of a layer of Gemma 2 and 3."""
 
 
 def decoder_specs(
@@ -65,6 +73,7 @@ def decoder_specs(
 
 def decoder(
     params: Params,
+    x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
     *,
@@ -76,34 +85,30 @@ def decoder(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
 
-    `mlp` is applied to a layer's feed-forward weights and its normed input; `sliding_windows` has an entry a layer.
+    `x` are the embedded tokens; `mlp` is applied to a layer's feed-forward weights and its normed input;
+    `sliding_windows` has an entry a layer.
     """
     rotation = rotations(rope, batch.positions)
     norm = functools.partial(rms_norm, eps=norm_eps)
 
-    def block(index: int, layer: Params, x: Array, k_pages: Array, v_pages: Array) -> tuple[Array, Array, Array]:
+    def block(window: int | None) -> Block:
         attend = functools.partial(
-            self_attention,
-            batch=batch,
-            attention=attention,
-            rotation=rotation,
-            norm_eps=norm_eps,
-            sliding_window=sliding_windows[index],
+            self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm, sliding_window=window
         )
-        return sequential_block(layer, x, k_pages, v_pages, attend=attend, mlp=mlp, norm=norm)
+        return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
-    x, kv_cache = run_layers(params["layers"], embed(params["embed"], batch.token_ids), kv_cache, block)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(window) for window in sliding_windows])
     return norm(x, params["norm"]), kv_cache
 
 
 def run_layers(
-    layers: Sequence[Params], x: Float[Array, "T E"], kv_cache: KVCache, block: Block
+    layers: Sequence[Params], x: Float[Array, "T E"], kv_cache: KVCache, blocks: Sequence[Block]
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """The residual stream after all layers, and the cache with this step's keys and values in it."""
+    """The residual stream after all layers, each through its block, and the cache with this step's keys and values."""
     k_pools, v_pools = [], []
-    for index, (layer, k_pages, v_pages) in enumerate(zip(layers, kv_cache.k, kv_cache.v, strict=True)):
+    for index, (layer, block, k_pages, v_pages) in enumerate(zip(layers, blocks, kv_cache.k, kv_cache.v, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            x, k_pages, v_pages = block(index, layer, x, k_pages, v_pages)
+            x, k_pages, v_pages = block(layer, x, k_pages, v_pages)
         k_pools.append(k_pages)
         v_pools.append(v_pages)
     return x, KVCache(k=tuple(k_pools), v=tuple(v_pools))

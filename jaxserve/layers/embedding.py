@@ -44,3 +44,8 @@ def unembed(table: Float[Array, "V E"], hidden: Float[Array, "N E"]) -> Float[Ar
         if mesh.empty:
             return logits
         return jax.sharding.reshard(logits, NamedSharding(mesh, PartitionSpec(None, None)))
+
+
+def soft_cap(logits: Float[Array, "N V"], cap: float | None) -> Float[Array, "N V"]:
+    """Logits bent to stay within the cap: cap * tanh(logits / cap). None leaves them as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

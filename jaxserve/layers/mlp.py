@@ -70,7 +70,7 @@ def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[
 def mlp_specs(
     prefix: str, *, hidden_size: int, intermediate_size: int, up: str, down: str, bias: bool = True
 ) -> Params:
-    """Weights of one block without a gate, `prefix` in the checkpoint: up [F, E], down [E, F]; the arguments are their names there."""
+    """Weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` name them there."""
     E, F = hidden_size, intermediate_size
     specs: Params = {
         "up": ParamSpec(shape=(F, E), axes=("ffn", "embed"), source=(f"{prefix}.{up}.weight",), quantize=True),

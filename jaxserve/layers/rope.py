@@ -29,15 +29,26 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): every pair's wavelength is stretched by a factor of its own.
+
+    Rotated vectors are made longer by `attention_factor`, so that scores stay as sharp over more keys.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotation of the first `head_dim` dimensions of a head: the base `theta`, and how it is stretched to long contexts.
+    """Rotation of the first `head_dim` dimensions of heads: the base `theta`, and how it is stretched for long texts.
 
     What a head has beyond them is not rotated.
     """
 
     head_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | LongRopeScaling | None = None
 
 
 def frequencies(rope: Rope) -> np.ndarray:
@@ -50,6 +61,8 @@ def frequencies(rope: Rope) -> np.ndarray:
             scaled = frequency / rope.scaling.factor
         case Llama3Scaling():
             scaled = _scale_llama3(frequency, rope.scaling)
+        case LongRopeScaling():
+            scaled = frequency / np.asarray(rope.scaling.factors)
     return scaled.astype(np.float32)
 
 
@@ -63,7 +76,8 @@ def _scale_llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 def rotations(rope: Rope, positions: Int[Array, " T"]) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosine and sine of each token's angles, float32; one pair serves all layers of a step."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies(rope)[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    length = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling) else 1.0
+    return length * jnp.cos(angles), length * jnp.sin(angles)
 
 
 def apply_rope(

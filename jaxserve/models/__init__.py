@@ -9,13 +9,36 @@ from types import ModuleType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import llama, mistral, qwen2, qwen3
+from jaxserve.models import (
+    cohere,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    starcoder2,
+)
 
 FAMILIES: dict[str, ModuleType] = {
+    "cohere": cohere,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "glm4": glm4,
+    "granite": granite,
     "llama": llama,
     "mistral": mistral,
+    "olmo2": olmo2,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "starcoder2": starcoder2,
 }
 
 

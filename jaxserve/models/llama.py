@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import decoder, decoder_specs
-from jaxserve.layers.embedding import unembed
+from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
@@ -92,6 +92,7 @@ def forward(
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     return decoder(
         params,
+        embed(params["embed"], batch.token_ids),
         batch,
         kv_cache,
         attention=attention,

@@ -23,7 +23,22 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
 }
+HIDDEN_IS_HEADS = {"qwen2", "phi3", "granite", "olmo2", "starcoder2", "cohere"}
+"""Families without a head_dim of their own: hidden_size is the heads' dimensions together."""
+STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
+"""Families whose checkpoints hold the gains of norms less 1."""
+NORM_EPS = {"starcoder2": "norm_epsilon", "cohere": "layer_norm_eps"}
+"""Where it is not rms_norm_eps."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -59,12 +74,124 @@ CASES = {
     "qwen3_tied": ("qwen3", (4, 2, 16), {"tie_word_embeddings": True}),
     "qwen3_biases_window": (
         "qwen3",
-        (8, 2, 12),
+        (6, 2, 10),
         {
             "attention_bias": True,
             "use_sliding_window": True,
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma_tied": ("gemma", (4, 1, 12), {"tie_word_embeddings": True}),
+    "gemma_biases_relu": ("gemma", (4, 2, 10), {"attention_bias": True, "hidden_act": "relu"}),
+    "gemma2_caps": (
+        "gemma2",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 23,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma2_biases_no_caps": (
+        "gemma2",
+        (3, 1, 14),
+        {
+            "attention_bias": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "hidden_activation": "silu",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3_two_thetas": (
+        "gemma3_text",
+        (4, 2, 8),
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 23,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma3_biases_cap": (
+        "gemma3_text",
+        (3, 3, 10),
+        {
+            "attention_bias": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "final_logit_softcapping": 5.0,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "phi3_fused": ("phi3", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 11}),
+    "phi3_long_factors": (
+        "phi3",
+        (3, 3, 12),
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 2.5, 6.0],
+            },
+        },
+    ),
+    "phi3_short_factors": (
+        "phi3",
+        (4, 2, 8),
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "attention_factor": 1.3,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.0, 2.5, 6.0, 9.0],
+            },
+        },
+    ),
+    "granite_multipliers": (
+        "granite",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.25,
+        },
+    ),
+    "granite_biases": ("granite", (3, 3, 12), {"mlp_bias": True, "attention_multiplier": 0.2, "hidden_act": "gelu"}),
+    "olmo2_untied": ("olmo2", (4, 2, 10), {}),
+    "olmo2_tied_biases": ("olmo2", (3, 3, 14), {"tie_word_embeddings": True, "attention_bias": True}),
+    "starcoder2_tied_window": ("starcoder2", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 7}),
+    "starcoder2_no_biases": ("starcoder2", (4, 1, 10), {"use_bias": False, "hidden_act": "gelu"}),
+    "cohere_qk_norm": (
+        "cohere",
+        (4, 2, 10),
+        {"tie_word_embeddings": True, "use_qk_norm": True, "logit_scale": 0.6, "rope_parameters": {"rope_theta": 50.0}},
+    ),
+    "cohere_biases": ("cohere", (3, 3, 12), {"attention_bias": True, "logit_scale": 1.5}),
+    "glm4_biases": ("glm4", (4, 2, 12), {}),
+    "glm4_tied": (
+        "glm4",
+        (6, 1, 8),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
         },
     ),
 }
@@ -76,30 +203,35 @@ def draw_config(family, heads, extras, rng):
     """A config of two layers whose sizes are no multiples of anything in particular."""
     num_heads, num_kv_heads, head_dim = heads
     # transformers insists that hidden_size is a multiple of the heads; head_dim need not be the quotient.
-    hidden_size = num_heads * head_dim if family == "qwen2" else num_heads * int(rng.integers(5, 12))
-    return FAMILIES[family][0](
-        vocab_size=int(rng.integers(67, 131)),
-        hidden_size=hidden_size,
-        intermediate_size=int(rng.integers(40, 90)),
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        rms_norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        attn_implementation="eager",
-        **({"tie_word_embeddings": False} | extras),
-    )
+    hidden_size = num_heads * (head_dim if family in HIDDEN_IS_HEADS else int(rng.integers(5, 12)))
+    fields = {
+        "vocab_size": int(rng.integers(67, 131)),
+        "hidden_size": hidden_size,
+        "intermediate_size": int(rng.integers(30, 60)),
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 512,
+        NORM_EPS.get(family, "rms_norm_eps"): float(rng.choice([1e-6, 1e-5, 1e-2])),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "attn_implementation": "eager",
+        "tie_word_embeddings": False,
+    }
+    if family not in HIDDEN_IS_HEADS:
+        fields["head_dim"] = head_dim
+    return FAMILIES[family][0](**(fields | extras))
 
 
 def randomise(model, rng):
     """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units."""
+    gain = 0.0 if model.config.model_type in STORED_LESS_ONE else 1.0
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            center, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.5)
+        if "norm" in name and name.endswith("weight"):
+            center, spread = gain, 0.3
+        elif parameter.ndim == 1:
+            center, spread = 0.0, 0.5
         else:
             center, spread = 0.0, 1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5
         values = center + spread * rng.standard_normal(tuple(parameter.shape))
@@ -156,9 +288,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).parent)
+    parser.add_argument("--only", default="", help="make those whose name begins so, and leave the others")
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    for name in CASES:
+    for name in (name for name in CASES if name.startswith(arguments.only)):
         shutil.rmtree(arguments.output / name, ignore_errors=True)
         make_golden(arguments.output, name, arguments.seed)
 

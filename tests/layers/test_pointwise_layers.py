@@ -5,9 +5,18 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import LinearScaling, Llama3Scaling, Rope, apply_rope, frequencies, rotations
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs, mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, norm_spec, rms_norm
+from jaxserve.layers.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    apply_rope,
+    frequencies,
+    half_split_order,
+    rotations,
+)
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (3, 2, 12)])
@@ -26,6 +35,23 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     np.testing.assert_array_equal(y.astype(jnp.float32), 1.0)
 
 
+@pytest.mark.parametrize("gain_shape", [(12,), (2, 12)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(gain_shape, bias):
+    rng = np.random.default_rng(0)
+    x, gain, shift = rng.normal(2.0, 1.0, (3, 2, 12)), rng.normal(size=gain_shape), rng.normal(size=12)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.1) * gain + bias * shift
+    params = {"gain": jnp.asarray(gain, jnp.float32)} | ({"bias": jnp.asarray(shift, jnp.float32)} if bias else {})
+    np.testing.assert_allclose(layer_norm(jnp.asarray(x, jnp.float32), params, 0.1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gain_stored_less_one_keeps_its_precision():
+    spec = norm_spec("norm", 1, offset=1.0)
+    stored = np.asarray([2.0**-12], jnp.bfloat16)  # 1 + 2^-12 is 1 in bfloat16
+    assert spec.transform(stored) == 1.0 + 2.0**-12
+    assert spec.dtype_in(np.dtype(jnp.bfloat16)) == np.float32
+
+
 def test_rotation_is_a_complex_product():
     rope = Rope(head_dim=12, theta=100.0)
     x = np.random.default_rng(0).normal(size=(5, 3, 12))
@@ -37,6 +63,27 @@ def test_rotation_is_a_complex_product():
     # Angles are float32: at position 1000 they are good to about 1000 * 2^-24.
     np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin), expected, atol=3e-4)
     np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin)[:3], expected[:3], atol=5e-6)
+
+
+def test_what_a_head_has_beyond_the_rotated_stays():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 12)), jnp.float32)
+    cos, sin = rotations(Rope(head_dim=8, theta=100.0), jnp.arange(5, dtype=jnp.int32))
+    y = apply_rope(x, cos, sin)
+    np.testing.assert_array_equal(y[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(y[..., :8], apply_rope(x[..., :8], cos, sin))
+
+
+def test_half_split_order_brings_neighbours_half_a_rotation_apart():
+    assert half_split_order(7, 4).tolist() == [0, 2, 1, 3, 4, 5, 6]
+    assert half_split_order(4, 0).tolist() == [0, 1, 2, 3]
+
+
+def test_longrope_stretches_each_wave_and_lengthens_vectors():
+    plain = Rope(head_dim=4, theta=100.0)
+    scaled = Rope(head_dim=4, theta=100.0, scaling=LongRopeScaling(factors=(1.0, 5.0), attention_factor=1.5))
+    np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / [1.0, 5.0], rtol=1e-6)
+    cos, sin = rotations(scaled, jnp.arange(3, dtype=jnp.int32))
+    np.testing.assert_allclose(cos**2 + sin**2, 1.5**2, rtol=1e-6)
 
 
 def test_rotation_keeps_the_dtype():
@@ -75,11 +122,9 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("activation", REFERENCES)
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mlp(activation, bias):
+def draw_params(specs):
+    """Random checkpoint tensors, and the weights that the specs make of them."""
     rng = np.random.default_rng(0)
-    specs = gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=bias)
     tensors = {
         name: rng.normal(size=shape)
         for spec in specs.values()
@@ -90,12 +135,38 @@ def test_gated_mlp(activation, bias):
         sources = [tensors[source] for source in spec.source]
         params[name] = jnp.asarray(spec.transform(*sources) if spec.transform else sources[0], jnp.float32)
         assert params[name].shape == spec.shape
+    return tensors, params
+
+
+@pytest.mark.parametrize("activation", REFERENCES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(activation, bias):
+    tensors, params = draw_params(gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=bias))
 
     def project(name, x):
         return x @ tensors[f"mlp.{name}_proj.weight"].T + tensors.get(f"mlp.{name}_proj.bias", 0.0)
 
-    x = rng.normal(size=(3, 4))
+    x = np.random.default_rng(1).normal(size=(3, 4))
     expected = project("down", REFERENCES[activation](project("gate", x)) * project("up", x))
     np.testing.assert_allclose(
         gated_mlp(params, jnp.asarray(x, jnp.float32), activation), expected, rtol=1e-3, atol=1e-4
     )
+
+
+def test_gated_mlp_from_one_tensor():
+    one = gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=True, inputs=("gate_up_proj",))
+    tensors, params = draw_params(one)
+    gate, up = np.split(tensors["mlp.gate_up_proj.weight"], 2)
+    np.testing.assert_allclose(params["gate_up"], [gate, up], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_plain_mlp(bias):
+    tensors, params = draw_params(mlp_specs("mlp", hidden_size=4, intermediate_size=6, up="fc1", down="fc2", bias=bias))
+
+    def project(name, x):
+        return x @ tensors[f"mlp.{name}.weight"].T + tensors.get(f"mlp.{name}.bias", 0.0)
+
+    x = np.random.default_rng(1).normal(size=(3, 4))
+    expected = project("fc2", REFERENCES["relu"](project("fc1", x)))
+    np.testing.assert_allclose(mlp(params, jnp.asarray(x, jnp.float32), "relu"), expected, rtol=1e-3, atol=1e-4)

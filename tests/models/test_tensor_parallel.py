@@ -24,6 +24,8 @@ FIELDS = {
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
     "mlp_bias": True,
+    "use_qk_norm": True,
+    "logit_scale": 1.0,
 }
 SEQUENCE = np.arange(14) * 29 % 104
 
@@ -49,7 +51,7 @@ def logits_on(model_type, mesh):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "olmo2", "cohere", "starcoder2"])
 def expected(request):
     return request.param, logits_on(request.param, make_mesh(tensor=1))
 

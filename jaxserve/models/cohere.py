@@ -1,0 +1,131 @@
+"""Command R (Cohere 2024, huggingface.co/CohereForAI/c4ai-command-r-v01): attention beside the feed-forward."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder_specs, parallel_block, run_layers
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rope, half_split_order, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Command R."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    use_qk_norm: bool
+    logit_scale: float
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            use_qk_norm=hf_config.flag(fields, "use_qk_norm"),
+            logit_scale=hf_config.number(fields, "logit_scale", 0.0625),
+            rope=hf_config.rope(fields, theta=500000.0),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+
+    def head_norm(source: str, num_heads: int, axis: str) -> Params:
+        D = config.head_dim
+        order = half_split_order(D, D)
+        return {
+            "gain": ParamSpec(
+                shape=(num_heads, D),
+                axes=(axis, None),
+                source=(f"{source}.weight",),
+                transform=lambda gain: gain[:, order],
+                init_scale=None,
+            )
+        }
+
+    def attention(prefix: str) -> Params:
+        specs = attention_specs(
+            prefix,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            num_interleaved=config.head_dim,
+        )
+        if config.use_qk_norm:
+            specs["q_norm"] = head_norm(f"{prefix}.q_norm", config.num_heads, "heads")
+            specs["k_norm"] = head_norm(f"{prefix}.k_norm", config.num_kv_heads, "kv_heads")
+        return specs
+
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=attention,
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        ),
+        norm=functools.partial(layer_norm_specs, bias=False),
+        norms={"attention_norm": "input_layernorm"},
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    rotation = rotations(config.rope, batch.positions)
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm)
+    mlp = functools.partial(gated_mlp, activation=config.activation)
+    block = functools.partial(parallel_block, attend=attend, mlp=mlp, norm=norm)
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden) * config.logit_scale

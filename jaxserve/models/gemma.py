@@ -1,0 +1,111 @@
+"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with scaled embeddings, GELU gates and gains stored less 1."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder, decoder_specs
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import norm_spec
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Gemma."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hf_config.require(fields, "use_bidirectional_attention", False)
+        head_dim = hf_config.integer(fields, "head_dim", 256)
+        activation = hf_config.activation(fields, default="gelu_pytorch_tanh")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            # The first releases say "gelu" and mean its approximation.
+            activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            rope=hf_config.rope(fields, size=head_dim),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        ),
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        ),
+        norm=functools.partial(norm_spec, offset=1.0),
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    return decoder(
+        params,
+        embed(params["embed"], batch.token_ids) * config.hidden_size**0.5,
+        batch,
+        kv_cache,
+        attention=attention,
+        mlp=functools.partial(gated_mlp, activation=config.activation),
+        rope=config.rope,
+        norm_eps=config.norm_eps,
+        sliding_windows=[spec.sliding_window for spec in kv_specs(config)],
+    )
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

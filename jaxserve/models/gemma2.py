@@ -1,0 +1,131 @@
+"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms on both sides of a block, capped scores, local layers between."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import SANDWICH_NORMS, Block, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, soft_cap, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Gemma 2."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    query_pre_attn_scalar: float
+    sliding_windows: tuple[int | None, ...]
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hf_config.require(fields, "use_bidirectional_attention", False)
+        head_dim = hf_config.integer(fields, "head_dim", 256)
+        num_layers = hf_config.integer(fields, "num_hidden_layers")
+        window = hf_config.integer(fields, "sliding_window", 4096)
+        alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
+        kinds = hf_config.layer_types(fields, alternating)
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            activation=hf_config.activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar", 256),
+            sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping", 50.0),
+            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping", 30.0),
+            rope=hf_config.rope(fields, size=head_dim),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        ),
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        ),
+        norm=functools.partial(norm_spec, offset=1.0),
+        norms=SANDWICH_NORMS,
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    rotation = rotations(config.rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
+
+    def block(window: int | None) -> Block:
+        attend = functools.partial(
+            self_attention,
+            batch=batch,
+            attention=attention,
+            rotation=rotation,
+            scale=config.query_pre_attn_scalar**-0.5,
+            sliding_window=window,
+            soft_cap=config.attention_soft_cap,
+        )
+        mlp = functools.partial(gated_mlp, activation=config.activation)
+        return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
+
+    x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(window) for window in config.sliding_windows])
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32, bent to stay within the cap."""
+    table = params["embed" if config.tie_word_embeddings else "lm_head"]
+    return soft_cap(unembed(table, hidden), config.logit_soft_cap)

@@ -1,0 +1,129 @@
+"""Granite 3 (Granite Team 2024, github.com/ibm-granite/granite-3.0-language-models): Llama with four multipliers."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Granite."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    embedding_multiplier: float
+    attention_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            mlp_bias=hf_config.flag(fields, "mlp_bias"),
+            embedding_multiplier=hf_config.number(fields, "embedding_multiplier", 1.0),
+            attention_multiplier=hf_config.number(fields, "attention_multiplier", 1.0),
+            residual_multiplier=hf_config.number(fields, "residual_multiplier", 1.0),
+            logits_scaling=hf_config.number(fields, "logits_scaling", 1.0),
+            rope=hf_config.rope(fields),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        ),
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            bias=config.mlp_bias,
+        ),
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    rotation = rotations(config.rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
+
+    def attend(weights: Params, y: Array, k_pages: Array, v_pages: Array) -> tuple[Array, Array, Array]:
+        update, k_pages, v_pages = self_attention(
+            weights,
+            y,
+            k_pages,
+            v_pages,
+            batch=batch,
+            attention=attention,
+            rotation=rotation,
+            scale=config.attention_multiplier,
+        )
+        return update * config.residual_multiplier, k_pages, v_pages
+
+    def mlp(weights: Params, y: Array) -> Array:
+        return gated_mlp(weights, y, config.activation) * config.residual_multiplier
+
+    block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
+    x = embed(params["embed"], batch.token_ids) * config.embedding_multiplier
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden) / config.logits_scaling

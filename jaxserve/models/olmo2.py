@@ -1,0 +1,119 @@
+"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms after a block, not before, and over all of q and of k."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one OLMo 2."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            rope=hf_config.rope(fields),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+
+    def attention(prefix: str) -> Params:
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        specs = attention_specs(
+            prefix,
+            hidden_size=config.hidden_size,
+            num_heads=H,
+            num_kv_heads=K,
+            head_dim=D,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        )
+        return specs | {
+            "q_norm": norm_spec(f"{prefix}.q_norm", H * D, axis="heads"),
+            "k_norm": norm_spec(f"{prefix}.k_norm", K * D, axis="kv_heads"),
+        }
+
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=attention,
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        ),
+        norms={"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    rotation = rotations(config.rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
+
+    def norm_heads_together(x: Float[Array, "T H D"], gain: Float[Array, " HD"]) -> Float[Array, "T H D"]:
+        return norm(x.reshape(x.shape[0], -1), gain).reshape(x.shape)
+
+    attend = functools.partial(
+        self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm_heads_together
+    )
+    mlp = functools.partial(gated_mlp, activation=config.activation)
+    block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
