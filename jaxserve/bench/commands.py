@@ -1,16 +1,18 @@
 """The flags of `jaxserve bench ...`, one function a benchmark."""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable
 
-from jaxserve.bench import host, throughput
+from jaxserve.bench import bits_per_byte, host, latency, throughput
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, mixed_jobs
 from jaxserve.config import EngineConfig
-from jaxserve.flags import Parser
+from jaxserve.flags import Parser, add_config_flags, given
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
+_ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 def add_commands(parser: Parser) -> None:
@@ -42,6 +44,16 @@ def add_commands(parser: Parser) -> None:
     _add_number(step, "--input-len", 64, "prompt length")
     _add_number(step, "--num-steps", 200, "steps to measure")
 
+    batch = add("latency", "time of a batch of equal requests, on any model", _latency)
+    _add_number(batch, "--batch-size", 1, "requests, submitted together")
+    _add_number(batch, "--input-len", 128, "prompt length")
+    _add_number(batch, "--output-len", 128, "output length")
+    add_config_flags(batch, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+
+    text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
+    text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
+    add_config_flags(text, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+
 
 def _add_number(parser: Parser, name: str, default: int, text: str) -> None:
     parser.add_flag("workload", name, type=int, default=default, metavar="N", help=f"{text}; default: {default}")
@@ -67,3 +79,12 @@ def _throughput(args: argparse.Namespace) -> None:
 def _host(args: argparse.Namespace) -> None:
     report = host.run(LLAMA_HOST, num_requests=args.num_requests, input_len=args.input_len, num_steps=args.num_steps)
     print(report)
+
+
+def _latency(args: argparse.Namespace) -> None:
+    shape = {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len}
+    print(latency.run(EngineConfig(**given(args, _ENGINE_FIELDS)), **shape))
+
+
+def _bits_per_byte(args: argparse.Namespace) -> None:
+    print(bits_per_byte.run(EngineConfig(**given(args, _ENGINE_FIELDS)), text_path=args.text))

@@ -34,6 +34,12 @@ def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, voca
     ]
 
 
+def equal_jobs(count: int, *, input_len: int, output_len: int, seed: int, vocab_size: int) -> list[Job]:
+    """`count` jobs of these lengths, prompts of random tokens."""
+    rng = random.Random(seed)
+    return [Job([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(count)]
+
+
 LLAMA_100M: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

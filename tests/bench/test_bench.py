@@ -1,11 +1,16 @@
+import math
 import statistics
 
-from jaxserve.bench import host, throughput
+import pytest
+from tiny_tokenizer import byte_level
+
+from jaxserve.bench import bits_per_byte, host, latency, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, Job, mixed_jobs
+from jaxserve.bench.workloads import LLAMA_100M, Job, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineStats
+from jaxserve.errors import InvalidRequest
 
 TINY = LLAMA_100M | {
     "vocab_size": 128,
@@ -77,3 +82,43 @@ def test_host_times_every_phase():
     rows = {cells[1].strip(): float(cells[2]) for cells in lines}
     assert set(rows) == {*host.PHASES, "all"}
     assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))
+
+
+def test_latency_counts_what_it_asked_for(tmp_path):
+    config = EngineConfig(
+        model=str(write_config(tmp_path, TINY)),
+        load_format="dummy",
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+        warmup=False,
+    )
+    report = latency.run(config, batch_size=3, input_len=10, output_len=6)
+    name, *figures = [cell.strip() for cell in report.splitlines()[-1].split("|")[1:-1]]
+    assert name == "3 x 10 in, 6 out"
+    start_up, prefill_rate, total, output_rate, _ = map(float, figures)  # the last may be anything on so small a model
+    assert min(start_up, prefill_rate) > 0
+    assert output_rate == pytest.approx(18 / total, rel=0.3)  # `total` is rounded to milliseconds
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
+    """Small random weights make every token nearly as likely as any: log2(vocabulary) bits, but for the first."""
+    folder = byte_level(tmp_path / "model")
+    vocab_size = 300
+    write_config(folder, TINY | {"vocab_size": vocab_size})
+    text_path = tmp_path / "text.txt"
+    text_path.write_text("xyz" * 100)  # a token a byte
+    config = EngineConfig(
+        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup=False
+    )
+    title, *_, ours, xz = bits_per_byte.run(config, text_path=text_path).splitlines()
+    assert title == "text.txt: 300 bytes, 300 tokens in 3 runs; no BOS, so 3 tokens cost nothing"
+    bits = float(ours.split("|")[2])
+    assert bits == pytest.approx(math.log2(vocab_size) * 297 / 300, rel=0.01)
+    assert 0 < float(xz.split("|")[2]) < bits
+
+
+def test_bits_per_byte_names_a_text_that_is_not_there(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"missing\.txt") as refusal:
+        bits_per_byte.run(EngineConfig(), text_path=tmp_path / "missing.txt")
+    assert refusal.value.param == "text"
