@@ -49,9 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    stop: Sequence[str] | str = ()
-    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] | None = ()
+    stop: Sequence[str] | str | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
@@ -85,8 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_length("stop", self.stop_strings, MAX_STOP_STRINGS)
         if any(not stop for stop in self.stop_strings):
             raise InvalidRequest("stop must not contain an empty string", param="stop")
-        _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _check_length("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        _check_length("bad_words", self.bad_words or (), MAX_BAD_WORDS)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:

@@ -105,8 +105,8 @@ class Frontend:
             raise InvalidRequest("the prompt is empty", param="prompt")
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
-        bad_word_ids = self._bad_word_ids(params.bad_words)
-        stop_token_ids = frozenset(params.stop_token_ids)
+        bad_word_ids = self._bad_word_ids(params.bad_words or ())
+        stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._eos_token_ids
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -257,7 +257,7 @@ def _by_group(
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     """What SamplingParams cannot check by itself."""
-    for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+    for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
         if isinstance(words, str) or not all(isinstance(word, str) for word in words):
             raise InvalidRequest(f"{name} must be a list of strings", param=name)
     if params.stop_strings and not params.detokenize:
@@ -265,7 +265,7 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
     for name, token_ids in (
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("stop_token_ids", params.stop_token_ids),
+        ("stop_token_ids", params.stop_token_ids or ()),
     ):
         _check_token_ids(name, _as_token_ids(name, token_ids), vocab_size)
 

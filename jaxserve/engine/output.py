@@ -164,7 +164,9 @@ class _Sequence:
         if rest:
             self._text.append(rest)
         self.finish_reason = output.finish_reason
-        if output.stop_reason in self._params.stop_token_ids:  # EOS is the ordinary end: no reason is given for it
+        if output.stop_reason in (
+            self._params.stop_token_ids or ()
+        ):  # EOS is the ordinary end: no reason is given for it
             self.stop_reason = output.stop_reason
 
     def take_delta(self) -> CompletionOutput | None:

@@ -84,6 +84,13 @@ class TestPrepare:
         assert {type(token_id) for token_id in group.prompt_token_ids} == {int}
         assert group.prompt == "shown"
 
+    def test_none_is_no_stop_and_no_bad_word(self, start, tokenizer):
+        frontend = start(tokenizer)
+        group = frontend.prepare("abc", SamplingParams(stop=None, stop_token_ids=None, bad_words=None), request_id="x")
+        assert (group.requests[0].stop_token_ids, group.requests[0].bad_word_ids) == ({2}, ())
+        (output,) = collect(frontend, group)
+        assert len(output.outputs[0].token_ids) == 16
+
     def test_an_empty_prompt_needs_bos(self, start, tokenizer, byte_level):
         assert start(tokenizer).prepare("", SamplingParams(), request_id="x").prompt_token_ids == [1]
         for frontend, prompt in ((start(byte_level), ""), (start(tokenizer), [])):
