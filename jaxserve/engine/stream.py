@@ -20,7 +20,7 @@ class RequestStream:
 
     Leaving it early aborts the request in the engine: by `aclose`, by the end of an `async with`, or by cancelling the
     task that waits for the next delta. Iteration raises RequestFailed when the engine could not finish a sequence, and
-    EngineDead when it has died.
+    EngineDead when it has died; what came before is shown first.
     """
 
     def __init__(self, group: RequestGroup, client: EngineClient, dispatcher: "Dispatcher"):
@@ -38,8 +38,7 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         while not self._is_closed:
             if self._pending:
-                outputs, self._pending = self._pending, []
-                if stopped := self.group.push(outputs):
+                if stopped := self.group.push(self._take_pending()):
                     self._client.abort(stopped)
                 if self.group.error is not None:
                     self._close()
@@ -55,6 +54,13 @@ class RequestStream:
             else:
                 await self._wait()
         raise StopAsyncIteration
+
+    def _take_pending(self) -> list[EngineOutput]:
+        """What has come, but not beyond a failure: what came before it is shown first."""
+        errors = (index for index, output in enumerate(self._pending) if output.finish_reason == "error")
+        end = next(errors, len(self._pending)) or 1
+        outputs, self._pending = self._pending[:end], self._pending[end:]
+        return outputs
 
     async def _wait(self) -> None:
         self._wakeup.clear()

@@ -406,6 +406,22 @@ class TestSubmit:
             asyncio.run(main())
         assert frontend.client.aborted == ["x-0"], "its sibling is aborted"
 
+    def test_what_came_before_a_failure_is_shown_first(self, start, byte_level):
+        token_ids = byte_level.encode("abc")
+        frontend = start(byte_level, lambda _: Script(token_ids=token_ids, error="NaN"))
+
+        async def main():
+            group = frontend.prepare("the", SamplingParams(), request_id="x")
+            stream = await frontend.submit(group)
+            frontend.client.wait_until(lambda: frontend.client.num_running == 0)
+            await asyncio.sleep(0.05)  # all of it has come when the consumer looks
+            first = await anext(stream)
+            assert (first.outputs[0].text, first.finished) == ("abc", False)
+            with pytest.raises(RequestFailed, match="NaN"):
+                await anext(stream)
+
+        asyncio.run(main())
+
     @pytest.mark.parametrize("silently", [False, True])
     def test_engine_death_reaches_every_consumer(self, start, tokenizer, silently):
         frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
