@@ -184,6 +184,20 @@ def test_return_token_ids_and_prompt_logprobs(server):
     assert choice["logprobs"] is None
 
 
+@pytest.mark.parametrize("length", [4, -1])
+def test_a_prompt_of_any_length_can_be_truncated(server, length):
+    text = "abcd" * 1000
+    for path, prompt in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        server.client.submitted.clear()
+        answer = server.post(path, {**prompt, "max_tokens": 3, "truncate_prompt_tokens": length})
+        assert answer.status_code == 200, answer.text
+        expected = server.client.info.max_model_len - 3 if length == -1 else length
+        assert len(server.client.submitted[0].prompt_token_ids) == expected
+
+
 def test_the_default_limit_is_cut_to_what_the_context_holds(server):
     prompt = "x" * (server.client.info.max_model_len - 6)  # and BOS
     usage = server.post("/v1/completions", {"prompt": prompt}).json()["usage"]

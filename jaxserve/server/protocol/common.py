@@ -147,8 +147,6 @@ def check_generation_request(body: GenerationRequest) -> None:
         raise InvalidRequest("best_of must be equal to n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
-    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < 1:
-        raise InvalidRequest("truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens")
     if body.priority is not None and not -PRIORITY_LIMIT <= body.priority < PRIORITY_LIMIT:
         raise InvalidRequest(
             f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {body.priority}", param="priority"

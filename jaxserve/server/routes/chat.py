@@ -59,6 +59,8 @@ def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
     )
     try:
         text = render_chat(state, body)
+        if body.truncate_prompt_tokens is None:
+            generation.check_text_length(text, state)
         return state.frontend.prepare(
             state.frontend.tokenizer.encode(text, add_special_tokens=False),
             params,

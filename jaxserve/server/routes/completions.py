@@ -56,7 +56,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             generation.check_text_length(prompt, state)
         group = state.frontend.prepare(
             prompt,
