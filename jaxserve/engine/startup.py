@@ -79,13 +79,16 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         has_greedy_steps=not is_cpu,
     )
     bytes_per_block = block_bytes(family.kv_specs(model_config), block_size=config.block_size, dtype=dtype)
-    memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
-    num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, block_size=config.block_size)
-    runner.num_blocks = num_blocks
-    with _naming_out_of_memory("compiling the steps"):
-        compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
-    with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
-        runner.allocate()
+    with _closing_on_error(runner):
+        memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
+        num_blocks = choose_num_blocks(
+            memory, bytes_per_block, max_model_len=max_model_len, block_size=config.block_size
+        )
+        runner.num_blocks = num_blocks
+        with _naming_out_of_memory("compiling the steps"):
+            compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
+        with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
+            runner.allocate()
 
     num_positions = num_blocks * config.block_size
     logger.info(
@@ -191,6 +194,16 @@ def _kv_cache_memory(config: EngineConfig, runner: Runner, mesh: Mesh) -> int:
     trials = 0 if config.warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
     free = _available_memory(mesh) - runner.measure_step_memory() - trials - GPU_MEMORY_RESERVE
     return max(free, 0) * mesh.shape.get("tensor", 1)
+
+
+@contextlib.contextmanager
+def _closing_on_error(runner: Runner) -> Iterator[None]:
+    """Free the device when the start fails: a traceback that is kept, as notebooks do, would keep the weights on it."""
+    try:
+        yield
+    except BaseException:
+        runner.close()
+        raise
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a model may cost: memory of hosts and devices, and how much of it is left for the KV cache."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -35,6 +36,15 @@ def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
     engine, _ = startup.start_engine(CONFIG, mesh=mesh, progress=False)
     engine.runner.close()
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_device():
+    before = len(jax.live_arrays())
+    config = dataclasses.replace(CONFIG, kv_cache_memory=1000)
+    with pytest.raises(OutOfMemory) as failure:
+        startup.start_engine(config, mesh=None, progress=False)
+    assert failure.tb is not None  # with all its frames
+    assert len(jax.live_arrays()) <= before
 
 
 def test_slots_are_part_of_what_steps_take(monkeypatch):
