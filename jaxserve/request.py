@@ -242,11 +242,6 @@ class Request:
         return len(self.token_ids) + self.num_pending
 
     @property
-    def num_output_tokens(self) -> int:
-        """Output tokens the host has seen."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def is_finished(self) -> bool:
         """Whether nothing more will come for this request."""
         return self.status is RequestStatus.FINISHED

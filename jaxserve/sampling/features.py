@@ -24,8 +24,6 @@ class Feature(enum.IntFlag):
 
     PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
     FILTERS = TOP_K | TOP_P | MIN_P
-    BEYOND_ARGMAX = PROCESSORS | RANDOM
-    """If a step has none of these bits, `sample(..., greedy_only=True)` is enough."""
 
 
 def features(request: EngineRequest) -> int:
