@@ -28,8 +28,8 @@ def add_commands(parser: Parser) -> None:
 
     mixed = add("throughput", "continuous and static batching, and transformers, on the same requests", _throughput)
     _add_number(mixed, "--num-requests", 64, "requests, all there at the start")
-    _add_number(mixed, "--input-len", 128, "mean prompt length")
-    _add_number(mixed, "--output-len", 64, "mean output length")
+    _add_number(mixed, "--input-len", 160, "mean prompt length")
+    _add_number(mixed, "--output-len", 128, "mean output length")
     _add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
     _add_number(mixed, "--seed", 0, "seed of lengths and tokens")
     mixed.add_flag(
