@@ -3,6 +3,7 @@
 Layers are unrolled: a Python list of weight trees, so that XLA never copies a layer out of a stack.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,20 @@ Norm = Callable[[Array, Any], Array]
 Block = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the layer, residual stream, k_pages, v_pages) -> (residual stream, k_pages, v_pages)"""
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a checkpoint calls the parts of a decoder; `attention` and `mlp` are parts of its numbered `layers`."""
+
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+
+
+LLAMA_NAMES = Names()
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 """The norms of Llama's layer and their names in checkpoints."""
 
@@ -48,8 +63,9 @@ def decoder_specs(
     mlp: Callable[[str], Params],
     norm: Callable[[str, int], Any] = norm_spec,
     norms: Mapping[str, str] = PRE_NORMS,
+    names: Names = LLAMA_NAMES,
 ) -> Params:
-    """The whole tree, with the names of Llama's checkpoints.
+    """The whole tree; whatever is not said is as in Llama's checkpoints.
 
     `attention`, `mlp` and `norm` give the specs of one block from its name in the checkpoint (and a norm's size);
     `norms` are the norms of a layer, as `sequential_block` and `parallel_block` know them, with their names there.
@@ -57,17 +73,17 @@ def decoder_specs(
 
     def layer_specs(layer: str) -> Params:
         return {name: norm(f"{layer}.{source}", hidden_size) for name, source in norms.items()} | {
-            "attention": attention(f"{layer}.self_attn"),
-            "mlp": mlp(f"{layer}.mlp"),
+            "attention": attention(f"{layer}.{names.attention}"),
+            "mlp": mlp(f"{layer}.{names.mlp}"),
         }
 
     specs: Params = {
-        "embed": embedding_spec("model.embed_tokens", vocab_size=vocab_size, hidden_size=hidden_size),
-        "layers": [layer_specs(f"model.layers.{index}") for index in range(num_layers)],
-        "norm": norm("model.norm", hidden_size),
+        "embed": embedding_spec(names.embed, vocab_size=vocab_size, hidden_size=hidden_size),
+        "layers": [layer_specs(f"{names.layers}.{index}") for index in range(num_layers)],
+        "norm": norm(names.norm, hidden_size),
     }
     if not tie_word_embeddings:
-        specs["lm_head"] = embedding_spec("lm_head", vocab_size=vocab_size, hidden_size=hidden_size)
+        specs["lm_head"] = embedding_spec(names.lm_head, vocab_size=vocab_size, hidden_size=hidden_size)
     return specs
 
 

@@ -14,6 +14,11 @@ def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSp
     return ParamSpec(shape=(vocab_size, hidden_size), axes=("vocab", "embed"), source=(f"{source}.weight",))
 
 
+def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:
+    """A table [P, E] of learned positions, whole on every device; `embed` looks positions up in it."""
+    return ParamSpec(shape=(num_positions, hidden_size), axes=(None, "embed"), source=(f"{source}.weight",))
+
+
 def embed(table: Float[Array, "V E"], token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
     """The table's rows for these tokens, replicated."""
     with jax.named_scope("embed"):
@@ -36,10 +41,18 @@ def _embed_shard(rows: Float[Array, "v E"], token_ids: Int[Array, " T"], axis: s
     return jax.lax.psum(found, axis)
 
 
-def unembed(table: Float[Array, "V E"], hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
+    """A bias [V] of the logits; `source` is the LM head's name in the checkpoint."""
+    return ParamSpec(shape=(vocab_size,), axes=("vocab",), source=(f"{source}.bias",), init_scale=0.0)
+
+
+def unembed(
+    table: Float[Array, "V E"], hidden: Float[Array, "N E"], bias: Float[Array, " V"] | None = None
+) -> Float[Array, "N V"]:
     """Logits, float32 and replicated."""
     with jax.named_scope("lm_head"):
-        logits = linear(hidden, table, output_dtype=jnp.dtype(jnp.float32))
+        wide = None if bias is None else bias.astype(jnp.float32)
+        logits = linear(hidden, table, wide, output_dtype=jnp.dtype(jnp.float32))
         mesh = jax.typeof(logits).sharding.mesh
         if mesh.empty:
             return logits

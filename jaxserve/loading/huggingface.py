@@ -5,8 +5,10 @@ On the host there is never more than the tensors of one weight.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,9 +25,31 @@ from jaxserve.layers.params import Params, ParamSpec, num_bytes, shardings
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
 
-# Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, and the LM head where it is tied
-# to the embedding (where it is not, the family declares it and it is no extra).
-KNOWN_EXTRAS = ("rotary_emb.inv_freq", "lm_head.weight")
+# Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
+# LM head where it is tied to the embedding (where it is not, the family declares it and it is no extra).
+KNOWN_EXTRAS = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "lm_head.weight",
+    "embed_out.weight",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in an open file, under the name that it has there."""
+
+    file: Any
+    name: str
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+    def header(self) -> Any:
+        return self.file.get_slice(self.name)
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -70,8 +94,13 @@ def load_params(
     directory = pathlib.Path(path)
     layout = shardings(specs, mesh)
     with contextlib.ExitStack() as stack:
-        files = _open_tensors(directory, stack)
-        _check(directory, specs, files)
+        expected = {
+            name: shape
+            for spec in jax.tree.leaves(specs)
+            for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+        }
+        tensors = _with_model_prefix(_open_tensors(directory, stack), expected)
+        _check(directory, expected, tensors)
         bar = stack.enter_context(
             tqdm(
                 total=num_bytes(specs, dtype=dtype),
@@ -84,8 +113,8 @@ def load_params(
         )
 
         def load(spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
-            tensors = [files[name].get_tensor(name) for name in spec.source]
-            weight = tensors[0] if spec.transform is None else spec.transform(*tensors)
+            sources = [tensors[name].read() for name in spec.source]
+            weight = sources[0] if spec.transform is None else spec.transform(*sources)
             array = jax.device_put(weight.astype(spec.dtype_in(dtype), copy=False), sharding)
             # Transfers that are still under way would keep their tensors on the host.
             bar.update(array.block_until_ready().nbytes)
@@ -94,8 +123,8 @@ def load_params(
         return jax.tree.map(load, specs, layout)
 
 
-def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The open file that holds each tensor; `stack` closes them."""
+def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
+    """Each tensor in its open file; `stack` closes the files."""
     if (directory / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif (directory / "model.safetensors.index.json").is_file():
@@ -105,27 +134,35 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[
         names = sorted(set(weight_map.values()))
     else:
         raise CheckpointError(f"neither model.safetensors nor model.safetensors.index.json in {directory}")
-    files: dict[str, Any] = {}
+    tensors: dict[str, _Stored] = {}
     for name in names:
         try:
             file = stack.enter_context(safe_open(directory / name, framework="numpy"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {directory / name}: {error}") from error
-        files |= dict.fromkeys(file.keys(), file)
-    return files
+        tensors |= {tensor: _Stored(file, tensor) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
+    return tensors
 
 
-def _check(directory: pathlib.Path, specs: Params, files: dict[str, Any]) -> None:
-    expected = {
-        name: shape
-        for spec in jax.tree.leaves(specs)
-        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+def _with_model_prefix(tensors: dict[str, _Stored], expected: Mapping[str, tuple[int, ...]]) -> dict[str, _Stored]:
+    """The tensors by the names of the model with its head.
+
+    Checkpoints of the model without (GPT-2's first ones are) leave out its name: "h.0.ln_1" for "transformer.h.0.ln_1".
+    """
+    prefixes = {name.partition(".")[0] for name in expected}
+    full = {f"{prefix}.{name}": name for prefix in prefixes for name in tensors.keys() - expected.keys()}
+    added = {name: short for name, short in full.items() if name in expected and name not in tensors}
+    return {name: tensors[name] for name in tensors.keys() - added.values()} | {
+        name: tensors[short] for name, short in added.items()
     }
-    missing = [name for name in expected if name not in files]
-    unexpected = [name for name in files if name not in expected and not name.endswith(KNOWN_EXTRAS)]
+
+
+def _check(directory: pathlib.Path, expected: Mapping[str, tuple[int, ...]], tensors: dict[str, _Stored]) -> None:
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected and not name.endswith(KNOWN_EXTRAS)]
     mismatched = []
-    for name in expected.keys() & files.keys():
-        header = files[name].get_slice(name)
+    for name in expected.keys() & tensors.keys():
+        header = tensors[name].header()
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
         if shape != expected[name] or dtype not in FLOAT_TYPES:
             mismatched.append(f"{name} is {dtype} {list(shape)} and not a float of {list(expected[name])}")

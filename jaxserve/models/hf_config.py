@@ -72,12 +72,17 @@ def num_kv_heads(fields: Fields) -> int:
 
 def head_dim(fields: Fields) -> int:
     """`head_dim`, by default hidden_size / num_attention_heads. Raises CheckpointError where that is no integer."""
-    hidden_size, num_heads = integer(fields, "hidden_size"), integer(fields, "num_attention_heads")
-    if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise CheckpointError(
-            f"config.json: hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads})"
-        )
-    return integer(fields, "head_dim", hidden_size // num_heads)
+    if fields.get("head_dim") is not None:
+        return integer(fields, "head_dim")
+    return quotient(fields, "hidden_size", "num_attention_heads")
+
+
+def quotient(fields: Fields, whole: str, parts: str) -> int:
+    """One integer divided by another. Raises CheckpointError unless it is a multiple."""
+    size, count = integer(fields, whole), integer(fields, parts)
+    if size % count:
+        raise CheckpointError(f"config.json: {whole} ({size}) is not a multiple of {parts} ({count})")
+    return size // count
 
 
 def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> str:

@@ -32,13 +32,35 @@ FAMILIES = {
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
 }
-HIDDEN_IS_HEADS = {"qwen2", "phi3", "granite", "olmo2", "starcoder2", "cohere"}
-"""Families without a head_dim of their own: hidden_size is the heads' dimensions together."""
+HAVE_HEAD_DIM = {"llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm4"}
+"""Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
 """Families whose checkpoints hold the gains of norms less 1."""
-NORM_EPS = {"starcoder2": "norm_epsilon", "cohere": "layer_norm_eps"}
-"""Where it is not rms_norm_eps."""
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+FIELD_NAMES = {
+    "starcoder2": {"rms_norm_eps": "norm_epsilon"},
+    "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "gpt2": GPT_NAMES,
+    "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
+    "phi": {"rms_norm_eps": "layer_norm_eps"},
+    "stablelm": {"rms_norm_eps": "layer_norm_eps"},
+    "gptj": GPT_NAMES,
+}
+"""What a family calls a field, where it is not what most do."""
+HAVE_NO_KV_HEADS = {"gpt2", "gpt_neox", "gptj"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -194,6 +216,59 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "gpt2_tied": ("gpt2", (4, 4, 7), {"tie_word_embeddings": True, "n_positions": 64}),
+    "gpt2_scales": (
+        "gpt2",
+        (3, 3, 10),
+        {
+            "n_positions": 64,
+            "n_inner": None,
+            "activation_function": "relu",
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+        },
+    ),
+    "gpt_neox_parallel": ("gpt_neox", (3, 3, 16), {}),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        (4, 4, 9),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi_untied": ("phi", (4, 2, 12), {}),
+    "phi_tied_qk_norm": (
+        "phi",
+        (3, 3, 14),
+        {
+            "tie_word_embeddings": True,
+            "qk_layernorm": True,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.3},
+        },
+    ),
+    "stablelm_qk_norm": ("stablelm", (4, 2, 8), {"tie_word_embeddings": True, "qk_layernorm": True}),
+    "stablelm_parallel_biases": (
+        "stablelm",
+        (3, 1, 12),
+        {
+            "use_qkv_bias": True,
+            "use_parallel_residual": True,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gptj_untied": ("gptj", (4, 4, 10), {"rotary_dim": 6, "n_positions": 64}),
+    "gptj_tied": (
+        "gptj",
+        (3, 3, 8),
+        {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": None, "activation_function": "gelu"},
+    ),
 }
 SHARDED = {"llama_untied", "qwen2_tied"}
 """Goldens whose weights are written as several files with an index."""
@@ -203,37 +278,43 @@ def draw_config(family, heads, extras, rng):
     """A config of two layers whose sizes are no multiples of anything in particular."""
     num_heads, num_kv_heads, head_dim = heads
     # transformers insists that hidden_size is a multiple of the heads; head_dim need not be the quotient.
-    hidden_size = num_heads * (head_dim if family in HIDDEN_IS_HEADS else int(rng.integers(5, 12)))
+    hidden_size = num_heads * (int(rng.integers(5, 12)) if family in HAVE_HEAD_DIM else head_dim)
     fields = {
         "vocab_size": int(rng.integers(67, 131)),
         "hidden_size": hidden_size,
         "intermediate_size": int(rng.integers(30, 60)),
         "num_hidden_layers": 2,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": 512,
-        NORM_EPS.get(family, "rms_norm_eps"): float(rng.choice([1e-6, 1e-5, 1e-2])),
+        "rms_norm_eps": float(rng.choice([1e-6, 1e-5, 1e-2])),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
         "attn_implementation": "eager",
         "tie_word_embeddings": False,
     }
-    if family not in HIDDEN_IS_HEADS:
+    if family in HAVE_HEAD_DIM:
         fields["head_dim"] = head_dim
-    return FAMILIES[family][0](**(fields | extras))
+    if family not in HAVE_NO_KV_HEADS:
+        fields["num_key_value_heads"] = num_kv_heads
+    names = FIELD_NAMES.get(family, {})
+    return FAMILIES[family][0](**({names.get(name, name): value for name, value in fields.items()} | extras))
 
 
 def randomise(model, rng):
     """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units."""
     gain = 0.0 if model.config.model_type in STORED_LESS_ONE else 1.0
     for name, parameter in model.named_parameters():
-        if "norm" in name and name.endswith("weight"):
+        is_norm = "norm" in name or ".ln_" in name
+        if is_norm and name.endswith("weight"):
             center, spread = gain, 0.3
         elif parameter.ndim == 1:
             center, spread = 0.0, 0.5
         else:
-            center, spread = 0.0, 1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5
+            center, spread = (
+                0.0,
+                1.0 if "embed" in name or ".wte." in name or ".wpe." in name else 1.5 * parameter.shape[1] ** -0.5,
+            )
         values = center + spread * rng.standard_normal(tuple(parameter.shape))
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))

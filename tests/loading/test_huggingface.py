@@ -84,6 +84,21 @@ def test_known_extras_are_ignored_and_others_are_not(tmp_path):
         load(tmp_path)
 
 
+def test_checkpoint_of_the_model_without_its_head(tmp_path):
+    specs = {
+        "norm": ParamSpec(shape=(4,), axes=(None,), source=("model.norm.weight",)),
+        "head": ParamSpec(shape=(8, 4), axes=("vocab", None), source=("lm_head.weight",)),
+    }
+    norm, head = np.arange(4, dtype=np.float32), np.ones((8, 4), np.float32)
+    save_file({"norm.weight": norm, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    params = load_params(tmp_path, specs, dtype=FLOAT32, mesh=make_mesh(1), progress=False)
+    np.testing.assert_array_equal(params["norm"], norm)
+    np.testing.assert_array_equal(params["head"], head)
+    save_file({"other.weight": norm, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight; unexpected: other\.weight"):
+        load_params(tmp_path, specs, dtype=FLOAT32, mesh=make_mesh(1), progress=False)
+
+
 def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monkeypatch):
     tensors = make_tensors() | {"up.weight": np.ones((4, 8), np.float32), "a": np.ones(8, np.int32)}
     del tensors["b"], tensors["norm"]

@@ -26,6 +26,7 @@ FIELDS = {
     "mlp_bias": True,
     "use_qk_norm": True,
     "logit_scale": 1.0,
+    "rotary_pct": 0.5,
 }
 SEQUENCE = np.arange(14) * 29 % 104
 
@@ -51,7 +52,7 @@ def logits_on(model_type, mesh):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "olmo2", "cohere", "starcoder2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "olmo2", "cohere", "gpt_neox", "phi"])
 def expected(request):
     return request.param, logits_on(request.param, make_mesh(tensor=1))
 

@@ -1,0 +1,148 @@
+"""GPT-2 (Radford et al. 2019): learned positions, and weights that the checkpoint stores transposed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Block, Names, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, position_spec, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one GPT-2."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_scales: tuple[float, ...]
+    """What multiplies the scores of each layer."""
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hf_config.require(fields, "add_cross_attention", False)
+        # Scores are summed in float32 here always, so that nothing is left to do for reorder_and_upcast_attn.
+        hf_config.flag(fields, "reorder_and_upcast_attn")
+        hidden_size = hf_config.integer(fields, "n_embd")
+        num_layers = hf_config.integer(fields, "n_layer")
+        head_dim = hf_config.quotient(fields, "n_embd", "n_head")
+        scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights", True) else 1.0
+        by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
+            num_layers=num_layers,
+            num_heads=hf_config.integer(fields, "n_head"),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "n_positions"),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
+            activation=hf_config.activation(fields, "activation_function", "gelu_new"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+
+    def attention(prefix: str) -> Params:
+        return _stored_transposed(
+            attention_specs(
+                prefix,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_heads,
+                head_dim=config.head_dim,
+                qkv_bias=True,
+                out_bias=True,
+                inputs=("c_attn",),
+                output="c_proj",
+            )
+        )
+
+    def feed_forward(prefix: str) -> Params:
+        return _stored_transposed(
+            mlp_specs(
+                prefix,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                up="c_fc",
+                down="c_proj",
+            )
+        )
+
+    specs = decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=attention,
+        mlp=feed_forward,
+        norm=layer_norm_specs,
+        norms={"attention_norm": "ln_1", "mlp_norm": "ln_2"},
+        names=Names(embed="transformer.wte", layers="transformer.h", attention="attn", norm="transformer.ln_f"),
+    )
+    specs["positions"] = position_spec(
+        "transformer.wpe", num_positions=config.max_position_embeddings, hidden_size=config.hidden_size
+    )
+    return specs
+
+
+def _stored_transposed(specs: Params) -> Params:
+    """The same weights from a checkpoint that stores matrices as [inputs, outputs]."""
+
+    def transposed(spec: ParamSpec) -> ParamSpec:
+        def transform(*tensors: np.ndarray) -> np.ndarray:
+            turned = [tensor.T for tensor in tensors]
+            return turned[0] if spec.transform is None else spec.transform(*turned)
+
+        return dataclasses.replace(
+            spec, source_shapes=tuple(shape[::-1] for shape in spec.source_shapes), transform=transform
+        )
+
+    return jax.tree.map(transposed, specs)
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+
+    def block(scale: float) -> Block:
+        attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None, scale=scale)
+        return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
+
+    x = embed(params["embed"], batch.token_ids) + embed(params["positions"], batch.positions)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(scale) for scale in config.attention_scales])
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

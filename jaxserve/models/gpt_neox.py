@@ -1,0 +1,129 @@
+"""GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745): attention beside the feed-forward, partial rotation."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one GPT-NeoX."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    use_parallel_residual: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+        old_names = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            activation=hf_config.activation(fields, default="gelu"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias", True),
+            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual", True),
+            rope=hf_config.rope(old_names | fields, size=head_dim, partial_rotary_factor=0.25),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(_attention_specs, config=config),
+        mlp=functools.partial(
+            mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            up="dense_h_to_4h",
+            down="dense_4h_to_h",
+        ),
+        norm=layer_norm_specs,
+        names=Names(
+            embed="gpt_neox.embed_in",
+            layers="gpt_neox.layers",
+            attention="attention",
+            norm="gpt_neox.final_layer_norm",
+            lm_head="embed_out",
+        ),
+    )
+
+
+def _attention_specs(prefix: str, config: Config) -> Params:
+    """Here the checkpoint keeps q, k and v of each head together, as we do."""
+    specs = attention_specs(
+        prefix,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        inputs=("query_key_value",),
+        output="dense",
+    )
+    for name in {"qkv", "qkv_bias"} & specs.keys():
+        spec = specs[name]
+        specs[name] = dataclasses.replace(spec, transform=functools.partial(np.reshape, shape=spec.shape))
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    rotation = rotations(config.rope, batch.positions)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+    block = functools.partial(
+        parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm
+    )
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

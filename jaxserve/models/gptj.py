@@ -1,0 +1,114 @@
+"""GPT-J (Wang and Komatsuzaki 2021): attention beside the feed-forward, rotation of neighbouring pairs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, run_layers
+from jaxserve.layers.embedding import embed, lm_head_bias_spec, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one GPT-J."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hidden_size = hf_config.integer(fields, "n_embd")
+        head_dim = hf_config.quotient(fields, "n_embd", "n_head")
+        rotary_dim = hf_config.integer(fields, "rotary_dim")
+        if rotary_dim % 2 or rotary_dim > head_dim:
+            raise CheckpointError(
+                f"config.json: rotary_dim must be even and at most n_embd / n_head ({head_dim}), got {rotary_dim}"
+            )
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
+            num_layers=hf_config.integer(fields, "n_layer"),
+            num_heads=hf_config.integer(fields, "n_head"),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "n_positions"),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
+            activation=hf_config.activation(fields, "activation_function", "gelu_new"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            rope=Rope(head_dim=rotary_dim, theta=10000.0),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    specs = decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            num_interleaved=config.rope.head_dim,
+            output="out_proj",
+        ),
+        mlp=functools.partial(
+            mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            up="fc_in",
+            down="fc_out",
+        ),
+        norm=layer_norm_specs,
+        norms={"attention_norm": "ln_1"},
+        names=Names(embed="transformer.wte", layers="transformer.h", attention="attn", norm="transformer.ln_f"),
+    )
+    specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    rotation = rotations(config.rope, batch.positions)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+    block = functools.partial(parallel_block, attend=attend, mlp=feed_forward, norm=norm)
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"])

@@ -1,0 +1,119 @@
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, arXiv:2306.11644): attention beside the feed-forward, biases everywhere."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, run_layers
+from jaxserve.layers.embedding import embed, lm_head_bias_spec, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Phi."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    qk_layernorm: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            activation=hf_config.activation(fields, default="gelu_new"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
+            rope=hf_config.rope(fields, partial_rotary_factor=0.5),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+
+    def attention(prefix: str) -> Params:
+        specs = attention_specs(
+            prefix,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=True,
+            out_bias=True,
+            output="dense",
+        )
+        if config.qk_layernorm:
+            specs["q_norm"] = layer_norm_specs(f"{prefix}.q_layernorm", config.head_dim)
+            specs["k_norm"] = layer_norm_specs(f"{prefix}.k_layernorm", config.head_dim)
+        return specs
+
+    specs = decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=attention,
+        mlp=functools.partial(
+            mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            up="fc1",
+            down="fc2",
+        ),
+        norm=layer_norm_specs,
+        norms={"attention_norm": "input_layernorm"},
+        names=Names(norm="model.final_layernorm"),
+    )
+    specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    rotation = rotations(config.rope, batch.positions)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+    block = functools.partial(parallel_block, attend=attend, mlp=feed_forward, norm=norm)
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"])

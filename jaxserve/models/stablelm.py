@@ -1,0 +1,134 @@
+"""StableLM 3B and 2 (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms, heads rotated in part."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import PRE_NORMS, decoder_specs, parallel_block, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one StableLM."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_layernorm: bool
+    use_parallel_residual: bool
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
+            qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
+            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual"),
+            rope=hf_config.rope(fields, size=head_dim, partial_rotary_factor=0.25),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+
+    def attention(prefix: str) -> Params:
+        H, K = config.num_heads, config.num_kv_heads
+        specs = attention_specs(
+            prefix,
+            hidden_size=config.hidden_size,
+            num_heads=H,
+            num_kv_heads=K,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+        )
+        if config.qk_layernorm:
+            specs["q_norm"] = _head_norm_specs(f"{prefix}.q_layernorm", H, config.head_dim, axis="heads")
+            specs["k_norm"] = _head_norm_specs(f"{prefix}.k_layernorm", K, config.head_dim, axis="kv_heads")
+        return specs
+
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=attention,
+        mlp=functools.partial(
+            gated_mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        ),
+        norm=layer_norm_specs,
+        norms={"attention_norm": "input_layernorm"} if config.use_parallel_residual else PRE_NORMS,
+    )
+
+
+def _head_norm_specs(source: str, num_heads: int, head_dim: int, *, axis: str) -> Params:
+    """Layer norms with a gain for each head, every one a tensor in the checkpoint."""
+    gain = ParamSpec(
+        shape=(num_heads, head_dim),
+        axes=(axis, None),
+        source=tuple(f"{source}.norms.{index}.weight" for index in range(num_heads)),
+        source_shapes=((head_dim,),) * num_heads,
+        transform=lambda *gains: np.stack(gains),
+        init_scale=None,
+    )
+    return {"gain": gain}
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    rotation = rotations(config.rope, batch.positions)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm)
+    mlp = functools.partial(gated_mlp, activation=config.activation)
+    block = functools.partial(
+        parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=mlp, norm=norm
+    )
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
