@@ -61,7 +61,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
     fields = _read_json(directory / "config.json")
-    if "quantization_config" in fields:
+    if fields.get("quantization_config"):
         raise CheckpointError(f"{directory}: quantized checkpoints are not supported")
     return fields
 

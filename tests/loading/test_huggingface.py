@@ -155,6 +155,8 @@ def test_load_config(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
         load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    assert load_config(tmp_path) == {"quantization_config": None}
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     with pytest.raises(CheckpointError, match="quantized checkpoints are not supported"):
         load_config(tmp_path)
