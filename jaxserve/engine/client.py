@@ -54,11 +54,11 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
         """Queue sequences; from any thread. `sink` is then called on the engine's thread, with all outputs that one
-        step has for the requests that share this sink; it must be quick and must not raise. Each request's last output
-        has a `finish_reason`. When the engine dies, `is_alive` turns false first; then every unfinished request gets a
-        last output with finish_reason "error" and the cause.
+        step has for the requests that share this sink; it must be quick, and one that raises loses its requests. Each
+        request's last output has a `finish_reason`. When the engine dies, `is_alive` turns false first; then every
+        unfinished request gets a last output with finish_reason "error" and the cause.
 
-        Raises EngineDead, QueueFull, ContextLengthExceeded or CapacityExceeded; then none of `requests` was queued.
+        Raises EngineDead, QueueFull or InvalidRequest; then none of `requests` was queued.
         """
 
     @abc.abstractmethod
