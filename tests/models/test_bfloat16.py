@@ -1,0 +1,42 @@
+"""Every family in bfloat16: what is computed wider on the way comes back to the dtype that is served."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from paged import BLOCK_SIZE, make_batch
+
+from jaxserve.layers.attention import paged_attention
+from jaxserve.layers.batch import KVCache
+from jaxserve.loading.huggingface import load_config
+from jaxserve.models import get_family
+
+GOLDENS = sorted(path.parent for path in pathlib.Path(__file__).parents[1].glob("goldens/*/config.json"))
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_bfloat16_step(golden):
+    """Traced only: strict promotion refuses what mixes, and the KV cache must come back as it went in."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    fields = load_config(golden)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype)), family.param_specs(config)
+    )
+    pools = tuple(
+        jax.ShapeDtypeStruct((9, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), dtype)
+        for spec in family.kv_specs(config)
+    )
+    cache = KVCache(k=pools, v=pools)
+    batch, _ = make_batch([([1, 2, 3], (0,), 0, 3), ([4], (1,), 0, 1)], num_tokens=6, num_rows=3, num_blocks=9)
+    forward = functools.partial(family.forward, config=config, attention=paged_attention)
+    hidden, cache_after = jax.eval_shape(
+        lambda params, cache: forward(params, batch=batch, kv_cache=cache), params, cache
+    )
+    assert hidden.dtype == dtype
+    assert cache_after == cache
+    logits = jax.eval_shape(lambda params, hidden: family.logits(params, config, hidden), params, hidden)
+    assert (logits.shape, logits.dtype) == ((6, config.vocab_size), jnp.float32)
