@@ -241,9 +241,9 @@ def test_start_errors_are_one_line(options, error, message):
 def test_closing_waits_for_the_step_that_runs(client, monkeypatch):
     """A process that ends under it would be aborted by XLA."""
     events = []
-    outputs = types.SimpleNamespace(block_until_ready=lambda: events.append("waited"))
-    client._engine._in_flight.append(types.SimpleNamespace(outputs=outputs))
+    copies = {name: lambda name=name: events.append(name) for name in ("token_ids", "is_corrupted")}
+    client._engine._in_flight.append(types.SimpleNamespace(**copies))
     close = client._engine.runner.close
     monkeypatch.setattr(client._engine.runner, "close", lambda: (events.append("freed"), close()))
     client.close()
-    assert events == ["waited", "freed"]
+    assert events == ["token_ids", "is_corrupted", "freed"]
