@@ -1,6 +1,7 @@
 """From an EngineConfig to a running Engine: choose devices and sizes, load the weights, compile the steps."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -63,6 +64,9 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 2048)
 
     specs = family.param_specs(model_config)
+    # Weights are declared for the context that the model was made for; from here on it is the one that is served, which
+    # decides what LongRoPE does.
+    model_config = dataclasses.replace(model_config, max_position_embeddings=max_model_len)
     params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
     loaded = time.perf_counter()
     runner = Runner(

@@ -44,7 +44,7 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:
-    """The vectors of the last axis, brought to mean 0 and variance 1, times the gain, plus the bias if there is one.
+    """The vectors of the last axis, brought to mean 0 and variance 1, then times the gain and plus the bias there is.
 
     Computed in float32. A gain of [H, N] has one vector for each of the H heads in x [T, H, N].
     """
@@ -52,8 +52,11 @@ def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float
         wide = x.astype(jnp.float32)
         centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
         y = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
-        y = y * _spread(params["gain"], x.ndim)
-        return (y + _spread(params["bias"], x.ndim) if "bias" in params else y).astype(x.dtype)
+        if "gain" in params:
+            y = y * _spread(params["gain"], x.ndim)
+        if "bias" in params:
+            y = y + _spread(params["bias"], x.ndim)
+        return y.astype(x.dtype)
 
 
 def _spread(weight: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:

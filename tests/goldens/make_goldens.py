@@ -37,8 +37,10 @@ FAMILIES = {
     "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
     "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
     "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
+    "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
 }
-HAVE_HEAD_DIM = {"llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm4"}
+HAVE_HEAD_DIM = {"llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4"}
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
 """Families whose checkpoints hold the gains of norms less 1."""
@@ -58,9 +60,10 @@ FIELD_NAMES = {
     "phi": {"rms_norm_eps": "layer_norm_eps"},
     "stablelm": {"rms_norm_eps": "layer_norm_eps"},
     "gptj": GPT_NAMES,
+    "opt": {"intermediate_size": "ffn_dim"},
 }
 """What a family calls a field, where it is not what most do."""
-HAVE_NO_KV_HEADS = {"gpt2", "gpt_neox", "gptj"}
+HAVE_NO_KV_HEADS = {"gpt2", "gpt_neox", "gptj", "opt"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -268,6 +271,38 @@ CASES = {
         "gptj",
         (3, 3, 8),
         {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": None, "activation_function": "gelu"},
+    ),
+    "glm_biases": ("glm", (4, 2, 12), {}),
+    "glm_tied": (
+        "glm",
+        (6, 1, 8),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "opt_tied": ("opt", (4, 4, 9), {"tie_word_embeddings": True, "max_position_embeddings": 64}),
+    "opt_norm_after_projected": (
+        "opt",
+        (3, 3, 12),
+        {
+            "max_position_embeddings": 64,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 20,
+            "activation_function": "gelu",
+        },
+    ),
+    "opt_without_final_norm": (
+        "opt",
+        (3, 3, 10),
+        {
+            "max_position_embeddings": 64,
+            "_remove_final_layer_norm": True,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+        },
     ),
 }
 SHARDED = {"llama_untied", "qwen2_tied"}

@@ -9,6 +9,7 @@ import pytest
 from naive import naive_greedy, naive_logits
 from paged import chunked_logits
 
+from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import FAMILIES, get_family
 
@@ -69,3 +70,16 @@ def test_greedy_continuation(golden):
     with jax.set_mesh(mesh):
         continuation = naive_greedy(params, config, family, prompt, len(expected["greedy"]), padded_length=PADDED)
     assert continuation == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_random_weights(model_type):
+    fields = next(fields for fields in map(load_config, GOLDENS) if fields["model_type"] == model_type)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    params = init_params(family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh)
+    with jax.set_mesh(mesh):
+        logits = np.asarray(naive_logits(params, config, family, jnp.arange(PADDED, dtype=jnp.int32)))
+    assert np.isfinite(logits).all()
+    assert (logits.std(axis=-1) > 0).all()

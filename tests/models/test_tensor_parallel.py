@@ -10,10 +10,10 @@ from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_log
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.params import shardings
-from jaxserve.models import get_family
+from jaxserve.models import FAMILIES, get_family
 
 FIELDS = {
-    "hidden_size": 40,
+    "hidden_size": 64,
     "intermediate_size": 72,
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
@@ -26,8 +26,9 @@ FIELDS = {
     "mlp_bias": True,
     "use_qk_norm": True,
     "logit_scale": 1.0,
-    "rotary_pct": 0.5,
 }
+GPT_FIELDS = {"n_embd": 64, "n_inner": 72, "n_layer": 1, "n_head": 8, "n_positions": 64, "rotary_dim": 4}
+OPT_FIELDS = {"ffn_dim": 72, "word_embed_proj_dim": 20}
 SEQUENCE = np.arange(14) * 29 % 104
 
 
@@ -76,6 +77,18 @@ def test_two_all_reduces_a_layer_and_no_cache_moves():
     assert collections.Counter(names) == {"all-reduce": 1 + 2 * config.num_layers, "all-gather": 1}
     pool = cache.k[0]
     assert pool.addressable_shards[0].data.shape == (4, 1, BLOCK_SIZE, 12)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_matrix_of_a_layer_is_split(model_type):
+    fields = FIELDS | GPT_FIELDS | OPT_FIELDS | {"model_type": model_type}
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    layer = shardings(specs, make_mesh(tensor=4))["layers"][0]
+    splits = jax.tree.map(
+        lambda spec, sharding: spec.quantize <= ("tensor" in sharding.spec), specs["layers"][0], layer
+    )
+    assert all(jax.tree.leaves(splits)), splits
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""OPT (Zhang et al. 2022, arXiv:2205.01068): learned positions from the third on, norms before or after each sum."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, embedding_spec, position_spec, unembed
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.models import hf_config
+
+FIRST_POSITION = 2
+"""The row of the position table for a text's first token."""
+NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one OPT."""
+
+    vocab_size: int
+    hidden_size: int
+    word_embed_proj_dim: int
+    """Size of the embedded tokens; where it is not hidden_size, they are projected to that and back."""
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    activation: str
+    tie_word_embeddings: bool
+    bias: bool
+    do_layer_norm_before: bool
+    has_final_norm: bool
+    has_norm_weights: bool
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hidden_size = hf_config.integer(fields, "hidden_size")
+        norm_before = hf_config.flag(fields, "do_layer_norm_before", True)
+        final_norm_removed = hf_config.flag(fields, "_remove_final_layer_norm")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            word_embed_proj_dim=hf_config.integer(fields, "word_embed_proj_dim", hidden_size),
+            intermediate_size=hf_config.integer(fields, "ffn_dim"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            activation=hf_config.activation(fields, "activation_function", "relu"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            bias=hf_config.flag(fields, "enable_bias", True),
+            do_layer_norm_before=norm_before,
+            has_final_norm=norm_before and not final_norm_removed,
+            has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine", True),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    E, W = config.hidden_size, config.word_embed_proj_dim
+
+    def feed_forward(prefix: str) -> Params:
+        layer = prefix.removesuffix(".mlp")  # its parts stand in the layer itself
+        return mlp_specs(
+            layer, hidden_size=E, intermediate_size=config.intermediate_size, up="fc1", down="fc2", bias=config.bias
+        )
+
+    def norm(source: str, size: int) -> Params:
+        return layer_norm_specs(source, size) if config.has_norm_weights else {}
+
+    names = Names(
+        embed="model.decoder.embed_tokens", layers="model.decoder.layers", norm="model.decoder.final_layer_norm"
+    )
+    specs = decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=E,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=E,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.bias,
+            out_bias=config.bias,
+            output="out_proj",
+        ),
+        mlp=feed_forward,
+        norm=norm,
+        norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},
+        names=names,
+    )
+    specs["positions"] = position_spec(
+        "model.decoder.embed_positions", num_positions=config.max_position_embeddings + FIRST_POSITION, hidden_size=E
+    )
+    if not config.has_final_norm:
+        del specs["norm"]
+    if W != E:
+        tables = {"embed": names.embed, "lm_head": names.lm_head}
+        for name in tables.keys() & specs.keys():
+            specs[name] = embedding_spec(tables[name], vocab_size=config.vocab_size, hidden_size=W)
+        for name, shape in {"project_in": (E, W), "project_out": (W, E)}.items():
+            source = f"model.decoder.{name}.weight"
+            specs[name] = ParamSpec(shape=shape, axes=("embed", None), source=(source,), quantize=True)
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=NORM_EPS)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+    arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
+    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
+    x = embed(params["embed"], batch.token_ids)
+    if "project_in" in params:
+        x = linear(x, params["project_in"])
+    x = x + embed(params["positions"], batch.positions + FIRST_POSITION)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]) if config.has_final_norm else x, kv_cache
+
+
+def _norm_after_block(
+    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
+) -> tuple[Array, Array, Array]:
+    """Attention, then the feed-forward, each added to the residual stream, which is normalised after each."""
+    update, k_pages, v_pages = attend(layer["attention"], x, k_pages, v_pages)
+    x = norm(x + update, layer["attention_norm"])
+    return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), k_pages, v_pages
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    if "project_out" in params:
+        hidden = linear(hidden, params["project_out"])
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
