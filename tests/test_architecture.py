@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "cli": f"{PLAIN} jaxserve flags bench server llm engine loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
-    "bench": f"{PLAIN} flags engine",
+    "bench": f"{PLAIN} flags llm engine",
     "jaxserve": "llm request",
     "flags": PLAIN,
     "server": f"{PLAIN} jaxserve tokenizer metrics engine",
@@ -73,7 +73,9 @@ JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 # The places where a module of NO_JAX starts an engine, inside a function: everything before stays quick.
 MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.llm", "jaxserve.engine.local"},
+    "jaxserve.bench.bits_per_byte": {"jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local"},
+    "jaxserve.bench.latency": {"jaxserve.engine.local"},
     "jaxserve.bench.host": {"jaxserve.engine.startup"},
 }
 
