@@ -126,7 +126,11 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+            ]
+        },
         "messages[0].content[0].type",
     ),
     ({"messages": [USER, {"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages[1].role"),
