@@ -56,9 +56,13 @@ class CompiledSteps:
             concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
             tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
         ):
-            for future in concurrent.futures.as_completed([pool.submit(self._compile, key) for key in missing]):
-                future.result()
-                bar.update()
+            try:
+                for future in concurrent.futures.as_completed([pool.submit(self._compile, key) for key in missing]):
+                    future.result()
+                    bar.update()
+            except BaseException:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         self._is_warm = True
         return time.perf_counter() - start
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -113,6 +114,21 @@ def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):
         assert str(tmp_path) in caplog.text
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_failing_shape_stops_the_warm_up():
+    begun = []
+
+    def lower(size):
+        begun.append(size)
+        if size == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32))
+
+    with pytest.raises(KeyboardInterrupt):
+        CompiledSteps(lower).warm_up(range(200), progress=False)
+    assert len(begun) < 100
 
 
 def test_a_cache_of_the_process_is_left_alone(tmp_path):
