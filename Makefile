@@ -9,7 +9,7 @@ SEED ?= 0
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install serve test lint goldens bench clean
+.PHONY: install serve test lint goldens parity bench clean
 
 install: $(STAMP)
 
@@ -33,6 +33,10 @@ lint: install
 # Golden values from transformers, for any SEED. They need torch, hence a Python 3.11 venv of their own.
 goldens:
 	tests/goldens/make.sh $(SEED)
+
+# The worst error of every model family against transformers.
+parity: install
+	$(BIN)/python tests/golden_models.py
 
 bench: install
 	$(BIN)/jaxserve bench throughput

@@ -1,8 +1,7 @@
 """What families read from a config.json, in the styles of transformers 4 and 5, and how they complain."""
 
-import pathlib
-
 import pytest
+from golden_models import GOLDENS
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import KVSpec
@@ -21,7 +20,6 @@ FIELDS = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
-GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
 SIZES = {
     "vocab_size",
     "hidden_size",

@@ -1,22 +1,21 @@
 """Phi 3 with LongRoPE: one list of factors within the original context, the other for models served beyond it."""
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from golden_models import GOLDENS
 from naive import naive_logits
 
 from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import phi3
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "phi3_long_factors"
-
 
 def test_factors_follow_the_context_that_is_served():
-    config = phi3.Config.from_hf(load_config(GOLDEN))
+    fields = next(load_config(path) for path in GOLDENS if path.name == "phi3_long_factors")
+    config = phi3.Config.from_hf(fields)
     original = config.original_max_position_embeddings
     assert config.max_position_embeddings > original
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])

@@ -1,0 +1,76 @@
+"""The goldens (`make goldens SEED=n`): tiny random models, and the logits that transformers computes with them.
+
+As a script it prints the worst error of every family (`make parity`).
+"""
+
+import collections
+import os
+import pathlib
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from naive import naive_logits
+from paged import chunked_logits
+
+from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.models import get_family
+
+GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parent / "goldens").glob("*/golden.npz"))
+PADDED = 64
+"""One length for the naive forwards of a golden, so that they compile once; causal attention does not see padding."""
+
+
+def load_golden(path):
+    """(params, config, family, arrays of golden.npz, mesh) of one golden, on one device."""
+    fields = load_config(path)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    params = load_params(path, family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
+    return params, config, family, np.load(path / "golden.npz"), mesh
+
+
+def full_logits(golden):
+    """Logits [T, V] from one forward pass over the golden's whole sequence."""
+    params, config, family, expected, mesh = golden
+    length = len(expected["token_ids"])
+    with jax.set_mesh(mesh):
+        logits = naive_logits(params, config, family, jnp.asarray(np.pad(expected["token_ids"], (0, PADDED - length))))
+    return np.asarray(logits)[:length]
+
+
+def paged_chunk_logits(golden):
+    """Logits [2, T, V] over paged KV: the prompt in chunks and then decode steps, and the other way round."""
+    params, config, family, expected, mesh = golden
+    length = len(expected["token_ids"])
+    prompt_then_decode = [9, 8, 7, *[1] * (length - 24)]
+    decode_then_prompt = [2, *[1] * 11, 3, length - 16]
+    chunkings = [prompt_then_decode, decode_then_prompt]
+    return chunked_logits(params, config, family, expected["token_ids"], chunkings, mesh=mesh)
+
+
+def relative_error(logits, expected):
+    """The largest difference, in units of the largest logit."""
+    return np.abs(logits - expected).max() / np.abs(expected).max()
+
+
+def print_table():
+    """One line a family: its goldens, and the worst error among them without and with paged KV."""
+    errors = collections.defaultdict(list)
+    for path in GOLDENS:
+        golden = load_golden(path)
+        expected = golden[3]["logits"]
+        paged = max(relative_error(logits, expected) for logits in paged_chunk_logits(golden))
+        errors[load_config(path)["model_type"]].append((relative_error(full_logits(golden), expected), paged))
+    print(f"{'family':<14}{'goldens':>8}{'full':>10}{'paged':>10}   (error, of the largest logit, in float32)")  # noqa: T201
+    for model_type, rows in sorted(errors.items()):
+        full, paged = np.max(rows, axis=0)
+        print(f"{model_type:<14}{len(rows):>8}{full:>10.1e}{paged:>10.1e}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    print_table()
