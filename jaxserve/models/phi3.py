@@ -42,8 +42,6 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
-        head_dim = hf_config.head_dim(fields)
-        max_position_embeddings = hf_config.integer(fields, "max_position_embeddings")
         rope, long_rope, original_max_position_embeddings = _ropes(fields)
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
@@ -52,8 +50,8 @@ class Config:
             num_layers=hf_config.integer(fields, "num_hidden_layers"),
             num_heads=hf_config.integer(fields, "num_attention_heads"),
             num_kv_heads=hf_config.num_kv_heads(fields),
-            head_dim=head_dim,
-            max_position_embeddings=max_position_embeddings,
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
             norm_eps=hf_config.number(fields, "rms_norm_eps"),
             activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
@@ -78,7 +76,7 @@ def _ropes(fields: dict[str, Any]) -> tuple[Rope, Rope, int]:
         return rope, rope, context
     if kind not in ("longrope", "su", "yarn"):  # three names of one thing
         raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are default, longrope")
-    original = hf_config.integer(parameters, "original_max_position_embeddings")
+    original = hf_config.integer(parameters, "original_max_position_embeddings", minimum=2)
     stretch = hf_config.number(parameters, "factor", context / original)
     default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     attention_factor = hf_config.number(parameters, "attention_factor", default)
