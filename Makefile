@@ -23,7 +23,7 @@ serve: install
 	$(BIN)/jaxserve serve $(MODEL)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -44,7 +44,11 @@ def one_sequence(token_ids):
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+# Of a test's function, compiling takes longer than running.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)
 def naive_logits(params, config, family, token_ids):
     """Logits [T, V] of every position of one sequence, float32."""
     specs = family.kv_specs(config)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
@@ -57,7 +58,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
     return jax.tree.map(jnp.asarray, batch), rows
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=4, compiler_options=QUICK_TO_COMPILE)
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
     hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention)

@@ -108,9 +108,19 @@ class Engine:
         prompt_logprobs = pending.prompt_logprobs()
         outputs = []
         first_token = 0
+        one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
         for index, (row, outcome, token_id) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
-            if outcome is RowOutcome.FAILED:
+            if outcome is one_token:  # nearly every row of nearly every step
+                outputs.append(
+                    EngineOutput(
+                        request_id=request.request_id,
+                        new_token_ids=[token_id],
+                        num_cached_tokens=request.num_cached_tokens,
+                        queue_seconds=request.queue_seconds or 0.0,
+                    )
+                )
+            elif outcome is RowOutcome.FAILED:
                 self._num_corrupted += 1
                 self._num_prompt_logprobs.pop(row.request.request_id, None)
                 outputs.append(

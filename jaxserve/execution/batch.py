@@ -4,6 +4,7 @@ The host writes and the device reads the same layout (`Bucket.fields`), so there
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ class Bucket:
     num_rows: int
     num_new_blocks: int
 
-    @property
+    @functools.cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
         """Name -> (offset, length) in the packed upload."""
         lengths = {
@@ -64,45 +65,49 @@ def pack(plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, fea
     """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block table separately."""
     packed = np.zeros(bucket.packed_size, np.int32)
     view = {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
-    rows, num_rows, num_decode_rows = plan.rows, len(plan.rows), plan.num_decode_rows
+    rows = slice(0, len(plan.rows))
+    requests, slots, starts, counts, samples, new_counts = zip(*plan.rows, strict=True)
+    view["slots"][:] = num_slots  # padding rows write nowhere
+    view["slots"][rows] = slots
+    view["starts"][rows] = starts
+    view["num_tokens"][rows] = counts
+    view["samples"][rows] = samples
+    num_prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int32)
+    view["num_output_tokens"][rows] = view["starts"][rows] + view["num_tokens"][rows] - num_prompt_tokens
 
-    token_ids: list[int] = []
+    decodes = slice(0, plan.num_decode_rows)
+    known = [request.token_ids for request in requests]
+    view["token_ids"][decodes] = [
+        ids[start] if start < len(ids) else -1 for ids, start in zip(known[decodes], starts[decodes], strict=True)
+    ]
+    end = plan.num_decode_rows
+    for index in range(plan.num_decode_rows, len(plan.rows)):
+        first, count = starts[index], counts[index]
+        view["token_ids"][end : end + count] = known[index][first : first + count]
+        end += count
+
     new_index: list[int] = []
     new_ids: list[int] = []
-    next_ids: list[int] = []
-    num_outputs: list[int] = []
-    admitted = {request.slot for request in plan.admitted}
-    num_prompt_logprob_rows = 0
-    for request, slot, start, num_tokens, _, num_new_blocks in rows:
-        known = request.token_ids
-        end = start + num_tokens
-        if num_tokens == 1:
-            token_ids.append(known[start] if start < len(known) else -1)
-        else:
-            token_ids += known[start:end]
-        num_outputs.append(end - request.num_prompt_tokens)
-        if num_new_blocks and slot not in admitted:
-            first = len(request.block_ids) - num_new_blocks
-            base = slot * max_blocks + first
-            new_index += range(base, base + num_new_blocks)
-            new_ids += request.block_ids[first:]
-        wants_prompt_logprobs = request.request.params.prompt_logprobs is not None and start < request.num_prompt_tokens
-        num_prompt_logprob_rows += wants_prompt_logprobs
-        next_ids.append(known[end] if wants_prompt_logprobs and end < request.num_prompt_tokens else 0)
-
-    view["header"][:] = (num_rows, num_decode_rows, features, num_prompt_logprob_rows)
-    view["token_ids"][: len(token_ids)] = token_ids
-    view["slots"][:] = num_slots  # padding rows write nowhere
-    view["slots"][:num_rows] = [row.slot for row in rows]
-    view["starts"][:num_rows] = [row.start for row in rows]
-    view["num_tokens"][:num_rows] = [row.num_tokens for row in rows]
-    view["samples"][:num_rows] = [row.samples for row in rows]
-    view["num_output_tokens"][:num_rows] = num_outputs
-    view["next_token_ids"][:num_rows] = next_ids
+    if any(new_counts):
+        admitted = {request.slot for request in plan.admitted}
+        for request, slot, num_new in zip(requests, slots, new_counts, strict=True):
+            if num_new and slot not in admitted:
+                first = len(request.block_ids) - num_new
+                new_index += range(slot * max_blocks + first, slot * max_blocks + first + num_new)
+                new_ids += request.block_ids[first:]
     padding = num_slots * max_blocks
     view["new_block_index"][:] = np.arange(padding, padding + bucket.num_new_blocks)  # out of range, and unique
     view["new_block_index"][: len(new_index)] = new_index
     view["new_block_ids"][: len(new_ids)] = new_ids
+
+    num_prompt_logprob_rows = 0
+    for index in np.flatnonzero(view["starts"][rows] < num_prompt_tokens).tolist():
+        if requests[index].request.params.prompt_logprobs is not None:
+            num_prompt_logprob_rows += 1
+            following = starts[index] + counts[index]
+            if following < requests[index].num_prompt_tokens:
+                view["next_token_ids"][index] = known[index][following]
+    view["header"][:] = (len(plan.rows), plan.num_decode_rows, features, num_prompt_logprob_rows)
     return packed
 
 
