@@ -5,25 +5,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from naive import QUICK_TO_COMPILE
 
-from jaxserve.layers.attention import paged_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.sharding import partition_spec
+from jaxserve.execution.kv_cache import abstract_kv_cache, init_kv_cache
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.latent_attention import paged_attention_of
 
 BLOCK_SIZE = 4
 
 
 def empty_cache(kv_specs, num_blocks, mesh):
     """Pools of float32 zeros."""
-
-    def pool(spec):
-        shape = (num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        layout = partition_spec((None, "kv_heads", None, None), shape, mesh, name="KV cache")
-        return jnp.zeros(shape, jnp.float32, device=NamedSharding(mesh, layout))
-
-    return KVCache(k=tuple(map(pool, kv_specs)), v=tuple(map(pool, kv_specs)))
+    return init_kv_cache(
+        abstract_kv_cache(kv_specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=np.dtype(np.float32), mesh=mesh)
+    )
 
 
 def make_batch(rows, *, num_tokens, num_rows, num_blocks):
@@ -61,7 +56,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=4, compiler_options=QUICK_TO_COMPILE)
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
-    hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention)
+    hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
     return family.logits(params, config, hidden), kv_cache
 
 

@@ -1,4 +1,4 @@
-"""The XLA paged attention against its float64 definition: ragged mixes, poisoned pages, every head layout."""
+"""Each implementation of paged attention against its float64 definition: mixed lengths, NaN beside, all options."""
 
 import functools
 import inspect
@@ -8,53 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from poisoned_pages import make_pages
 
-from pallas_kernels.paged_attention import paged_attention, write_kv
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 
 
 def make_case(
-    rng, *, decodes, prefills, num_tokens, max_rows, max_blocks, heads=(4, 2, 16), block_size=4, dtype=jnp.float32
+    rng, lens, *, query_lens=None, num_queries=1, max_blocks=16, heads=(4, 2, 16), block_size=4, dtype=jnp.float32
 ):
-    """Arrays of a step: `decodes` are context lengths, `prefills` (new tokens, context length) pairs.
-
-    Everything outside the contexts is NaN, and their blocks lie scattered over the pool.
-    """
+    """q, k_pages, v_pages and the layout of rows with contexts of `lens`; what is no query and no context is NaN."""
     num_heads, num_kv_heads, head_dim = heads
-    lens = list(decodes) + [context for _, context in prefills]
-    counts = [1] * len(decodes) + [new for new, _ in prefills]
-    num_blocks = max_rows * max_blocks + 1
-    free = list(rng.permutation(num_blocks))
-    k, v = (np.full((num_blocks, num_kv_heads, block_size, head_dim), np.nan, np.float32) for _ in range(2))
-    tables = np.zeros((max_rows, max_blocks), np.int32)
-    for row, length in enumerate(lens):
-        for position in range(length):
-            if position % block_size == 0:
-                tables[row, position // block_size] = free.pop()
-            block = tables[row, position // block_size]
-            k[block, :, position % block_size] = rng.standard_normal((num_kv_heads, head_dim))
-            v[block, :, position % block_size] = rng.standard_normal((num_kv_heads, head_dim))
-    query_starts = np.full(max_rows + 1, sum(counts), np.int32)
-    query_starts[: len(lens) + 1] = np.cumsum([0, *counts])
-    q = rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32)
-    q[sum(counts) :] = np.nan
-    arrays = tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v))
-    layout = {
-        "block_tables": jnp.asarray(tables),
-        "seq_lens": jnp.asarray(np.pad(np.array(lens, np.int32), (0, max_rows - len(lens)))),
-        "query_starts": jnp.asarray(query_starts),
-        "num_decode_rows": jnp.int32(len(decodes)),
-        "num_rows": jnp.int32(len(lens)),
-    }
-    return arrays, layout
+    k, v, tables = make_pages(
+        rng, lens, max_blocks=max_blocks, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
+    )
+    q = rng.standard_normal((len(lens), num_queries, num_heads, head_dim)).astype(np.float32)
+    is_query = np.arange(num_queries) < np.array(query_lens or [num_queries] * len(lens))[:, None]
+    q[~is_query | (np.array(lens) == 0)[:, None]] = np.nan
+    layout = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens, jnp.int32)}
+    if query_lens is not None:
+        layout["query_lens"] = jnp.asarray(query_lens, jnp.int32)
+    return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v)), layout
 
 
 def expected(arrays, layout, **options):
     arrays = [np.asarray(x.astype(jnp.float32)) for x in arrays]
-    layout = {name: np.asarray(x) for name, x in layout.items() if name != "num_decode_rows"}
-    layout["num_rows"] = int(layout["num_rows"])
+    layout = {name: np.asarray(x) for name, x in layout.items()}
+    options |= {name: np.asarray(options[name]) for name in ("sinks", "alibi_slopes") if name in options}
     return paged_attention_reference(*arrays, **layout, **options)
 
 
@@ -62,38 +44,47 @@ attend = jax.jit(paged_attention, static_argnames=("scale", "sliding_window", "s
 
 
 def check(arrays, layout, **options):
-    got = attend(*arrays, **layout, **options)
-    assert got.dtype == arrays[0].dtype
+    got, want = attend(*arrays, **layout, **options), expected(arrays, layout, **options)
+    assert [x.dtype for x in got] == [arrays[0].dtype, jnp.float32]
     tolerance = TOLERANCE[arrays[0].dtype.type]
-    np.testing.assert_allclose(
-        np.asarray(got.astype(jnp.float32)), expected(arrays, layout, **options), atol=tolerance, rtol=tolerance
-    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
 
 
-MIXES = {
-    "nothing": ([], []),
-    "one decode": ([7], []),
-    "first token": ([1], []),
-    "decodes": ([1, 33, 64, 2, 17, 5, 5, 9, 30, 64, 12], []),
-    "one prompt": ([], [(20, 20)]),
-    "whole budget": ([], [(64, 64)]),
-    "chunk of a prompt": ([], [(13, 60)]),
-    "two-token row": ([], [(2, 2), (2, 40)]),
-    "mixed": ([5, 64, 1], [(11, 11), (9, 50), (2, 3)]),
-    "full rows": ([3] * 14, [(2, 64), (40, 41)]),
+LENS = {
+    "nothing": [0, 0, 0],
+    "one row": [7],
+    "first token": [1],
+    "mixed": [1, 33, 64, 2, 17, 0, 5, 9, 30, 64, 12],
+    "holes": [0, 0, 0, 0, 0, 40, 0, 0, 0, 3],
+}
+SINKS = np.array([-1.0, 0.5, 3.0, 30.0], np.float32)
+SLOPES = np.array([0.5, 0.01, 0.0, 2.0], np.float32)
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "cap": {"soft_cap": 1.5, "sliding_window": 1},
+    "sinks": {"sinks": SINKS},
+    "ALiBi": {"alibi_slopes": SLOPES},
+    "everything": {"sliding_window": 20, "soft_cap": 2.0, "sinks": SINKS, "alibi_slopes": SLOPES},
 }
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 7}, {"soft_cap": 1.5, "sliding_window": 1}], ids=["plain", "window", "cap"]
-)
-def test_matches_the_definition(mix, options):
-    decodes, prefills = MIXES[mix]
-    arrays, layout = make_case(
-        np.random.default_rng(0), decodes=decodes, prefills=prefills, num_tokens=64, max_rows=16, max_blocks=16
-    )
-    check(arrays, layout, scale=0.3, **options)
+@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_decode(lens, options):
+    arrays, layout = make_case(np.random.default_rng(0), LENS[lens])
+    check(arrays, layout, scale=0.3, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("num_queries", [2, 5, 8])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_verification(num_queries, options):
+    lens = [0, 8, 64, 13, 40, 31, 9, 0, 50]
+    query_lens = [0 if n == 0 else 1 + i % num_queries for i, n in enumerate(lens)]
+    for each in (query_lens, None):
+        arrays, layout = make_case(np.random.default_rng(1), lens, query_lens=each, num_queries=num_queries)
+        check(arrays, layout, scale=0.3, **OPTIONS[options])
 
 
 HEADS = [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]
@@ -104,28 +95,16 @@ HEADS = [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]
     [*((heads, jnp.float32) for heads in HEADS), ((6, 2, 7), jnp.bfloat16), ((6, 2, 7), jnp.float16)],
 )
 def test_head_layouts_and_dtypes(heads, dtype):
-    arrays, layout = make_case(
-        np.random.default_rng(1),
-        decodes=[9, 1, 20],
-        prefills=[(7, 19), (3, 3)],
-        num_tokens=16,
-        max_rows=6,
-        max_blocks=5,
-        heads=heads,
-        dtype=dtype,
-    )
-    check(arrays, layout, scale=heads[2] ** -0.5)
+    rng = np.random.default_rng(2)
+    arrays, layout = make_case(rng, [9, 3, 20, 3], num_queries=3, max_blocks=5, heads=heads, dtype=dtype)
+    check(arrays, layout, scale=heads[2] ** -0.5, sinks=rng.standard_normal(heads[0]).astype(np.float32))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64, 512])
 def test_block_sizes(block_size):
-    rng = np.random.default_rng(2)
     arrays, layout = make_case(
-        rng,
-        decodes=[1, 300, 129, 64],
-        prefills=[(5, 260), (90, 97)],
-        num_tokens=100,
-        max_rows=7,
+        np.random.default_rng(3),
+        [1, 300, 129, 64],
         max_blocks=-(-300 // block_size),
         heads=(2, 1, 8),
         block_size=block_size,
@@ -133,131 +112,73 @@ def test_block_sizes(block_size):
     check(arrays, layout, scale=0.5, sliding_window=270)
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 9, 33])
-def test_random_steps(max_rows):
-    """Random row mixes at one shape a case, more rows than a group and longer than a chunk."""
-    rng = np.random.default_rng(max_rows)
-    for _ in range(12):
-        num_rows = rng.integers(0, max_rows + 1)
-        num_decodes = rng.integers(0, num_rows + 1)
-        budget = 80 - num_decodes
-        prefills = []
-        for left in range(num_rows - num_decodes, 0, -1):
-            new = int(rng.integers(2, max(3, budget // left + 1)))
-            if new > budget:
-                break
-            budget -= new
-            prefills.append((new, new + int(rng.integers(0, 300 - new))))
-        arrays, layout = make_case(
-            rng,
-            decodes=list(rng.integers(1, 300, num_decodes)),
-            prefills=prefills,
-            num_tokens=80,
-            max_rows=max_rows,
-            max_blocks=38,
-            heads=(2, 1, 4),
-            block_size=8,
-        )
-        check(arrays, layout, scale=0.7, sliding_window=150)
-
-
-@pytest.mark.parametrize("decodes", [[], [9]], ids=["nothing", "decode"])
-def test_one_token(decodes):
-    arrays, layout = make_case(
-        np.random.default_rng(6), decodes=decodes, prefills=[], num_tokens=1, max_rows=1, max_blocks=4
-    )
-    check(arrays, layout, scale=0.3)
-
-
 def test_batch_composition_does_not_change_a_row():
-    rng = np.random.default_rng(3)
-    arrays, layout = make_case(rng, decodes=[40], prefills=[], num_tokens=16, max_rows=8, max_blocks=20)
-    alone = attend(*arrays, **layout, scale=0.3)[0]
-    lens = np.array([40, 77, 3, 0, 0, 0, 0, 0], np.int32)
-    starts = np.array([0, 1, 2, 3, 3, 3, 3, 3, 3], np.int32)
-    k = jnp.nan_to_num(arrays[1])  # the other rows read pages of the pool, whatever is there
-    with_others = {**layout, "seq_lens": lens, "query_starts": starts, "num_decode_rows": 3, "num_rows": 3}
-    with_others = {name: jnp.asarray(x, jnp.int32) for name, x in with_others.items()}
-    together = attend(arrays[0], k, arrays[2], **with_others, scale=0.3)[0]
-    np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
+    rng = np.random.default_rng(4)
+    (q, k, v), layout = make_case(rng, [40, 0, 0, 0, 0], max_blocks=20)
+    alone = attend(q, k, v, **layout, scale=0.3)
+    layout["seq_lens"] = jnp.array([40, 77, 3, 0, 5], jnp.int32)  # the other rows read whatever is there
+    together = attend(q, k, v, **layout, scale=0.3)
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[0]))
+
+
+@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+def test_a_nan_inside_the_context_shows(poisoned):
+    arrays, layout = make_case(np.random.default_rng(5), [30, 30])
+    block = layout["block_tables"][0, 3]
+    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
+    got, _ = attend(*arrays, **layout, scale=0.3)
+    is_nan = np.isnan(np.asarray(got)).all(axis=-1)
+    np.testing.assert_array_equal(is_nan[:, 0], [[False, False, True, True], [False] * 4])
+
+
+def test_results_over_parts_of_a_context_combine():
+    rng = np.random.default_rng(6)
+    (q, k, v), layout = make_case(rng, [40])
+    whole, whole_lse = attend(q, k, v, **layout, scale=0.3)
+    first = attend(q, k, v, **{**layout, "seq_lens": jnp.array([24], jnp.int32)}, scale=0.3)
+    tables = jnp.roll(layout["block_tables"], -6, axis=1)
+    second = attend(q, k, v, block_tables=tables, seq_lens=jnp.array([16], jnp.int32), scale=0.3)
+    lse = jnp.logaddexp(first[1], second[1])
+    parts = sum(out * jnp.exp(part - lse)[..., None] for out, part in (first, second))
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(whole_lse), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(parts), np.asarray(whole), atol=1e-5)
 
 
 def test_refuses_what_does_not_exist():
-    arrays, layout = make_case(
-        np.random.default_rng(0), decodes=[1], prefills=[], num_tokens=4, max_rows=1, max_blocks=1, heads=(3, 3, 4)
-    )
-    unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse the name first
+    arrays, layout = make_case(np.random.default_rng(0), [1], max_blocks=1, heads=(3, 3, 4))
+    unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse these first
     with pytest.raises(ValueError, match="unknown implementation 'triton'"):
         unchecked(*arrays, **layout, scale=1.0, implementation="triton")
+    with pytest.raises(ValueError, match="sinks must have one logit for each of 3 query heads"):
+        unchecked(*arrays, **layout, scale=1.0, sinks=jnp.zeros(2))
+    with pytest.raises(ValueError, match="alibi_slopes must have one slope for each of 3 query heads"):
+        unchecked(*arrays, **layout, scale=1.0, alibi_slopes=jnp.zeros(2))
     with pytest.raises(ValueError, match="sliding_window"):
         paged_attention(*arrays, **layout, scale=1.0, sliding_window=0)
     with pytest.raises(ValueError, match="soft_cap"):
         paged_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
     with pytest.raises(ValueError, match="evenly"):
-        paged_attention(arrays[0][:, :2], *arrays[1:], **layout, scale=1.0)
+        paged_attention(arrays[0][:, :, :2], *arrays[1:], **layout, scale=1.0)
 
 
 @pytest.mark.parametrize("axis_types", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
 def test_runs_on_local_heads(axis_types):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(axis_types,), devices=jax.devices()[:2])
-    arrays, layout = make_case(
-        np.random.default_rng(4), decodes=[9, 30], prefills=[(7, 19)], num_tokens=16, max_rows=4, max_blocks=8
-    )
-    heads = P(None, "tensor")
+    arrays, layout = make_case(np.random.default_rng(7), [9, 30, 0, 13], num_queries=2)
+    heads, pages = P(None, None, "tensor"), P(None, "tensor")
+    specs = (heads, pages, pages, P("tensor"), P("tensor"))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(heads, heads, heads, P()), out_specs=heads)
-    def run(q, k, v, layout):
-        return paged_attention(q, k, v, **layout, scale=0.3, sliding_window=20)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P()), out_specs=(heads, heads))
+    def run(q, k, v, sinks, slopes, layout):
+        return paged_attention(q, k, v, **layout, scale=0.3, sliding_window=20, sinks=sinks, alibi_slopes=slopes)
 
     with jax.set_mesh(mesh):
-        got = run(*jax.device_put(arrays, jax.NamedSharding(mesh, heads)), layout)
-        replicated = attend(*arrays, **layout, scale=0.3, sliding_window=20)
-    want = expected(arrays, layout, scale=0.3, sliding_window=20)
-    np.testing.assert_allclose(np.asarray(got), want, atol=2e-5)
-    np.testing.assert_allclose(np.asarray(replicated), want, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_writes_land_where_they_belong(dtype):
-    rng = np.random.default_rng(5)
-    shape = (6, 2, 4, 3)
-    k_pages, v_pages = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
-    k, v = (jnp.asarray(rng.standard_normal((5, 2, 3)), jnp.float32) for _ in range(2))
-    index = np.array([7, 0, 23, 24, 31], np.int32)  # the last two are padding
-    want = [np.array(pages) for pages in (k_pages, v_pages)]
-    for token, place in enumerate(index[:3]):
-        for pages, values in zip(want, (k, v), strict=True):
-            pages[place // 4, :, place % 4] = values[token].astype(dtype)
-    got = jax.jit(write_kv)(k_pages, v_pages, k, v, jnp.asarray(index))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), b)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_the_pool_is_never_copied(dtype):
-    """A donated write, then attention over it: scratch memory must not grow with the number of blocks."""
-
-    def step(k_pages, v_pages, q, k, v, index, layout):
-        k_pages, v_pages = write_kv(k_pages, v_pages, k, v, index)
-        return k_pages, v_pages, paged_attention(q, k_pages, v_pages, **layout, scale=1.0)
-
-    def scratch(num_blocks):
-        pages = jax.ShapeDtypeStruct((num_blocks, 2, 16, 32), dtype)
-        tokens = [jax.ShapeDtypeStruct((16, heads, 32), dtype) for heads in (4, 2, 2)]
-        shapes = {
-            "block_tables": (8, 10),
-            "seq_lens": (8,),
-            "query_starts": (9,),
-            "num_decode_rows": (),
-            "num_rows": (),
-        }
-        layout = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-        index = jax.ShapeDtypeStruct((16,), jnp.int32)
-        memory = (
-            jax.jit(step, donate_argnums=(0, 1)).lower(pages, pages, *tokens, index, layout).compile().memory_analysis()
-        )
-        assert memory.alias_size_in_bytes == 2 * pages.size * pages.dtype.itemsize
-        return memory.temp_size_in_bytes
-
-    assert scratch(10_000) == scratch(1_000)
+        placed = jax.device_put((*arrays, SINKS, SLOPES), tuple(jax.NamedSharding(mesh, spec) for spec in specs))
+        got = run(*placed, layout)
+        replicated = attend(*arrays, **layout, scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)
+    want = expected(arrays, layout, scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)
+    for results in (got, replicated):
+        for a, b in zip(results, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, atol=2e-5)

@@ -1,0 +1,58 @@
+"""`add_rms_norm` for Hopper (sm_90a), in Mosaic GPU: a warpgroup a row, which stays in registers from sum to norm.
+
+XLA makes two or three kernels of it, which read the sum again; a decode step has two of them a layer.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+THREADS = 128  # of a warpgroup
+MAX_VALUES_PER_THREAD = 128  # float32, two of them at a time: more would not fit into 255 registers
+
+
+def add_rms_norm_sm90(
+    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], *, eps: float
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """See `add_rms_norm`. Raises NotImplementedError for what `supports` does not."""
+    if not supports(x.shape[1], x.dtype) or update.dtype != x.dtype:
+        raise NotImplementedError(
+            f"rows must be bfloat16 or float16, of a multiple of {THREADS} and up to "
+            f"{THREADS * MAX_VALUES_PER_THREAD} values, got {x.shape[1]} in {x.dtype} and {update.dtype}"
+        )
+    return _kernel(x, update, weight, eps=eps)
+
+
+def supports(size: int, dtype: jnp.dtype) -> bool:
+    """Whether the kernel takes rows of `size` values of this dtype."""
+    return dtype in (jnp.bfloat16, jnp.float16) and size % THREADS == 0 and size <= THREADS * MAX_VALUES_PER_THREAD
+
+
+@functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel
+def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
+    num_rows, size = x.shape
+    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)  # values a load
+    layout = plgpu.Layout.WG_STRIDED((size,), vector)
+
+    def body(x, update, weight, total, normed):
+        row = lax.axis_index("row")
+        value = plgpu.load(x.at[row], layout=layout) + plgpu.load(update.at[row], layout=layout)
+        total[row] = value
+        wide = value.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
+        gain = plgpu.load(weight, layout=layout).astype(jnp.float32)
+        normed[row] = (wide * scale * gain).astype(normed.dtype)
+
+    run = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * 2,
+        grid=(num_rows,),
+        grid_names=("row",),
+        kernel_name="add_rms_norm",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(x, update, weight)

@@ -1,0 +1,198 @@
+"""Compile for an H200 on a machine without a GPU, and read what the compilers say of the result.
+
+So CI sees what only a GPU used to show: spilled registers, shared memory, copies of the KV pool, broken command
+buffers. Executables made here are not autotuned and cannot run. Needs the CUDA plugin's wheels (no CUDA, no driver):
+`make deviceless` puts them into a folder of their own, since jax complains of a plugin without a driver at each start.
+"""
+
+import collections
+import functools
+import importlib.util
+import math
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
+"""XLA's description of an H200: driver 580, CUDA 13."""
+
+PLUGIN_FOLDER = pathlib.Path(sys.prefix) / "deviceless"
+"""Where `make deviceless` puts the plugin."""
+
+CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile"}
+"""Thunks that do nothing but hold others."""
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+
+
+class KernelResources(NamedTuple):
+    """What one Mosaic kernel takes of a multiprocessor, from ptxas."""
+
+    name: str
+    num_registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+class DevicelessExecutable(NamedTuple):
+    """A program compiled for an H200."""
+
+    compiled: jax.stages.Compiled
+    kernels: tuple[KernelResources, ...]
+    """Of the Mosaic kernels that this compilation built; those that an earlier one of this process built are absent."""
+    thunks: collections.Counter[str]
+    """How often each kind of thunk is called from the host: a whole program in one CUDA graph is 1 kCommandBuffer."""
+    num_launches: int
+    """Kernels, library calls and copies of a run, those inside command buffers included."""
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes that the kernels spill from registers, stores and loads."""
+        return sum(kernel.spill_bytes for kernel in self.kernels)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Device memory for temporaries."""
+        memory = self.compiled.memory_analysis()
+        assert memory is not None, "XLA for GPUs always has one"
+        return memory.temp_size_in_bytes
+
+    def copies_of(self, shape: tuple[int, ...]) -> list[str]:
+        """The instructions that copy an array of this shape: a donated KV pool should have none."""
+        wanted = "[" + ",".join(map(str, shape)) + "]"
+        copies = re.compile(r"^\s*(?:ROOT )?%?\S+ = \S*" + re.escape(wanted) + r"\S* (?:copy|copy-start)\(")
+        text = self.compiled.as_text()
+        assert text is not None, "XLA for GPUs always has one"
+        return [line.strip() for line in text.splitlines() if copies.match(line)]
+
+
+def is_available() -> bool:
+    """Whether the CUDA plugin is there."""
+    _find_plugin()
+    return importlib.util.find_spec("jax_plugins") is not None and (
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    )
+
+
+def h200_mesh(shape: tuple[int, ...] = (1,), axis_names: tuple[str, ...] = ("x",)) -> Mesh:
+    """A mesh of H200s of one host that are not there. Raises RuntimeError without the plugin."""
+    return topologies.make_mesh(_topology(math.prod(shape)), shape, axis_names)
+
+
+def compile_for_h200(
+    fn: Callable[..., Any],
+    *args: Any,
+    static_argnums: tuple[int, ...] = (),
+    donate_argnums: tuple[int, ...] = (),
+    compiler_options: dict[str, Any] | None = None,
+) -> DevicelessExecutable:
+    """`fn` jitted and compiled for H200s.
+
+    `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding lie
+    whole on one H200, others carry shardings over an `h200_mesh`. Raises RuntimeError without the plugin, and whatever
+    the compilers raise.
+    """
+    replicated = NamedSharding(h200_mesh(), PartitionSpec())
+
+    def on_h200(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None else replicated
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = [arg if index in static_argnums else jax.tree.map(on_h200, arg) for index, arg in enumerate(args)]
+    jitted = jax.jit(fn, static_argnums=static_argnums, donate_argnums=donate_argnums)
+
+    def lower() -> jax.stages.Lowered:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            return jitted.lower(*placed)
+
+    return compile_lowered(lower, compiler_options=compiler_options)
+
+
+def compile_lowered(
+    lower: Callable[[], jax.stages.Lowered], *, compiler_options: dict[str, Any] | None = None
+) -> DevicelessExecutable:
+    """What `lower` returns, traced for an `h200_mesh`, compiled and reported on."""
+    with tempfile.TemporaryDirectory() as folder, _without_cache(), _dumping_kernels(folder):
+        # Beside the thunks this dumps more than is read here: a few files of text.
+        compiled = lower().compile({"xla_dump_to": folder} | (compiler_options or {}))
+        thunks = _thunks(pathlib.Path(folder))
+        return DevicelessExecutable(
+            compiled=compiled,
+            kernels=tuple(_kernels(pathlib.Path(folder))),
+            thunks=collections.Counter(kind for indent, kind in thunks if not indent),
+            num_launches=sum(kind not in CONTAINERS for _, kind in thunks),
+        )
+
+
+@functools.cache
+def _topology(num_devices: int) -> Any:
+    if not is_available():
+        raise RuntimeError("compiling for an H200 needs jax's CUDA plugin: `make deviceless` installs it")
+    return topologies.get_topology_desc(
+        platform="cuda", topology=f"1x1x{num_devices}", target_config=TARGET_CONFIG.read_text()
+    )
+
+
+def _find_plugin() -> None:
+    """Put the plugin on the path. Too late once jax has been asked for its devices, when it looks for plugins."""
+    if PLUGIN_FOLDER.is_dir() and str(PLUGIN_FOLDER) not in sys.path:
+        sys.path.append(str(PLUGIN_FOLDER))
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    """A program from the persistent cache brings no reports, nor can it be read without a GPU: so none is put there.
+
+    The cache itself cannot be turned off any more once it was used.
+    """
+    threshold = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
+
+
+@contextmanager
+def _dumping_kernels(folder: str) -> Iterator[None]:
+    """Mosaic writes ptxas's report of each kernel into the folder that the environment names."""
+    settings = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _kernels(folder: pathlib.Path) -> Iterator[KernelResources]:
+    for path in sorted(folder.glob("*.ptxas")):
+        report = path.read_text()
+        spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        registers = re.findall(r"Used (\d+) registers", report)
+        yield KernelResources(
+            name=path.stem,
+            num_registers=max(map(int, registers)),
+            spill_bytes=sum(int(stores) + int(loads) for _, stores, loads in spilled),
+            stack_bytes=max(int(stack) for stack, _, _ in spilled),
+        )
+
+
+def _thunks(folder: pathlib.Path) -> list[tuple[str, str]]:
+    """Indentation and kind of each thunk, those in a container under it and indented."""
+    # The second file is there if the passes made command buffers.
+    path = max(folder.glob("*thunk_sequence*.txt"), key=lambda path: len(path.name))
+    return re.findall(r"^( *)\d+: (k\w+)", path.read_text(), flags=re.MULTILINE)

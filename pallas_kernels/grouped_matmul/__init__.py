@@ -1,0 +1,6 @@
+"""Rows sorted into groups, each multiplied by the weight of its group: the matmuls of a mixture of experts."""
+
+from pallas_kernels.grouped_matmul.op import Implementation, grouped_matmul
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+
+__all__ = ["Implementation", "grouped_matmul", "grouped_matmul_reference"]

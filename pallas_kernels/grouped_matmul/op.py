@@ -1,0 +1,56 @@
+"""The public operation: what the experts of a layer compute, after tokens have been sorted by expert."""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul.sm90 import grouped_matmul_sm90
+from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
+
+Implementation = Literal["xla", "sm90"]
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "..."],
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    activation: Callable[[Array, Array], Array] | None = None,
+    implementation: Implementation = "xla",
+) -> Float[Array, "M N"]:
+    """Multiply each row by the transposed weight of its group (Gale et al. 2022, arXiv:2211.15841).
+
+    The first group_sizes[0] rows are of group 0, and so on. Rows past all groups are padding: nothing is computed for
+    them, whatever they hold, and what the result has there means nothing (it may be NaN). Groups may be empty, and cost
+    nothing. Sums are in float32 or wider, the result in x's dtype.
+
+    The weight is [X, N, K]. With an `activation` it is [X, 2, N, K], gate and up, and the result activation(gate, up);
+    "sm90" calls that once a tile in the kernel, with float32, and jits it as a static argument: give the same function
+    for each layer. `bias`, in the shape of the weight's outputs, is added before that.
+
+    "sm90" is a Mosaic kernel for Hopper GPUs; "xla" runs anywhere, on a GPU at the cost of a copy of all weights.
+    Weights are local: with a sharded axis, call it inside `jax.shard_map`. Sizes that together exceed M, or are
+    negative, give undefined results. Raises ValueError for an unknown implementation, shapes that do not fit together,
+    or dtypes that differ; NotImplementedError for what "sm90" cannot do: dtypes but bfloat16 and float16, K that is no
+    multiple of 64, N that is none of 8 or less than 64.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    outputs = weight.shape[1:-1]
+    if len(outputs) != 1 + (activation is not None) or (activation is not None and outputs[0] != 2):
+        wanted = "[X, N, K]" if activation is None else "[X, 2, N, K], gate and up"
+        raise ValueError(f"weight must be {wanted}, got shape {weight.shape}")
+    if weight.shape[-1] != x.shape[1]:
+        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
+    if group_sizes.shape != weight.shape[:1]:
+        raise ValueError(f"group_sizes must have {weight.shape[0]} entries, one a group, got {group_sizes.shape}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"x and weight must have one dtype, got {jnp.dtype(x.dtype)} and {jnp.dtype(weight.dtype)}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
+    run = {"xla": grouped_matmul_xla, "sm90": grouped_matmul_sm90}[implementation]
+    return run(x, weight, group_sizes, bias=bias, activation=activation)

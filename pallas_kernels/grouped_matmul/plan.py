@@ -1,0 +1,53 @@
+"""Which work a persistent grouped matmul does: the rows of each group cut into tiles, on the device, from the sizes.
+
+Both matmuls of a layer's experts make equal plans where their tiles have as many rows; XLA keeps one.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class Plan(NamedTuple):
+    """Tiles of rows, in order. What lies behind the last of them means nothing."""
+
+    group: Int[Array, " W"]
+    row: Int[Array, " W"]
+    """The tile's first."""
+    num_rows: Int[Array, " W"]
+    """From 1 to the size of a tile."""
+    first: Int[Array, "2 X+1"]
+    """Each group's first row and first tile; behind the last group, their numbers."""
+
+
+def plan(group_sizes: Int[Array, " X"], *, num_rows: int, tile_rows: int) -> Plan:
+    """Tiles that cover each group from its first row on; no tile has rows of two groups.
+
+    Comparisons of all with all, as two fusions: cumulative sums or a search would be more kernels.
+    """
+    num_groups = group_sizes.shape[0]
+    sizes = group_sizes.astype(jnp.int32)
+    tiles = (sizes + (tile_rows - 1)) // tile_rows
+    is_before = jnp.arange(num_groups)[None, :] < jnp.arange(num_groups + 1)[:, None]
+    first = jnp.sum(jnp.where(is_before[None], jnp.stack([sizes, tiles])[:, None], 0), axis=2)
+
+    tile = jnp.arange(max_tiles(num_groups, num_rows=num_rows, tile_rows=tile_rows), dtype=jnp.int32)[:, None]
+    first_row, first_tile, end_tile = first[:1, :-1], first[1:, :-1], first[1:, 1:]
+    is_own = (first_tile <= tile) & (tile < end_tile)
+    skipped = (tile - first_tile) * tile_rows
+
+    def of_own_group(values: Int[Array, "#W X"]) -> Int[Array, " W"]:
+        return jnp.sum(jnp.where(is_own, values, 0), axis=1)
+
+    return Plan(
+        group=of_own_group(jnp.arange(num_groups, dtype=jnp.int32)[None]),
+        row=of_own_group(first_row + skipped),
+        num_rows=of_own_group(jnp.minimum(sizes[None] - skipped, tile_rows)),
+        first=first,
+    )
+
+
+def max_tiles(num_groups: int, *, num_rows: int, tile_rows: int) -> int:
+    """How many tiles there can be: the full ones, and one of each group that has rows."""
+    return min(num_groups, num_rows) + num_rows // tile_rows

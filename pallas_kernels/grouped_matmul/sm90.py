@@ -1,0 +1,196 @@
+"""`grouped_matmul` for Hopper (sm_90a), in Mosaic GPU: only the weights of groups with rows are read, and once.
+
+Persistent thread blocks take tiles of a plan that is made from the group sizes on the device. Rows are operand A of
+wgmma and weights operand B, as in `small_matmul`. A tile begins at a group's own row: an aligned one would straddle two
+groups almost always. So a group of up to 64 rows (few rows: bound by HBM) or 128 (many: bound by the tensor cores) is
+one tile, and where it ends a copy of fewer rows, not a mask, keeps the next group's rows whole.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul.plan import Plan, plan
+from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, ROWS, Global, Problem, Shared, kernel
+from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+
+MAX_TILE = 256  # weight rows of one wgmma
+MANY_ROWS = 32
+"""Rows a group, on average, from which on tiles have 128 of them: then many groups have more than 64."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is cut; `heuristic` picks one."""
+
+    rows: int
+    """Of a tile: 64, or 128 for two computing warpgroups."""
+    outputs: int
+    """Of a tile: a multiple of 64. With gate and up, of each of them."""
+    block_k: int
+    """Of K, a step of the ring: a multiple of 64."""
+    stages: int
+    """Steps in the ring."""
+    num_blocks: int = NUM_SMS
+    """Thread blocks."""
+
+    def shared_memory(self, *, is_gated: bool) -> int:
+        """Bytes of a thread block."""
+        step = (self.rows + self.outputs * (1 + is_gated)) * self.block_k * 2
+        return self.stages * step + self.rows * self.outputs * 2
+
+
+def check_supported(x: Float[Array, "M K"], weight: Float[Array, "X *halves N K"]) -> None:
+    """Raises NotImplementedError with the reason if the kernel cannot do it."""
+    if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"the grouped matmul takes bfloat16 or float16, got x of {x.dtype} and a weight of {weight.dtype}"
+        )
+    if x.shape[1] % 64 or weight.shape[-2] % 8 or weight.shape[-2] < COLUMNS:
+        raise NotImplementedError(
+            "the grouped matmul takes K in multiples of 64 and outputs in multiples of 8, at least 64, got a weight of "
+            f"shape {weight.shape}"
+        )
+
+
+def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -> Config:
+    """Wide tiles for many rows; for few the widest that keep all SMs reading. From arithmetic, see NOTES.md."""
+    num_groups, num_outputs, depth = weight_shape[0], *weight_shape[-2:]
+    widest = min(MAX_TILE // (1 + is_gated), num_outputs // COLUMNS * COLUMNS)
+    if num_rows > MANY_ROWS * num_groups:
+        return _with_ring(rows=2 * ROWS, outputs=widest, depth=depth, is_gated=is_gated)
+    # Groups that are not empty if every row falls into any of them.
+    num_used = num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
+
+    def balance(outputs: int) -> float:
+        """Of the SMs' time, what is work if all tiles take equally long."""
+        tiles = num_used * -(-num_outputs // outputs)
+        return tiles / (-(-tiles // NUM_SMS) * NUM_SMS) if tiles else 1.0
+
+    # Less than 6% of imbalance is not worth narrower tiles.
+    outputs = max(range(COLUMNS, widest + 1, COLUMNS), key=lambda width: (min(balance(width), 0.94), width))
+    return _with_ring(rows=ROWS, outputs=outputs, depth=depth, is_gated=is_gated)
+
+
+def _with_ring(*, rows: int, outputs: int, depth: int, is_gated: bool) -> Config:
+    """Long steps if there is room for four of them: fewer barriers, and longer runs of memory."""
+    for block_k in (256, 128, 64):
+        empty = Config(rows=rows, outputs=outputs, block_k=block_k, stages=0)
+        one = dataclasses.replace(empty, stages=1)
+        used, with_one = (config.shared_memory(is_gated=is_gated) for config in (empty, one))
+        stages = (SHARED_MEMORY - used) // (with_one - used)
+        if stages >= 4 and depth % block_k == 0:
+            break
+    return dataclasses.replace(empty, stages=min(stages, 12))
+
+
+def grouped_matmul_sm90(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "X *halves N K"],
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "X *halves N"] | None = None,
+    activation: Callable[[Array, Array], Array] | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """See `grouped_matmul`. Raises NotImplementedError for what the kernel cannot do.
+
+    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    """
+    check_supported(x, weight)
+    num_rows, depth = x.shape
+    if num_rows == 0:
+        return jnp.zeros((0, weight.shape[-2]), x.dtype)
+    is_gated = activation is not None
+    config = config or heuristic(num_rows, weight.shape, is_gated=is_gated)
+    # A copy takes a power of two of rows, and at least 8.
+    padded = num_rows if num_rows >= ROWS else max(8, 1 << (num_rows - 1).bit_length())
+    problem = Problem(
+        outputs=config.outputs,
+        halves=1 + is_gated,
+        block_k=config.block_k,
+        stages=config.stages,
+        units=config.rows // ROWS,
+        depth=depth,
+        num_outputs=weight.shape[-2],
+        boxes=tuple(box for box in (8, 16, 32, ROWS) if box <= padded),
+        num_blocks=config.num_blocks,
+        activation=activation,
+        interpret=interpret,
+    )
+    tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
+    if bias is not None:
+        missing = problem.output_tiles * problem.outputs - problem.num_outputs
+        bias = jnp.pad(bias.reshape(-1, problem.num_outputs), ((0, 0), (0, missing)))
+    y = _call(
+        jnp.pad(x, ((0, padded - num_rows), (0, 0))),
+        weight.reshape(-1, problem.num_outputs, depth),
+        bias,
+        tiles,
+        problem=problem,
+    )
+    return y[:num_rows]
+
+
+# Jitted: the layers of a model share one trace and one compilation.
+@functools.partial(jax.jit, static_argnames="problem")
+def _call(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "XH N K"],
+    bias: Float[Array, "XH N2"] | None,
+    tiles: Plan,
+    *,
+    problem: Problem,
+) -> Float[Array, "M N"]:
+    # Any: pyright takes them for abstract classes.
+    by_rows = cast(Any, plgpu.SwizzleTransform)(2 * COLUMNS)
+    by_tiles = (cast(Any, plgpu.TilingTransform)((8, COLUMNS)), by_rows)
+
+    def array(*shape, transforms=by_tiles):
+        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+    units, outputs = problem.units, problem.outputs
+    x_shape = (problem.stages, units, problem.parts, ROWS, COLUMNS)
+    out_shape = (units, outputs // COLUMNS, ROWS, COLUMNS)
+    # Views of the same memory.
+    x_views = [array(*x_shape), array(*x_shape, transforms=(by_rows,))]
+    out_views = [array(*out_shape), array(*out_shape, transforms=(by_rows,))]
+
+    def body(*refs):
+        *inputs, y, x_views, ring, out_views, full, free = refs
+        x_smem, x_boxes = x_views
+        out_smem, out_boxes = out_views
+        if problem.interpret:  # where each view has bytes of its own
+            x_boxes, out_boxes = x_smem, out_smem
+        group, row, num_rows, first, x, weight, *bias = inputs
+        gmem = Global(group, row, num_rows, first, x, weight, bias[0] if bias else None, y)
+        kernel(problem, gmem, Shared(x_smem, x_boxes, ring, out_smem, out_boxes, full, free))
+
+    return plgpu.kernel(
+        body,
+        kernel_name="grouped_matmul",
+        out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), x.dtype),
+        scratch_types=(
+            plgpu.RefUnion(*x_views),
+            array(problem.stages, problem.halves * outputs, problem.block_k),
+            plgpu.RefUnion(*out_views),
+            plgpu.Barrier(num_barriers=problem.stages, num_arrivals=problem.halves + units * problem.parts),
+            plgpu.Barrier(num_barriers=problem.stages, num_arrivals=units),
+        ),
+        grid=(problem.num_blocks,),
+        grid_names=("block",),
+        num_threads=units + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # nothing is reduced
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(*tiles, x, weight, *(() if bias is None else (bias,)))

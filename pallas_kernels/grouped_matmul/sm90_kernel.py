@@ -1,0 +1,260 @@
+"""The body of the Hopper kernel of the grouped matmul: what the warpgroups of a thread block do. See sm90.py.
+
+An item is a tile of the plan's rows times a tile of outputs. The last warpgroup copies weights and rows into a ring in
+shared memory, as far ahead as there is room; each of the others multiplies 64 of the tile's rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+ROWS = 64  # of a computing warpgroup: what one wgmma instruction multiplies
+COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
+BAND = 8
+"""Tiles of rows that are taken together before the next ones: blocks that run at a time share weights and rows."""
+
+_LAYOUT = plgpu.Layout.WGMMA
+
+_int = jnp.int32
+
+
+class Problem(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    outputs: int
+    """Of a tile, that is of each half of it."""
+    halves: int
+    """Gate and up, or one."""
+    block_k: int
+    stages: int
+    units: int
+    """Computing warpgroups."""
+    depth: int
+    num_outputs: int
+    boxes: tuple[int, ...]
+    """Numbers of rows that are copied at a time, the fewest that hold all that a warpgroup needs."""
+    num_blocks: int
+    activation: Callable[[Array, Array], Array] | None
+    interpret: bool
+
+    @property
+    def output_tiles(self) -> int:
+        """Tiles that a row's outputs are cut into."""
+        return -(-self.num_outputs // self.outputs)
+
+    @property
+    def steps(self) -> int:
+        """Of an item."""
+        return -(-self.depth // self.block_k)
+
+    @property
+    def parts(self) -> int:
+        """That the rows of a step are copied in."""
+        return self.block_k // COLUMNS
+
+
+class Global(NamedTuple):
+    """Arrays in global memory; the first four are the plan's."""
+
+    group: Any
+    row: Any
+    num_rows: Any
+    first: Any
+    x: Any
+    weight: Any
+    """[X * halves, N, K]"""
+    bias: Any
+    """[X * halves, N], N padded to whole tiles; None: there is none."""
+    y: Any
+
+
+class Shared(NamedTuple):
+    """Arrays and barriers in shared memory.
+
+    The rows' and the result's have two views each, of the same bytes: as wgmma and registers take them, and as boxes of
+    64 columns, which may be copied from and to any row.
+    """
+
+    x: Any
+    x_boxes: Any
+    weight: Any
+    out: Any
+    out_boxes: Any
+    full: Any
+    free: Any
+
+
+class Item(NamedTuple):
+    """A tile of rows and one of outputs."""
+
+    group: Any
+    row: Any
+    num_rows: Any
+    output: Any
+    """The first."""
+
+
+def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
+    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
+    block, wg = lax.axis_index("block"), lax.axis_index("wg")
+    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
+    num_items = num_tiles * problem.output_tiles
+    num_own = lax.div(lax.max(num_items - block + (problem.num_blocks - 1), _int(0)), _int(problem.num_blocks))
+
+    def item_at(turn) -> Item:
+        """This block's; one behind the last may be asked for too."""
+        index = lax.max(lax.min(block + turn * problem.num_blocks, num_items - 1), _int(0))
+        band = lax.div(index, _int(BAND * problem.output_tiles))
+        within = index - band * (BAND * problem.output_tiles)
+        band_size = lax.clamp(_int(1), num_tiles - band * BAND, _int(BAND))
+        tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
+        return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.outputs)
+
+    def for_each_item(visit) -> None:
+        """`visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""
+
+        def turn(index, item):
+            following = item_at(index + 1)
+            visit(item, index * problem.steps)
+            return following
+
+        lax.fori_loop(_int(0), num_own, turn, item_at(_int(0)))
+
+    @pl.when(wg == problem.units)
+    def _():
+        if problem.units > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        for_each_item(lambda item, step: _copy(problem, gmem, smem, item, step))
+        for slot in range(problem.stages):
+            plgpu.barrier_wait(smem.free.at[slot])  # no barrier ends unobserved
+
+    @pl.when(wg < problem.units)
+    def _():
+        if problem.units > 1:
+            plgpu.set_max_registers(232, action="increase")
+        for slot in range(problem.stages):
+            plgpu.barrier_arrive(smem.free.at[slot])
+        for_each_item(lambda item, step: _compute(problem, gmem, smem, wg, item, step))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copy(problem: Problem, gmem: Global, smem: Shared, item: Item, first_step) -> None:
+    """Weights and rows of an item."""
+
+    def one_step(k, _):
+        slot = lax.rem(first_step + k, _int(problem.stages))
+        full = smem.full.at[slot]
+        plgpu.barrier_wait(smem.free.at[slot])
+        for half in range(problem.halves):
+            plgpu.copy_gmem_to_smem(
+                gmem.weight.at[
+                    item.group * problem.halves + half,
+                    pl.ds(item.output, problem.outputs),
+                    pl.ds(k * problem.block_k, problem.block_k),
+                ],
+                smem.weight.at[slot, pl.ds(half * problem.outputs, problem.outputs)],
+                full,
+            )
+        for unit in range(problem.units):
+            # Behind the group's last row may be anything: a row of x has part in a row of the result only. A warpgroup
+            # without rows gets the item's first ones, for what it waits for is to come.
+            has_rows = item.num_rows > unit * ROWS
+            row = item.row + lax.select(has_rows, _int(unit * ROWS), _int(0))
+            num_rows = lax.select(has_rows, item.num_rows - unit * ROWS, _int(1))
+            for fewer, box in zip((0, *problem.boxes), problem.boxes, strict=False):
+                is_best = (num_rows > fewer) & (num_rows <= box)
+
+                @pl.when(num_rows > fewer if box == problem.boxes[-1] else is_best)
+                def _(box=box, row=row, unit=unit):
+                    for part in range(problem.parts):
+                        columns = pl.ds(k * problem.block_k + part * COLUMNS, COLUMNS)
+                        rows = smem.x_boxes.at[slot, unit, part, pl.ds(0, box)]
+                        plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, box), columns], rows, full)
+
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+
+
+def _compute(problem: Problem, gmem: Global, smem: Shared, wg, item: Item, first_step) -> None:
+    """A computing warpgroup's share of an item: 64 of its rows, or fewer, or none."""
+    num_rows = item.num_rows - wg * ROWS
+
+    @pl.when(num_rows <= 0)
+    def _nothing_to_compute():
+        def skip(k, _):
+            slot = lax.rem(first_step + k, _int(problem.stages))
+            plgpu.barrier_wait(smem.full.at[slot])
+            plgpu.barrier_arrive(smem.free.at[slot])
+
+        lax.fori_loop(_int(0), _int(problem.steps), skip, None)
+
+    @pl.when(num_rows > 0)
+    def _compute_and_store():
+        def multiply(acc):
+            return _multiply(problem, smem, wg, first_step, acc)
+
+        sums = pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.halves * problem.outputs), jnp.float32))
+        halves = [sums[:, h * problem.outputs : (h + 1) * problem.outputs] for h in range(problem.halves)]
+        if gmem.bias is not None:
+            halves = [half + _bias(problem, gmem, item, index) for index, half in enumerate(halves)]
+        y = halves[0] if problem.activation is None else problem.activation(*halves)
+        _store(problem, gmem, smem, y, wg, item, num_rows)
+
+
+def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Array, "64 N"]:
+    """The sums of an item. A step's slot is given back when the products of the next one are on their way."""
+
+    def one_step(k, _):
+        step = first_step + k
+        slot = lax.rem(step, _int(problem.stages))
+        plgpu.barrier_wait(smem.full.at[slot])
+        for part in range(problem.parts):
+            weight = smem.weight.at[slot, :, pl.ds(part * COLUMNS, COLUMNS)]
+            plgpu.wgmma(acc, smem.x.at[slot, wg, part], weight.transpose((1, 0)))
+        plgpu.wgmma_wait(problem.parts)
+
+        @pl.when(k > 0)
+        def _():
+            plgpu.barrier_arrive(smem.free.at[lax.rem(step + (problem.stages - 1), _int(problem.stages))])
+
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+    sums = acc[...]
+    plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(problem.stages))])
+    return sums
+
+
+def _bias(problem: Problem, gmem: Global, item: Item, half: int) -> Float[Array, "64 N"]:
+    values = gmem.bias.at[item.group * problem.halves + half, pl.ds(item.output, problem.outputs)]
+    values = plgpu.load(values, layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
+    return lax.broadcast_in_dim(values, (ROWS, problem.outputs), (1,))
+
+
+def _store(problem: Problem, gmem: Global, smem: Shared, values, wg, item: Item, num_rows) -> None:
+    """The first rows of a warpgroup's result: as one box of 64, or as boxes of 8 and what is left."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+    values = values.astype(gmem.y.dtype)
+    parts = range(problem.outputs // COLUMNS)
+    for part in parts:
+        smem.out[wg, part] = values[:, part * COLUMNS : (part + 1) * COLUMNS]
+    plgpu.commit_smem()
+
+    def copy(first, count: int) -> None:
+        """`first` in multiples of 8, by which the swizzle repeats."""
+        rows = pl.ds(item.row + wg * ROWS + first, count)
+        for part in parts:
+            columns = pl.ds(item.output + part * COLUMNS, COLUMNS)
+            source = smem.out_boxes.at[wg, part, pl.ds(first, count)]
+            plgpu.copy_smem_to_gmem(source, gmem.y.at[rows, columns])
+
+    num_eights = lax.div(num_rows, _int(8))
+    if gmem.y.shape[0] >= ROWS:
+        pl.when(num_rows >= ROWS)(lambda: copy(0, ROWS))
+        num_eights = lax.select(num_rows >= ROWS, _int(0), num_eights)
+    lax.fori_loop(_int(0), num_eights, lambda i, _: copy(i * 8, 8), None)
+    rest = lax.select(num_rows >= ROWS, _int(0), lax.rem(num_rows, _int(8)))
+    for count in range(1, 8):
+        pl.when(rest == count)(lambda count=count: copy(num_eights * 8, count))

@@ -1,0 +1,82 @@
+"""`grouped_matmul` in XLA: a loop over the tiles of the used experts on a CPU, `lax.ragged_dot_general` elsewhere."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TILES = (1, 8, 64)
+"""Rows that one turn of the loop multiplies."""
+FEWEST_ROWS = (1, 2, 32)
+"""A turn takes the last of the TILES for which its group has still as many rows.
+
+On two cores with weights of 1024 x 1024 in float32 a turn of 8 rows takes 0.4 ms, as does one of 1 row: the weight is
+what it reads; one of 64 rows takes 2.2 ms.
+"""
+
+
+def grouped_matmul_xla(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "X *halves N K"],
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "X *halves N"] | None,
+    activation: Callable[[Array, Array], Array] | None,
+) -> Float[Array, "M N"]:
+    """See `grouped_matmul`."""
+    num_groups, depth = weight.shape[0], weight.shape[-1]
+    # ragged_dot is dense over the groups on a CPU: the loop's turns are as many as the rows need, known on the device.
+    matrices = weight.reshape(num_groups, -1, depth)
+    y = lax.platform_dependent(x, matrices, group_sizes, cpu=_loop, default=ragged_dot)
+    if bias is not None:
+        of_row = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
+        y += bias.reshape(num_groups, -1)[jnp.minimum(of_row, num_groups - 1)].astype(y.dtype)
+    return y if activation is None else activation(*jnp.split(y, 2, axis=1))
+
+
+def _precision(x: Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def ragged_dot(
+    x: Float[Array, "M K"], weight: Float[Array, "X N K"], group_sizes: Int[Array, " X"]
+) -> Float[Array, "M N"]:
+    """What XLA has for it; on a CPU it multiplies every row by every group's weight."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return lax.ragged_dot_general(
+        x, weight, group_sizes, numbers, precision=_precision(x), preferred_element_type=x.dtype
+    )
+
+
+def _loop(x: Array, weight: Array, group_sizes: Array) -> Array:
+    num_rows, num_outputs = x.shape[0], weight.shape[1]
+    ends = jnp.cumsum(group_sizes)
+    # A tile may run past its group: the groups come in order, and the next one writes its own rows over what is wrong.
+    x = jnp.pad(x, ((0, TILES[-1]), (0, 0)))
+
+    def multiply(tile: int, y: Array, row: Array, group: Array) -> Array:
+        rows = lax.dynamic_slice_in_dim(x, row, tile)
+        matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        product = lax.dot_general(
+            rows, matrix, (((1,), (1,)), ((), ())), precision=_precision(x), preferred_element_type=x.dtype
+        )
+        return lax.dynamic_update_slice_in_dim(y, product, row, axis=0)
+
+    branches = [functools.partial(multiply, tile) for tile in TILES]
+    tiles, fewest_rows = jnp.array(TILES), jnp.array(FEWEST_ROWS)
+
+    def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        row, y = state
+        group = jnp.searchsorted(ends, row, side="right")
+        rows_left = ends[group] - row
+        choice = jnp.sum(rows_left >= fewest_rows) - 1
+        y = lax.switch(choice, branches, y, row, group)
+        return row + jnp.minimum(tiles[choice], rows_left), y
+
+    y = jnp.zeros((num_rows + TILES[-1], num_outputs), x.dtype)
+    _, y = lax.while_loop(lambda state: state[0] < ends[-1], turn, (jnp.zeros((), ends.dtype), y))
+    return y[:num_rows]

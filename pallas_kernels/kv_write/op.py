@@ -1,0 +1,46 @@
+"""The public operations: put a step's keys and values into their pages, before the attentions read them from there.
+
+`rope_and_write_kv` takes the fused projection of a layer and does all that lies between it and the attention;
+`write_kv` is for keys and values that have been made otherwise.
+"""
+
+from typing import Literal, get_args
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90
+from pallas_kernels.kv_write.xla import rope_and_write_kv_xla
+
+Implementation = Literal["xla", "sm90"]
+
+
+def rope_and_write_kv(
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    write_index: Int[Array, " T"],
+    *,
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """Rotate T tokens' queries and keys, write keys and values to their places; the queries and the changed pages.
+
+    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `rotation` is the
+    cosine and the sine of each token's angles, float32: the pairs (i, i + half) of queries and keys are turned by them
+    in float32 (Su et al. 2021, arXiv:2104.09864), what a head has beyond 2 * half stays; None: all of it does.
+
+    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more:
+    these are dropped. Values are cast to the dtype of the pages. Pages are changed in place where the caller donates
+    them.
+
+    Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
+    implementation or a head without queries; NotImplementedError for dtypes and shapes that "sm90", the kernel for
+    Hopper GPUs, cannot do.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if qkv.shape[2] < 3:
+        raise ValueError(f"qkv must have a query, a key and a value for each head, got {qkv.shape[2]} vectors")
+    run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
+    return run(qkv, k_pages, v_pages, write_index, rotation=rotation)

@@ -1,0 +1,162 @@
+"""`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel where XLA makes three to five.
+
+A thread block takes some tokens of one or more vectors of `qkv`, which are queries, keys or values: it copies them into
+shared memory as two halves, turns those against each other, and copies them out: queries all at once, keys and values
+token by token to their pages. So threads hold cosines and vectors in the same places, and nothing is spread over heads.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.hopper import SHARED_MEMORY
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a thread block takes; `heuristic` picks one."""
+
+    tokens: int
+    """A multiple of 16."""
+    vectors: int
+    """Of the members of `qkv`: a divisor of their number."""
+
+
+def heuristic(num_tokens: int, members: int, head_dim: int) -> Config:
+    """As many thread blocks as there can be for few tokens; for many, cosines and sines that serve all of a head, if
+    they and the head fit into shared memory.
+    """
+    tokens = 16
+    room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
+    bytes_per_vector = tokens * (head_dim + 8) * 2
+    return Config(tokens=tokens, vectors=members if num_tokens > 512 and members * bytes_per_vector <= room else 1)
+
+
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, halves, rests, cosines, sines, full, *, is_turned):
+    """`qkv` to `q` lie in global memory, what follows in shared memory: [vectors, 2, tokens, half] of them `halves`."""
+    num_tokens, _, members, head_dim = qkv.shape
+    num_pages, _, block_size, _ = k_pages.shape
+    num_vectors, _, tile_size, half = halves.shape
+    int32 = jnp.int32
+    first = lax.axis_index("tile") * tile_size
+    tokens = pl.ds(first, tile_size)
+    parts = [pl.ds(0, half), pl.ds(half, half)]
+    if head_dim > 2 * half:
+        parts.append(pl.ds(2 * half, head_dim - 2 * half))
+
+    vectors = []
+    for i in range(num_vectors):
+        vector = lax.axis_index("vector") * num_vectors + i
+        kv_head, member = lax.div(vector, int32(members)), lax.rem(vector, int32(members))
+        smem = [halves.at[i, 0], halves.at[i, 1], rests.at[i]][: len(parts)]
+        vectors.append((kv_head, member, smem))
+        for part, ref in zip(parts, smem, strict=True):
+            plgpu.copy_gmem_to_smem(qkv.at[tokens, kv_head, member, part], ref, full)
+    if is_turned:
+        plgpu.copy_gmem_to_smem(cos.at[tokens], cosines, full)
+        plgpu.copy_gmem_to_smem(sin.at[tokens], sines, full)
+    plgpu.barrier_wait(full)
+
+    if is_turned:
+        layout = plgpu.Layout.WG_STRIDED((tile_size, half), vec_size=math.gcd(tile_size * half // 128, 4))
+        c, s = (plgpu.load(ref, layout=layout) for ref in (cosines, sines))
+
+        def turn(first, second):
+            x, y = (plgpu.load(ref, layout=layout).astype(jnp.float32) for ref in (first, second))
+            first[...] = (x * c - y * s).astype(qkv.dtype)
+            second[...] = (y * c + x * s).astype(qkv.dtype)
+
+        for _, member, smem in vectors:
+            pl.when(member < members - 1)(functools.partial(turn, *smem[:2]))
+        plgpu.commit_smem()
+
+    def copy_queries(kv_head, member, smem):
+        head = kv_head * (members - 2) + member
+        for part, ref in zip(parts, smem, strict=True):
+            plgpu.copy_smem_to_gmem(ref, q.at[tokens, head, part])
+
+    def write(pages, kv_head, smem):
+        def one_token(i, _):
+            place = write_index[first + i]
+
+            @pl.when(place < num_pages * block_size)
+            def _():
+                page, offset = lax.div(place, int32(block_size)), lax.rem(place, int32(block_size))
+                for part, ref in zip(parts, smem, strict=True):
+                    plgpu.copy_smem_to_gmem(ref.at[i], pages.at[page, kv_head, offset, part])
+
+        lax.fori_loop(int32(0), lax.min(num_tokens - first, int32(tile_size)), one_token, None)
+
+    for kv_head, member, smem in vectors:
+        pl.when(member < members - 2)(functools.partial(copy_queries, kv_head, member, smem))
+        pl.when(member == members - 2)(functools.partial(write, k_pages, kv_head, smem))
+        pl.when(member == members - 1)(functools.partial(write, v_pages, kv_head, smem))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must last so long
+
+
+def rope_and_write_kv_sm90(
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    write_index: Int[Array, " T"],
+    *,
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    config: Config | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """See `rope_and_write_kv`."""
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == k_pages.dtype == v_pages.dtype:
+        raise NotImplementedError(
+            f"qkv and pages must all be bfloat16 or all float16, got {qkv.dtype}, {k_pages.dtype} and {v_pages.dtype}"
+        )
+    num_tokens, _, members, head_dim = qkv.shape
+    half = head_dim // 2 if rotation is None else rotation[0].shape[1]
+    if half % 8 or head_dim % 8:
+        raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
+    config = config or heuristic(num_tokens, members, head_dim)
+    return _call(qkv, k_pages, v_pages, write_index, rotation, half=half, config=config)
+
+
+# Jitted: the layers of a model share one trace and one compilation.
+@functools.partial(jax.jit, static_argnames=("half", "config"))
+def _call(
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    write_index: Int[Array, " T"],
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    *,
+    half: int,
+    config: Config,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    num_tokens, num_kv_heads, members, head_dim = qkv.shape
+    is_turned = rotation is not None
+    cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
+    num_rest = head_dim - 2 * half
+    shape = (config.vectors, 2, config.tokens, half)
+    angles = plgpu.SMEM((config.tokens, half), jnp.float32)
+    q = plgpu.kernel(
+        functools.partial(_kernel, is_turned=is_turned),
+        kernel_name="rope_and_write_kv",
+        out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
+        scratch_types=(
+            plgpu.SMEM(shape, qkv.dtype),
+            plgpu.SMEM((config.vectors, config.tokens, num_rest or 8), qkv.dtype),
+            angles,
+            angles,
+            plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 2 * is_turned),
+        ),
+        grid=(num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)),
+        grid_names=("vector", "tile"),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(qkv, cos, sin, write_index, k_ref, v_ref)
+    return q, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -1,0 +1,52 @@
+"""`write_kv` and `rope_and_write_kv` in plain XLA."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def write_kv(
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    write_index: Int[Array, " T"],
+) -> tuple[Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """Write T tokens' keys and values to their places; in place where the caller donates the pages.
+
+    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more:
+    these are dropped. Values are cast to the dtype of the pages.
+    """
+    return write_pages(k_pages, k, write_index), write_pages(v_pages, v, write_index)
+
+
+def write_pages(
+    pages: Float[Array, "P K S D"], values: Float[Array, "T K D"], write_index: Int[Array, " T"]
+) -> Float[Array, "P K S D"]:
+    """As `write_kv`, for one pool of pages."""
+    page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
+    # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).
+    return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
+
+
+def rope_and_write_kv_xla(
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    write_index: Int[Array, " T"],
+    *,
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """See `rope_and_write_kv`."""
+    num_tokens, num_kv_heads, members, head_dim = qkv.shape
+    q, k, v = qkv[:, :, :-2].reshape(num_tokens, num_kv_heads * (members - 2), head_dim), qkv[:, :, -2], qkv[:, :, -1]
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    return q, *write_kv(k_pages, v_pages, k, v, write_index)
+
+
+def rotate(x: Float[Array, "T H D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Float[Array, "T H D"]:
+    """Rotate the pairs (i, i + half) of every head by its token's angles, in float32; the rest of the head stays."""
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)

@@ -1,0 +1,527 @@
+"""The two warpgroups of a stream of the Hopper kernel: one copies queries and pages into shared memory, tile after tile
+without a pause between them, the other computes, with a running softmax (Dao et al. 2023, arXiv:2307.08691).
+
+The queries that share a KV head are the rows of one 64-row tile, padded.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.paged_attention import device
+from pallas_kernels.paged_attention.plan import BLOCK_COST, TILE_COST, block_range
+
+ROWS = 64  # of a tile: what one wgmma instruction multiplies
+LOG2E = math.log2(math.e)
+# Maxima begin here and not at -inf, so that what was masked so far has weights of 1, which the first key that is not
+# takes away again, and not of NaN.
+LOWEST = -1e30
+
+_LAYOUT = plgpu.Layout.WGMMA
+_ROW_LAYOUT = _LAYOUT.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel is cut; `heuristic` picks one."""
+
+    block_kv: int
+    """Keys a step."""
+    stages: int
+    """Blocks of keys, and as many of values, in shared memory."""
+    streams: int
+    """Of a CTA: pairs of a copying and a computing warpgroup, each with a share of its own."""
+    num_ctas: int = NUM_SMS
+    """Thread blocks."""
+
+    @property
+    def num_shares(self) -> int:
+        """Into which a step's work is cut."""
+        return self.num_ctas * self.streams
+
+    def shared_memory(self, head_dim: int) -> int:
+        """Bytes a CTA."""
+        queries_and_result = 3 * ROWS * head_dim * 2
+        return self.streams * (queries_and_result + 2 * self.stages * self.block_kv * head_dim * 2)
+
+
+class Problem(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    config: Config
+    head_dim: int
+    block_size: int
+    num_tiles: int
+    """Of a row."""
+    tiles_per_head: int
+    tile_rows: int
+    """In use, of ROWS."""
+    queries_per_token: int
+    """Query heads that share a KV head."""
+    num_queries: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    interpret: bool
+
+    def cast(self, x, layout):
+        """With a layout, which the interpreter has none of; so are the next two."""
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def iota(self, shape, dimension):
+        """Indices along a dimension."""
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, shape, dimension)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=_LAYOUT)
+
+    def load(self, ref, layout):
+        """What a ref holds."""
+        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)
+
+
+class _Tile(NamedTuple):
+    """The part of a tile that this CTA computes: the blocks [first, end) of the context, of [row_first, row_end)."""
+
+    row: Any
+    index: Any
+    begin: Any
+    seq_len: Any
+    query_len: Any
+    row_first: Any
+    row_end: Any
+    first: Any
+    end: Any
+    is_begun: Any
+    """Whether the part has the tile's first block, if there is any: so this CTA writes the result."""
+
+
+def _for_each_tile(problem, shares, rows, share, visit, carry):
+    """`carry = visit(tile, carry)` over a share."""
+    share_begin, share_end = shares[share, 3], shares[share, 4]
+
+    def blocks_before(unit):
+        return lax.div(lax.max(unit, jnp.int32(0)) + (BLOCK_COST - 1), jnp.int32(BLOCK_COST))
+
+    def step(state):
+        row, index, begin, *carry = state
+        seq_len, query_len = rows[row, 0], rows[row, 1]
+        row_first, row_end = block_range(
+            seq_len, query_len, block_kv=problem.config.block_kv, sliding_window=problem.sliding_window
+        )
+        first = lax.min(row_first + blocks_before(share_begin - begin), row_end)
+        end = lax.min(row_first + blocks_before(share_end - begin), row_end)
+        tile = _Tile(
+            row, index, begin, seq_len, query_len, row_first, row_end, first, end, is_begun=begin >= share_begin
+        )
+        carry = visit(tile, carry)
+        is_last = index == problem.num_tiles - 1
+        return (
+            jnp.where(is_last, row + 1, row),
+            jnp.where(is_last, jnp.int32(0), index + 1),
+            begin + (row_end - row_first) * BLOCK_COST + TILE_COST,
+            *carry,
+        )
+
+    start = (shares[share, 0], shares[share, 1], shares[share, 2], *carry)
+    return lax.while_loop(lambda state: state[2] < share_end, step, start)[3:]
+
+
+def copy(problem, share, refs, scratch):
+    """The copying warpgroup: queries and blocks of one tile after the other, as far ahead as there is room."""
+    config = problem.config
+    pages_per_block = max(1, config.block_kv // problem.block_size)
+    blocks_per_page = max(1, problem.block_size // config.block_kv)
+    rows_per_copy = min(config.block_kv, problem.block_size)
+    q_rows = -(-problem.tile_rows // 4) * 4  # whole multiples of 128 bytes
+
+    def visit(tile, carry):
+        num_tiles, num_blocks = carry
+        head = lax.div(tile.index, jnp.int32(problem.tiles_per_head))
+
+        @pl.when(tile.end > tile.first)
+        def _():
+            @pl.when(num_tiles > 0)
+            def _():
+                plgpu.barrier_wait(scratch.q_free.at[scratch.stream])
+
+            # Rows past the tile's are those of others, or zeros: whatever comes of them is not written.
+            start = (tile.row * problem.num_tiles + tile.index) * problem.tile_rows
+            plgpu.copy_gmem_to_smem(
+                refs.q.at[pl.ds(start, q_rows)], scratch.q_in.at[pl.ds(0, q_rows)], scratch.q_full.at[scratch.stream]
+            )
+
+        def copy_block(block, _):
+            index = num_blocks + block - tile.first
+            slot = scratch.stream * config.stages + lax.rem(index, jnp.int32(config.stages))
+            last_page = lax.div(tile.seq_len - 1, jnp.int32(problem.block_size))
+            if blocks_per_page > 1:
+                pages = [refs.tables[tile.row, lax.div(block, jnp.int32(blocks_per_page))]]
+                offset = lax.rem(block, jnp.int32(blocks_per_page)) * config.block_kv
+            else:
+                # Past the end the last page comes again, which costs no memory traffic.
+                columns = [lax.min(block * pages_per_block + i, last_page) for i in range(pages_per_block)]
+                pages = [refs.tables[tile.row, column] for column in columns]
+                offset = 0
+
+            def copy_pages(pool, held, free, full):
+                @pl.when(index >= config.stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+                for i, page in enumerate(pages):
+                    plgpu.copy_gmem_to_smem(
+                        pool.at[page, head, pl.ds(offset, rows_per_copy)],
+                        held.at[slot, pl.ds(i * rows_per_copy, rows_per_copy)],
+                        full.at[slot],
+                    )
+
+            copy_pages(refs.k, scratch.k, scratch.k_free, scratch.k_full)
+            copy_pages(refs.v, scratch.v, scratch.v_free, scratch.v_full)
+
+        lax.fori_loop(tile.first, tile.end, copy_block, None)
+        return num_tiles + (tile.end > tile.first).astype(jnp.int32), num_blocks + tile.end - tile.first
+
+    nothing = (jnp.int32(0), jnp.int32(0))
+    num_tiles, num_blocks = _for_each_tile(problem, refs.shares, refs.rows, share, visit, nothing)
+
+    # A barrier must not be left with an arrival that nobody has waited for.
+    @pl.when(num_tiles > 0)
+    def _():
+        plgpu.barrier_wait(scratch.q_free.at[scratch.stream])
+
+    def drain(index, _):
+        slot = scratch.stream * config.stages + lax.rem(index, jnp.int32(config.stages))
+        plgpu.barrier_wait(scratch.k_free.at[slot])
+        plgpu.barrier_wait(scratch.v_free.at[slot])
+
+    lax.fori_loop(lax.max(num_blocks - config.stages, jnp.int32(0)), num_blocks, drain, None)
+
+
+def compute(problem, share, refs, scratch):
+    """The computing warpgroup."""
+    config = problem.config
+
+    def visit(tile, carry):
+        num_tiles, num_blocks = carry
+        has_blocks = tile.end > tile.first
+
+        @pl.when(tile.is_begun | has_blocks)
+        def _():
+            slopes = None
+            if refs.alibi_slopes is not None:
+                slopes = problem.load(refs.alibi_slopes.at[tile.index], _ROW_LAYOUT) * LOG2E
+
+            @pl.when(has_blocks)
+            def _():
+                plgpu.barrier_wait(scratch.q_full.at[scratch.stream])
+                scratch.q[...] = problem.load(scratch.q_in, _LAYOUT)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.q_free.at[scratch.stream])
+
+            def attend(block, state, *, is_masked):
+                index = num_blocks + block - tile.first
+                return _attend(problem, tile, block, index, state, scratch, slopes, is_masked)
+
+            # Only the last block holds positions that are not all attended to, if there is one query and no window.
+            all_masked = problem.num_queries > 1 or problem.sliding_window is not None
+            full_end = (
+                tile.first if all_masked else lax.min(tile.end, lax.div(tile.seq_len, jnp.int32(config.block_kv)))
+            )
+            state = (
+                problem.cast(jnp.zeros((ROWS, problem.head_dim), jnp.float32), _LAYOUT),
+                problem.cast(jnp.full((ROWS,), LOWEST, jnp.float32), _ROW_LAYOUT),
+                problem.cast(jnp.zeros((ROWS,), jnp.float32), _ROW_LAYOUT),
+            )
+            if not all_masked:
+                state = lax.fori_loop(tile.first, full_end, functools.partial(attend, is_masked=False), state)
+            state = lax.fori_loop(
+                lax.max(full_end, tile.first), tile.end, functools.partial(attend, is_masked=True), state
+            )
+
+            is_whole = tile.is_begun & (tile.end == tile.row_end)
+
+            @pl.when(is_whole)
+            def _():
+                _write_result(problem, tile, refs, scratch, *state)
+
+            @pl.when(~is_whole)
+            def _():
+                own_place = config.num_shares + share
+                place = jnp.where(tile.is_begun, own_place, refs.shares[share, 6])
+                _leave_part(problem, place, refs, *state)
+
+                @pl.when(~tile.is_begun)
+                def _():
+                    device.signal(refs.arrivals.at[refs.shares[share, 5]], interpret=problem.interpret)
+
+                @pl.when(tile.is_begun)
+                def _():
+                    num_others = refs.shares[share, 7]
+                    device.wait(refs.arrivals.at[share], num_others, interpret=problem.interpret)
+                    _put_together(problem, tile, share, num_others, refs, scratch)
+
+        return num_tiles + has_blocks.astype(jnp.int32), num_blocks + tile.end - tile.first
+
+    _for_each_tile(problem, refs.shares, refs.rows, share, visit, (jnp.int32(0), jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
+    """The running softmax's `state` after one more block."""
+    block_kv = problem.config.block_kv
+    acc, maximum, total = state
+    slot = scratch.stream * problem.config.stages + lax.rem(index, jnp.int32(problem.config.stages))
+    first_held = _first_held(problem, tile)
+    if is_masked:
+        plgpu.barrier_wait(scratch.v_full.at[slot])
+        is_cut = (block * block_kv < first_held) | ((block + 1) * block_kv > tile.seq_len)
+
+        @pl.when(is_cut)
+        def _():
+            _clear_outside(problem, scratch.v.at[slot], block, first_held, tile.seq_len)
+
+    plgpu.barrier_wait(scratch.k_full.at[slot])
+
+    def product(scores_ref):
+        plgpu.wgmma(scores_ref, scratch.q, scratch.k.at[slot].transpose((1, 0)))
+        return scores_ref[...]
+
+    if problem.interpret:
+        scores = jnp.dot(scratch.q[...].astype(jnp.float32), scratch.k[slot].astype(jnp.float32).T)
+        plgpu.commit_smem()
+    else:
+        scores = pl.run_scoped(product, plgpu.ACC((ROWS, block_kv), jnp.float32))
+    plgpu.barrier_arrive(scratch.k_free.at[slot])
+
+    if problem.soft_cap is None:
+        scores = scores * (problem.scale * LOG2E)
+    else:
+        # tanh from exp: the hardware's own is good for 11 bits only.
+        grown = jnp.exp2(scores * (2 * LOG2E * problem.scale / problem.soft_cap))
+        scores = (problem.soft_cap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
+    key = problem.iota((ROWS, block_kv), 1) + block * block_kv
+    position = _query_position(problem, tile, key)
+    if slopes is not None:
+        distance = (key - position).astype(jnp.float32)
+        scores = scores + lax.broadcast_in_dim(slopes, scores.shape, [0]) * distance
+    if is_masked:
+        if problem.num_queries == 1:
+            allowed = (key < tile.seq_len) & (key >= first_held)
+        else:
+            allowed = (key <= position) & (position < tile.seq_len)
+            if problem.sliding_window is not None:
+                allowed = allowed & (key > position - problem.sliding_window)
+        scores = jnp.where(allowed, scores, LOWEST)
+
+    new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+    keep = jnp.exp2(maximum - new_maximum)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
+    total = total * keep + weights.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
+    weights = weights.astype(scratch.v.dtype)
+
+    if not is_masked:
+        plgpu.barrier_wait(scratch.v_full.at[slot])
+
+    def add_product(acc_ref):
+        plgpu.wgmma(acc_ref, weights, scratch.v.at[slot])
+
+    if problem.interpret:
+        acc = acc + jnp.dot(weights.astype(jnp.float32), scratch.v[slot].astype(jnp.float32))
+        plgpu.commit_smem()
+    else:
+        acc = pl.run_state(add_product)(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(scratch.v_free.at[slot])
+    return acc, new_maximum, total
+
+
+def _query_position(problem, tile, key):
+    """Where the query of each row stands, in the shape of `key`; a number if there is one query."""
+    if problem.num_queries == 1:
+        return tile.seq_len - 1
+    row = problem.iota(key.shape, 0)
+    row = row + lax.rem(tile.index, jnp.int32(problem.tiles_per_head)) * ROWS
+    query = lax.div(row, jnp.full_like(row, problem.queries_per_token))
+    return query + (tile.seq_len - tile.query_len)
+
+
+def _clear_outside(problem, values, block, first_held, end_held):
+    """Whatever lies outside the context may be NaN, which a weight of 0 would not take away."""
+    columns = swizzle_bytes(problem.head_dim) // 2
+    for column in range(0, problem.head_dim, columns):
+        part = values.at[:, pl.ds(column, columns)]
+        held = problem.load(part, _LAYOUT)
+        key = problem.iota(held.shape, 0) + block * problem.config.block_kv
+        part[...] = jnp.where((key < end_held) & (key >= first_held), held, jnp.zeros_like(held))
+    plgpu.commit_smem()
+
+
+def _first_held(problem, tile):
+    """The first position that the row's oldest query attends to."""
+    if problem.sliding_window is None:
+        return jnp.int32(0)
+    return lax.max(tile.seq_len - tile.query_len - (problem.sliding_window - 1), jnp.int32(0))
+
+
+def _write_result(problem, tile, refs, scratch, acc, maximum, total):
+    """Of a tile that is done."""
+    item = tile.row * problem.num_tiles + tile.index
+    sinks = None
+    if refs.sinks is not None:
+        sinks = problem.load(refs.sinks.at[tile.index], _ROW_LAYOUT)
+    factor, lse = _normalize(maximum, total, sinks)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the tile before
+    # All at once needs more registers than there are for 256 columns. Only then: of narrower rows, Mosaic has been seen
+    # to store slices to the wrong place (jax 0.11.2, 64 of 128 columns, 32 of 80).
+    width = 32 if problem.head_dim == 256 else problem.head_dim
+    for column in range(0, problem.head_dim, width):
+        part = acc[:, column : column + width]
+        part = (part * lax.broadcast_in_dim(factor, part.shape, [0])).astype(scratch.out.dtype)
+        scratch.out.at[:, pl.ds(column, width)][...] = part
+    refs.lse.at[item][...] = lse
+    _copy_out(problem, item, refs, scratch)
+
+
+def _normalize(maximum, total, sinks):
+    """What the sum of values is to be multiplied with, and the LSE."""
+    is_nothing = maximum <= LOWEST / 2
+    keep = jnp.ones_like(maximum)
+    if sinks is not None:
+        with_sink = jnp.maximum(maximum, sinks * LOG2E)
+        keep = jnp.exp2(maximum - with_sink)
+        maximum, total = with_sink, total * keep + jnp.exp2(sinks * LOG2E - with_sink)
+    factor = jnp.where(is_nothing, jnp.zeros_like(total), keep / total)
+    return factor, jnp.where(is_nothing, jnp.full_like(total, -jnp.inf), maximum * math.log(2) + jnp.log(total))
+
+
+def _copy_out(problem, item, refs, scratch):
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+        scratch.out.at[pl.ds(0, problem.tile_rows)],
+        refs.out.at[pl.ds(item * problem.tile_rows, problem.tile_rows)],
+    )
+
+
+def _leave_part(problem, place, refs, acc, maximum, total):
+    """Put what this CTA has of a tile to where the CTA that has its beginning finds it."""
+    device.store_first_rows(refs.parts.at[place], acc, interpret=problem.interpret)
+    refs.stats.at[place, 0][...] = maximum
+    refs.stats.at[place, 1][...] = total
+
+
+def _put_together(problem, tile, share, num_others, refs, scratch):
+    """The result of a tile from this share's part and those of the `num_others` shares after it."""
+    layout = _part_layout(problem.head_dim)
+    rows_layout = layout.reduce(1)
+    item = tile.row * problem.num_tiles + tile.index
+    chunk = min(16, refs.parts.shape[1])  # rows
+    unroll = min(20, 120 // (chunk * problem.head_dim // 128 + 2))  # parts on their way at the same time
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()  # all warps have left their part
+
+    def put_rows(group, _):
+        rows = pl.ds(group * chunk, chunk)
+
+        def add(i, state):
+            acc, maximum, total = state
+            found = []
+            for j in range(unroll):
+                number = i * unroll + j
+                is_there = number <= num_others
+                # Past the last one, this share's own again with no weight.
+                place = share + jnp.where(is_there & (number > 0), number, problem.config.num_shares)
+                part = problem.load(refs.parts.at[place, rows], layout)
+                part_maximum = problem.load(refs.stats.at[place, 0, rows], rows_layout)
+                part_total = problem.load(refs.stats.at[place, 1, rows], rows_layout)
+                found.append((part, part_maximum, part_total, jnp.where(is_there, 1.0, 0.0)))
+            new_maximum = maximum
+            for _, part_maximum, _, _ in found:
+                new_maximum = jnp.maximum(new_maximum, part_maximum)
+            keep = jnp.exp2(maximum - new_maximum)
+            acc, total = acc * lax.broadcast_in_dim(keep, acc.shape, [0]), total * keep
+            for part, part_maximum, part_total, weight in found:
+                keep = jnp.exp2(part_maximum - new_maximum) * weight
+                acc = acc + part * lax.broadcast_in_dim(keep, acc.shape, [0])
+                total = total + part_total * keep
+            return acc, new_maximum, total
+
+        nothing = (
+            problem.cast(jnp.zeros((chunk, problem.head_dim), jnp.float32), layout),
+            problem.cast(jnp.full((chunk,), LOWEST, jnp.float32), rows_layout),
+            problem.cast(jnp.zeros((chunk,), jnp.float32), rows_layout),
+        )
+        acc, maximum, total = lax.fori_loop(0, lax.div(num_others, jnp.int32(unroll)) + 1, add, nothing)
+        sinks = None
+        if refs.sinks is not None:
+            sinks = problem.load(refs.sinks.at[tile.index, rows], rows_layout)
+        factor, lse = _normalize(maximum, total, sinks)
+        acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+        scratch.out.at[rows][...] = acc.astype(scratch.out.dtype)
+        refs.lse.at[item, rows][...] = lse
+
+    lax.fori_loop(0, refs.parts.shape[1] // chunk, put_rows, None)
+    _copy_out(problem, item, refs, scratch)
+
+
+def part_rows(tile_rows: int) -> int:
+    """Rows that a part has room for: chunks of 4, 8 or 16."""
+    chunk = 4 if tile_rows <= 4 else 8 if tile_rows <= 8 else 16
+    return -(-tile_rows // chunk) * chunk
+
+
+def _part_layout(head_dim: int):
+    """Rows over warps, and columns over lanes, so that a warp reads long stretches of memory."""
+    columns = next((n for n in (128, 64, 32) if head_dim % n == 0), 16)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, columns), (max(1, columns // 32),))),
+        warp_dims=(-3,),
+        lane_dims=(-2,) if columns >= 32 else (-2, plgpu.Replicated(2)),
+        vector_dim=-1,
+    )
+
+
+def swizzle_bytes(head_dim: int) -> int:
+    """Bytes: the widest that divides a row of the head."""
+    return next(width for width in (128, 64, 32) if head_dim * 2 % width == 0)
+
+
+class Refs(NamedTuple):
+    """In global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    tables: Any
+    shares: Any
+    rows: Any
+    arrivals: Any
+    sinks: Any
+    alibi_slopes: Any
+    out: Any
+    lse: Any
+    parts: Any
+    stats: Any
+
+
+class Scratch(NamedTuple):
+    """In shared memory; q_in, q and out of one stream, the others of all."""
+
+    q_in: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+    stream: Any

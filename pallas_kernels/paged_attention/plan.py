@@ -1,0 +1,96 @@
+"""Who computes what in the Hopper kernel: a step's contexts, cut into equal shares.
+
+All blocks of all contexts are laid out in a line, row after row, each row's KV heads one after the other, and a share
+is a stretch of it, wherever the cuts fall: one long context among short ones is in many shares, as many short ones are
+in one (as in Osama et al. 2023, "Stream-K", arXiv:2301.03598).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 12
+"""Units of work: of a block of the context, of beginning and ending a tile (a row's queries of one KV head), and of
+putting a tile together that was cut. A unit is some 0.25 us on an H200."""
+
+MIN_PART = 12
+"""Units below which a part does not pay for the cut."""
+
+
+class Plan(NamedTuple):
+    """The C shares of a step: the same for all layers with the same sliding window and heads, and then made once."""
+
+    shares: Int[Array, "C 8"]
+    """Of each share: the row and tile where it begins and the unit where that tile begins; the units where the share
+    begins and ends; the share that has the beginning of that tile, and where to leave the tile's part for it; and how
+    many others have parts of the tile where this share ends."""
+    rows: Int[Array, "B 2"]
+    """Of each row: the lengths of its context and of its queries, 0 both if it has no queries."""
+    arrivals: Int[Array, "C 1"]
+    """Zeros, which the kernel counts up and down again: how many parts of a tile have arrived."""
+
+
+def block_range(seq_len, query_len, *, block_kv: int, sliding_window: int | None):
+    """First and last + 1 of the blocks that a row's queries attend to."""
+    end = (seq_len + (block_kv - 1)) // block_kv
+    if sliding_window is None:
+        return jnp.int32(0), end
+    oldest = jnp.maximum(seq_len - query_len - (sliding_window - 1), 0)
+    return oldest // block_kv, end
+
+
+def make_plan(
+    seq_lens: Int[Array, " B"],
+    query_lens: Int[Array, " B"],
+    *,
+    num_tiles: int,
+    num_shares: int,
+    block_kv: int,
+    sliding_window: int | None,
+) -> Plan:
+    """The shares of a step, `num_shares` of them, in rows of `num_tiles` tiles each."""
+    query_lens = jnp.where(seq_lens > 0, query_lens, 0)
+    seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
+    first, end = block_range(seq_lens, query_lens, block_kv=block_kv, sliding_window=sliding_window)
+    costs = BLOCK_COST * (end - first) + TILE_COST
+    row_ends = jnp.cumsum(costs * num_tiles, dtype=jnp.int32)
+    total = row_ends[-1]
+
+    def find(unit: Int[Array, " C"]) -> tuple[Int[Array, " C"], ...]:
+        """Row and tile where a unit lies, and that tile's first unit."""
+        # As a comparison with all, which is one small kernel where a binary search would be several.
+        row = jnp.sum(unit[:, None] >= row_ends[None], axis=1, dtype=jnp.int32)
+        row = jnp.minimum(row, seq_lens.shape[0] - 1)
+        row_begin = row_ends[row] - costs[row] * num_tiles
+        tile = jnp.minimum((unit - row_begin) // costs[row], num_tiles - 1)
+        return row, tile, row_begin + tile * costs[row]
+
+    size = -(-total // num_shares)
+    begin = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, total)
+    # Better than shares of the same size are those that cut tiles into equal parts or not at all, if none becomes much
+    # larger by that.
+    row, _, tile_begin = find(begin)
+    cost = costs[row]
+    num_parts = jnp.maximum((cost + size // 2) // jnp.maximum(size, MIN_PART), 1)
+    part = (2 * (begin - tile_begin) * num_parts + cost) // (2 * cost)
+    rounded = jnp.where(begin < total, tile_begin + part * cost // num_parts, total)
+    largest = jnp.max(jnp.append(rounded[1:], total) - rounded)
+    begin = jnp.where(largest <= jnp.maximum(size, MIN_PART) + CUT_COST, rounded, begin)
+    end = jnp.append(begin[1:], total)
+
+    row, tile, tile_begin = find(begin)
+    tile_begin = jnp.where(begin < total, tile_begin, total)
+    num_blocks = (costs[row] - TILE_COST) // BLOCK_COST
+    first_block, end_block = ((x - tile_begin + (BLOCK_COST - 1)) // BLOCK_COST for x in (begin, end))
+    is_part = (tile_begin < begin) & (first_block < jnp.minimum(end_block, num_blocks))
+    owner = jnp.sum(begin[None] <= tile_begin[:, None], axis=1, dtype=jnp.int32) - 1
+    has_same = (owner[:, None] == owner[None]) & is_part[None]
+    share = jnp.arange(num_shares, dtype=jnp.int32)
+    place = owner + 1 + jnp.sum(has_same & (share[None] < share[:, None]), axis=1, dtype=jnp.int32)
+    num_others = jnp.sum((share[:, None] == owner[None]) & is_part[None], axis=1, dtype=jnp.int32)
+    return Plan(
+        shares=jnp.stack([row, tile, tile_begin, begin, end, owner, place, num_others], axis=1),
+        rows=jnp.stack([seq_lens, query_lens], axis=1),
+        arrivals=jnp.zeros((num_shares, 1), jnp.int32),
+    )

@@ -1,0 +1,198 @@
+"""`paged_attention` for Hopper (sm_90a), in Mosaic GPU: persistent CTAs that each stream their share of all contexts.
+
+A tile is what a row's queries of one KV head have to do. A tile that is cut into several shares (see `plan`) is put
+together by the one that has its first block: the others leave their parts in global memory and count up its `arrivals`.
+It waits for shares that were started before it only, so that this ends even if not all of them fit onto the GPU at
+once.
+"""
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.paged_attention.kernel import (
+    ROWS,
+    Config,
+    Problem,
+    Refs,
+    Scratch,
+    compute,
+    copy,
+    part_rows,
+    swizzle_bytes,
+)
+from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paging.checks import check_pages_for_sm90
+
+
+def heuristic(head_dim: int, num_tiles: int) -> Config:
+    """The first of the configurations, from fast to slow, that fits. `num_tiles` are those of all rows.
+
+    Two streams hide the time in which a CTA computes and does not copy. With few tiles, so that each is cut into many
+    parts, it is better to have fewer parts and blocks.
+    """
+    few = ((1, 128, 4), (1, 128, 2)) if num_tiles <= 16 else ()
+    for streams, block_kv, stages in (*few, (2, 64, 4), (2, 64, 3), (2, 64, 2), (1, 64, 2)):
+        config = Config(block_kv=block_kv, stages=stages, streams=streams)
+        if config.shared_memory(head_dim) <= SHARED_MEMORY:
+            return config
+    raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
+
+
+def paged_attention_sm90(
+    q: Float[Array, "B Q H D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_lens: Int[Array, " B"] | None,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
+    alibi_slopes: Float[Array, " H"] | None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    """See `paged_attention`. Raises NotImplementedError for what the kernel cannot do.
+
+    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    """
+    num_rows, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_pages.shape[1:3]
+    check_pages_for_sm90(q, k_pages, v_pages)
+    queries_per_token = num_heads // num_kv_heads
+    head_rows = num_queries * queries_per_token
+    tiles_per_head = -(-head_rows // ROWS)
+    config = config or heuristic(head_dim, num_rows * num_kv_heads * tiles_per_head)
+    problem = Problem(
+        config=config,
+        head_dim=head_dim,
+        block_size=block_size,
+        num_tiles=num_kv_heads * tiles_per_head,
+        tiles_per_head=tiles_per_head,
+        tile_rows=head_rows if tiles_per_head == 1 else ROWS,
+        queries_per_token=queries_per_token,
+        num_queries=num_queries,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    if query_lens is None:
+        query_lens = jnp.full_like(seq_lens, num_queries)
+    plan = make_plan(
+        seq_lens,
+        query_lens,
+        num_tiles=problem.num_tiles,
+        num_shares=config.num_shares,
+        block_kv=config.block_kv,
+        sliding_window=sliding_window,
+    )
+    # [B * K * tile rows, D]; for one query this is q as it lies.
+    tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
+    tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
+    padded_rows = tiles_per_head * problem.tile_rows
+    tiles = jnp.pad(tiles, ((0, 0), (0, padded_rows - head_rows), (0, 0))).reshape(-1, head_dim)
+    tiles = jnp.pad(tiles, ((0, max(0, 4 - tiles.shape[0])), (0, 0)))  # a copy is 4 rows or more
+
+    def by_row(of_heads: Float[Array, " H"] | None) -> Float[Array, "tiles rows"] | None:
+        """What each head has one of, for each row of a tile."""
+        if of_heads is None:
+            return None
+        rows = jnp.tile(of_heads.astype(jnp.float32).reshape(num_kv_heads, -1), (1, num_queries))
+        rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * ROWS - head_rows)))
+        return rows.reshape(problem.num_tiles, ROWS)
+
+    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes)]
+    out, lse = _call(problem, num_rows * problem.num_tiles, q.dtype, operands)
+
+    def by_query(x: Array) -> Array:
+        x = x.reshape(num_rows, num_kv_heads, -1, x.shape[-1])[:, :, :head_rows]
+        x = x.reshape(num_rows, num_kv_heads, num_queries, queries_per_token, -1)
+        return x.swapaxes(1, 2).reshape(num_rows, num_queries, num_heads, -1)
+
+    lse = lse.reshape(num_rows * num_kv_heads, -1)[:, :head_rows]
+    return by_query(out[: num_rows * num_kv_heads * padded_rows]), by_query(lse[..., None])[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(problem, num_items, dtype, operands):
+    """Jitted, so that the layers of a model share one lowering of the kernel."""
+    config, head_dim = problem.config, problem.head_dim
+    given = [operand for operand in operands if operand is not None]
+
+    def body(*refs):
+        inputs, outputs, shared = iter(refs[: len(given)]), refs[len(given) :][:4], refs[len(given) + 4 :]
+        gmem = Refs._make([*(None if operand is None else next(inputs) for operand in operands), *outputs])
+        scratch = Scratch(*shared, stream=None)
+        warpgroup = lax.axis_index("warpgroup")
+        stream = lax.rem(warpgroup, jnp.int32(config.streams))
+        scratch = scratch._replace(
+            q_in=scratch.q_in.at[stream], q=scratch.q.at[stream], out=scratch.out.at[stream], stream=stream
+        )
+        # Started first: those whose parts others wait for.
+        share = config.num_shares - 1 - (lax.axis_index("cta") * config.streams + stream)
+
+        @pl.when(warpgroup < config.streams)
+        def _():
+            plgpu.set_max_registers(216 if config.streams > 1 else 256, action="increase")
+            compute(problem, share, gmem, scratch)
+
+        @pl.when(warpgroup >= config.streams)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            copy(problem, share, gmem, scratch)
+
+    columns = swizzle_bytes(head_dim) // 2
+    # Any: pyright takes them for abstract classes.
+    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)
+    transforms = (tiling((8, columns)), swizzle(2 * columns))
+    pages_per_block = max(1, config.block_kv // problem.block_size)
+    streams, slots = config.streams, config.streams * config.stages
+    blocks = plgpu.SMEM((slots, config.block_kv, head_dim), dtype, transforms=transforms)
+    rows = plgpu.SMEM((streams, ROWS, head_dim), dtype)
+    full = plgpu.Barrier(num_barriers=slots, num_arrivals=pages_per_block)
+    free = plgpu.Barrier(num_barriers=slots)
+    scratch = Scratch(
+        q_in=rows,
+        q=plgpu.SMEM((streams, ROWS, head_dim), dtype, transforms=transforms),
+        k=blocks,
+        v=blocks,
+        out=rows,
+        q_full=plgpu.Barrier(num_barriers=streams),
+        q_free=plgpu.Barrier(num_barriers=streams),
+        k_full=full,
+        k_free=free,
+        v_full=full,
+        v_free=free,
+        stream=None,
+    )
+    run = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((operands[0].shape[0], head_dim), dtype),
+            jax.ShapeDtypeStruct((num_items, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_shares, part_rows(problem.tile_rows), head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_shares, 2, ROWS), jnp.float32),
+        ),
+        scratch_types=tuple(scratch)[:-1],
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=2 * streams,
+        thread_name="warpgroup",
+        kernel_name="paged_attention",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=128, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+    out, lse, _, _ = run(*given)
+    return out, lse

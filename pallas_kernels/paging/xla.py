@@ -1,0 +1,129 @@
+"""Queries against the contexts of their rows in plain XLA: what both paged attentions run on a CPU.
+
+A loop over chunks of the context keeps a running softmax (Milakov and Gimelshein 2018, "Online normalizer calculation
+for softmax"); its trip count depends on the data, so that the cost follows the contexts in use.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Finite: a row whose chunk is masked as a whole gives exp(0), not exp(-inf + inf) = NaN. What such a chunk adds is
+# finite, and exp(MASKED - maximum) = 0 takes it away again with the first chunk that has something to attend to.
+MASKED = -1e30
+
+EXACT = lax.Precision.HIGHEST  # on a GPU the default would round float32 factors to 10 bits
+
+
+class Scores(NamedTuple):
+    """How the weights of a softmax come from dot products."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Float[Array, " H"] | None
+    alibi_slopes: Float[Array, " H"] | None
+
+
+def attend(
+    q: Float[Array, "G Q H D"],
+    positions: Int[Array, "G Q"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    *,
+    block_tables: Int[Array, "G N"],
+    lens: Int[Array, " G"],
+    chunk: int,
+    scores: Scores,
+) -> tuple[Float[Array, "G Q H D"], Float[Array, "G Q H"]]:
+    """Q queries of each of G rows against the first `lens` positions of their contexts, `chunk` positions at a time.
+
+    In float32: the result, and the logarithm of the softmax's denominator. A query at position -1 attends to nothing
+    and gets 0 and -inf.
+    """
+    num_kv_heads, block_size = k_pages.shape[1:3]
+    group, num_queries, num_heads, head_dim = q.shape
+    pages_per_chunk = max(1, chunk // block_size)
+    chunk = pages_per_chunk * block_size
+    # The queries that share a KV head become rows of one matrix product.
+    q = q.astype(jnp.float32) * scores.scale
+    q = q.reshape(group, num_queries, num_kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(group, num_kv_heads, -1, head_dim)
+    position = jnp.repeat(positions, num_heads // num_kv_heads, axis=1)[:, None, :, None]
+
+    def by_query(of_heads: Float[Array, " H"]) -> Float[Array, "1 K M 1"]:
+        """What each head has one of, for each row of the products."""
+        of_heads = jnp.tile(of_heads.astype(jnp.float32).reshape(num_kv_heads, 1, -1), (1, num_queries, 1))
+        return of_heads.reshape(1, num_kv_heads, -1, 1)
+
+    oldest = jnp.zeros_like(lens)  # what a row's first query attends to
+    if scores.sliding_window is not None:
+        first_position = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
+        oldest = jnp.maximum(first_position - scores.sliding_window + 1, 0)
+
+    def visit(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        maximum, total, acc = carry
+        column = jnp.minimum(i * pages_per_chunk + jnp.arange(pages_per_chunk), block_tables.shape[1] - 1)
+        pages = jnp.take(block_tables, column, axis=1, mode="clip")
+        key_position = i * chunk + jnp.arange(chunk)
+        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(k_pages, pages), precision=EXACT)
+        if scores.soft_cap is not None:
+            logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
+        if scores.alibi_slopes is not None:
+            distance = (key_position[None, None, None] - position).astype(jnp.float32)
+            logits = logits + by_query(scores.alibi_slopes) * distance
+        logits = jnp.where(_may_attend(position, key_position, scores.sliding_window), logits, MASKED)
+        new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=-1, keepdims=True))
+        weights = jnp.exp(logits - new_maximum)
+        keep = jnp.exp(maximum - new_maximum)
+        # Whatever lies outside of the context may be NaN, which a weight of 0 would not take away.
+        is_held = (key_position[None] < lens[:, None]) & (key_position[None] >= oldest[:, None])
+        values = jnp.where(is_held[:, None, :, None], _gather(v_pages, pages), 0.0)
+        acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values, precision=EXACT)
+        return new_maximum, total * keep + jnp.sum(weights, axis=-1, keepdims=True), acc
+
+    # Made from q, so that inside shard_map they vary over the same mesh axes as what the loop makes of them.
+    zeros = jnp.zeros_like(q)
+    first, last = jnp.min(oldest) // chunk, ceil_div(jnp.max(lens), chunk)
+    maximum, total, acc = lax.fori_loop(first, last, visit, (zeros[..., :1] + MASKED, zeros[..., :1], zeros))
+    if scores.sinks is not None:
+        sink = by_query(scores.sinks)
+        new_maximum = jnp.maximum(maximum, sink)
+        keep = jnp.exp(maximum - new_maximum)
+        maximum, total, acc = new_maximum, total * keep + jnp.exp(sink - new_maximum), acc * keep
+    # A query at -1 has summed masked weights over values of other queries. Any other attends to itself at least, so its
+    # total is not 0; a NaN in its context goes on into its result, for the engine to see.
+    acc = jnp.where(position >= 0, acc / total, 0.0)
+    lse = jnp.where(position >= 0, maximum + jnp.log(total), -jnp.inf)
+
+    def heads_last(x: Array) -> Array:
+        x = x.reshape(group, num_kv_heads, num_queries, -1, x.shape[-1]).transpose(0, 2, 1, 3, 4)
+        return x.reshape(group, num_queries, num_heads, -1)
+
+    return heads_last(acc), heads_last(lse)[..., 0]
+
+
+def _may_attend(
+    position: Int[Array, "G 1 Q 1"], key_position: Int[Array, " C"], sliding_window: int | None
+) -> Bool[Array, "G 1 Q C"]:
+    key_position = key_position[None, None, None]
+    allowed = key_position <= position
+    if sliding_window is not None:
+        allowed &= key_position > position - sliding_window
+    return allowed
+
+
+def _gather(pages: Float[Array, "P K S D"], index: Int[Array, "G M"]) -> Float[Array, "G K C D"]:
+    """Pages of G rows, joined along their positions; one gather does the transposition to heads first too."""
+    num_pages, num_kv_heads, block_size, head_dim = pages.shape
+    tiles = pages.reshape(num_pages * num_kv_heads, block_size, head_dim)
+    index = index[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+    gathered = tiles.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+    return gathered.reshape(*index.shape[:2], -1, head_dim)
+
+
+def ceil_div(a: Int[Array, ""], b: int) -> Int[Array, ""]:
+    """The least number of b that hold a."""
+    return (a + b - 1) // b

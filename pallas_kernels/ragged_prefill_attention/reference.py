@@ -1,0 +1,41 @@
+"""The definition of `ragged_prefill_attention` in float64 NumPy: what implementations are tested with."""
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from pallas_kernels.paging.reference import attend_reference
+
+
+def ragged_prefill_attention_reference(
+    q: Float[np.ndarray, "T H D"],
+    k_pages: Float[np.ndarray, "P K S D"],
+    v_pages: Float[np.ndarray, "P K S D"],
+    *,
+    block_tables: Int[np.ndarray, "B N"],
+    seq_lens: Int[np.ndarray, " B"],
+    query_starts: Int[np.ndarray, " B+1"],
+    first_row: int,
+    num_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[np.ndarray, " H"] | None = None,
+    alibi_slopes: Float[np.ndarray, " H"] | None = None,
+) -> Float[np.ndarray, "T H D"]:
+    """See `ragged_prefill_attention`; arrays in NumPy, the result in float64."""
+    out = np.zeros(q.shape)
+    for row in range(first_row, num_rows):
+        tokens = slice(int(query_starts[row]), int(query_starts[row + 1]))
+        out[tokens], _ = attend_reference(
+            q[tokens],
+            k_pages,
+            v_pages,
+            block_table=block_tables[row],
+            seq_len=int(seq_lens[row]),
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+    return out

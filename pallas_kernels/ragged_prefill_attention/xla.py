@@ -1,0 +1,63 @@
+"""`ragged_prefill_attention` in plain XLA: what runs on a CPU, and on a GPU if asked for by name.
+
+Static shapes, data-dependent trip counts: loops over rows and tiles of their tokens, in them one over chunks of the
+context.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paging.xla import Scores, attend, ceil_div
+
+TILE, CHUNK = 64, 128  # measured on CPU with python -m pallas_kernels.bench ragged_prefill_attention
+
+
+def ragged_prefill_attention_xla(
+    q: Float[Array, "T H D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    first_row: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
+    alibi_slopes: Float[Array, " H"] | None,
+) -> Float[Array, "T H D"]:
+    """See `ragged_prefill_attention`."""
+    scores = Scores(scale, sliding_window, soft_cap, sinks, alibi_slopes)
+    num_tokens = q.shape[0]
+    tile = min(TILE, num_tokens)
+
+    def row(b: Array, out: Array) -> Array:
+        start, end, seq_len = query_starts[b], query_starts[b + 1], seq_lens[b]
+
+        def query_tile(i: Array, out: Array) -> Array:
+            # The last tile is moved down to fit into the arrays, where it computes what the tile before has computed.
+            # Any tile may reach into the tokens of the rows beside, which must not be written.
+            first = jnp.minimum(start + i * tile, num_tokens - tile)
+            token = first + jnp.arange(tile)
+            is_own = (token >= start) & (token < end)
+            position = jnp.where(is_own, seq_len - end + token, -1)
+            result, _ = attend(
+                lax.dynamic_slice_in_dim(q, first, tile)[None],
+                position[None],
+                k_pages,
+                v_pages,
+                block_tables=block_tables[b][None],
+                lens=(jnp.max(position) + 1)[None],
+                chunk=CHUNK,
+                scores=scores,
+            )
+            beside = lax.dynamic_slice_in_dim(out, first, tile)
+            result = jnp.where(is_own[:, None, None], result[0].astype(out.dtype), beside)
+            return lax.dynamic_update_slice_in_dim(out, result, first, 0)
+
+        return lax.fori_loop(0, ceil_div(end - start, tile), query_tile, out)
+
+    return lax.fori_loop(first_row, num_rows, row, jnp.zeros_like(q))

@@ -1,0 +1,82 @@
+"""Bench rows of the matmuls of a decode step: the shapes of a Llama-3-8B layer, with what stands around them."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.small_matmul.op import Implementation, Normed, matmul, matmul_then_norm
+from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+
+
+class _Matmul(NamedTuple):
+    """One of a layer's weights."""
+
+    name: str
+    outputs: int
+    depth: int
+    is_gated: bool = False
+    has_norm_after: bool = False
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (2, self.outputs, self.depth) if self.is_gated else (self.outputs, self.depth)
+
+
+_FULL = (
+    _Matmul("norm, qkv", 6144, 4096),
+    _Matmul("o, add, norm", 4096, 4096, has_norm_after=True),
+    _Matmul("norm, gate up, SiLU", 14336, 4096, is_gated=True),
+    _Matmul("down, add, norm", 4096, 14336, has_norm_after=True),
+)
+_SMALL = tuple(m._replace(outputs=m.outputs // 16, depth=m.depth // 16) for m in _FULL)
+
+
+_CALLS = 24
+"""In one program: starting one takes as long as a small matmul."""
+
+
+def small_matmul_rows() -> Iterator[Row]:
+    """A row for each matmul, number of rows and implementation."""
+    implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
+    for num_rows, case in itertools.product((1, 8, 16, 32, 64) if on_gpu() else (1, 8), _FULL if on_gpu() else _SMALL):
+        num_bytes = 2 * case.outputs * case.depth * (1 + case.is_gated)
+        weights = [_random(case.weight_shape, seed) for seed in range(num_rotations(num_bytes))]
+        gain = _random((case.outputs,), 0)
+        inputs = [
+            (
+                _random((num_rows, case.depth), call),
+                weights[call % len(weights)],
+                _random((num_rows, case.outputs), -call),
+                gain,
+            )
+            for call in range(_CALLS)
+        ]
+        for implementation in implementations:
+            call = functools.partial(_call, case=case, implementation=implementation)
+            took = measure(call, inputs, repeats=5)
+            yield Row(f"{num_rows} rows, {case.name}", implementation, took, floor(num_bytes=num_bytes))
+
+
+def _call(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array,
+    gain: jax.Array,
+    *,
+    case: _Matmul,
+    implementation: Implementation,
+) -> Any:
+    if case.has_norm_after:
+        return matmul_then_norm(x, weight, residual=residual, gain=gain, eps=1e-5, implementation=implementation)
+    # What "sm90" finishes, "xla" would have got finished.
+    squares = jnp.ones((64, 128)) if implementation == "sm90" else None
+    activation = jax.nn.silu if case.is_gated else None
+    return matmul(Normed(x, squares, 1e-5), weight, activation=activation, implementation=implementation)
+
+
+def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16 if on_gpu() else jnp.float32)

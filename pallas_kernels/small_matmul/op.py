@@ -1,0 +1,186 @@
+"""The public operations: what the layers of a decode step call for their matmuls, with what stands around them.
+
+A norm between two matmuls need not be an operation of its own: the first one writes its rows times the gain and sums of
+their squares, the second one divides by the root mean square what it has added up. `Normed` is what goes between.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.small_matmul.sm90 import Epilogue, check_supported, heuristic, matmul_sm90
+from pallas_kernels.small_matmul.xla import matmul_xla, rms_norm
+
+Implementation = Literal["xla", "sm90"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """Rows after an RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467), which may still lack their common factor."""
+
+    values: Float[Array, "M K"]
+    """Times the gain; divided by the root mean square as well if there are no `squares`."""
+    squares: Float[Array, "64 P"] | None
+    """Sums of the squares of parts of each of the rows before the gain; those past M mean nothing."""
+    eps: float = dataclasses.field(metadata={"static": True})
+    """Added to the mean square."""
+
+    def rows(self) -> Float[Array, "M K"]:
+        """The rows with all factors."""
+        if self.squares is None:
+            return self.values
+        num_rows, size = self.values.shape
+        scale = jax.lax.rsqrt(jnp.sum(self.squares[:num_rows], axis=1, keepdims=True) / size + self.eps)
+        return (self.values.astype(jnp.float32) * scale).astype(self.values.dtype)
+
+
+def supports(x: Float[Array, "M K"], weight: Float[Array, "..."]) -> bool:
+    """Whether "sm90" multiplies such rows by such a weight."""
+    try:
+        check_supported(x, weight)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def matmul(
+    x: Float[Array, "M K"] | Normed,
+    weight: Float[Array, "..."],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    activation: Callable[[Array], Array] | None = None,
+    residual: Float[Array, "..."] | None = None,
+    output_dtype: DTypeLike | None = None,
+    implementation: Implementation = "xla",
+) -> Float[Array, "M N"]:
+    """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or another.
+
+    The weight is [N, K], as checkpoints have it. With an `activation` it is [2, N, K], gate and up, and the result
+    activation(gate) * up. `bias`, in the shape of the weight's outputs, is added before that, `residual` after.
+
+    "sm90" is a Mosaic kernel for Hopper GPUs that reads the weight at the speed of HBM; "xla" runs anywhere. Raises
+    ValueError for an unknown implementation or shapes that do not fit together, NotImplementedError for what "sm90"
+    cannot do: more than 64 rows, dtypes but bfloat16 and float16, K that is no multiple of 64, N that is none of 8 or
+    less than 64.
+    """
+    y, _ = _run(
+        x,
+        weight,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        gain=None,
+        eps=0.0,
+        output_dtype=output_dtype,
+        implementation=implementation,
+    )
+    return y
+
+
+def matmul_then_norm(
+    x: Float[Array, "M K"] | Normed,
+    weight: Float[Array, "..."],
+    *,
+    residual: Float[Array, "..."],
+    gain: Float[Array, "..."],
+    eps: float,
+    bias: Float[Array, "..."] | None = None,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "M N"], Normed]:
+    """Compute y = residual + x @ weight^T, and y after the RMS norm that comes next. See `matmul`.
+
+    In float16 the norm of "sm90" may overflow where y itself does not: its values are times the gain, but not yet
+    divided by the root mean square.
+    """
+    y, normed = _run(
+        x,
+        weight,
+        bias=bias,
+        activation=None,
+        residual=residual,
+        gain=gain,
+        eps=eps,
+        output_dtype=None,
+        implementation=implementation,
+    )
+    assert normed is not None
+    return y, normed
+
+
+def _run(
+    x: Float[Array, "M K"] | Normed,
+    weight: Float[Array, "..."],
+    *,
+    bias: Float[Array, "..."] | None,
+    activation: Callable[[Array], Array] | None,
+    residual: Float[Array, "..."] | None,
+    gain: Float[Array, "..."] | None,
+    eps: float,
+    output_dtype: DTypeLike | None,
+    implementation: str,
+) -> tuple[Float[Array, "M N"], Normed | None]:
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    rows = x if isinstance(x, Normed) else Normed(x, None, 0.0)
+    _check_shapes(rows.values, weight, bias=bias, residual=residual, gain=gain, is_gated=activation is not None)
+    if implementation == "xla":
+        y = matmul_xla(
+            rows.values,
+            weight,
+            squares=rows.squares,
+            eps=rows.eps,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+            output_dtype=output_dtype,
+        )
+        return y, None if gain is None else Normed(rms_norm(y, gain, eps), None, eps)
+    check_supported(rows.values, weight)
+    config = heuristic(
+        rows.values.shape[0],
+        weight.shape[-2],
+        is_gated=activation is not None,
+        output_bytes=jnp.dtype(output_dtype or rows.values.dtype).itemsize,
+    )
+    y, values, squares_of_y = matmul_sm90(
+        rows.values,
+        weight,
+        squares=rows.squares,
+        bias=bias,
+        residual=residual,
+        gain=gain,
+        config=config,
+        epilogue=Epilogue(activation=activation, eps=rows.eps, output_dtype=output_dtype),
+    )
+    return y, None if gain is None else Normed(values, squares_of_y, eps)
+
+
+def _check_shapes(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "..."],
+    *,
+    bias: Float[Array, "..."] | None,
+    residual: Float[Array, "..."] | None,
+    gain: Float[Array, "..."] | None,
+    is_gated: bool,
+) -> None:
+    outputs = weight.shape[:-1]
+    if len(outputs) != 1 + is_gated or (is_gated and outputs[0] != 2):
+        wanted = "[2, N, K], gate and up" if is_gated else "[N, K]"
+        raise ValueError(f"weight must be {wanted}, got shape {weight.shape}")
+    if x.ndim != 2 or x.shape[1] != weight.shape[-1]:
+        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
+    for name, value, shape in (
+        ("bias", bias, outputs),
+        ("residual", residual, (x.shape[0], outputs[-1])),
+        ("gain", gain, outputs[-1:]),
+    ):
+        if value is not None and value.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {value.shape}")

@@ -1,0 +1,284 @@
+"""The Hopper kernel of paged attention: interpreted on a CPU with race detection, compiled for an H200 that is not
+there, and run where there is one; always with NaN in all that lies beside the contexts.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreting import interpret
+from poisoned_pages import make_pages
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
+
+# Of the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or 11. A row
+# alone, with a few hundred values, may be somewhat worse.
+TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
+OF_A_ROW = 1.5
+
+
+def make_case(
+    lens,
+    *,
+    heads,
+    block_size=16,
+    num_queries=1,
+    query_lens=None,
+    has_sinks=False,
+    has_alibi=False,
+    dtype=jnp.bfloat16,
+    **options,
+):
+    """Arguments of `paged_attention`, arrays and then the others, and the result it should have."""
+    rng = np.random.default_rng(len(lens) + sum(lens))
+    num_heads, num_kv_heads, head_dim = heads
+    k, v, tables = make_pages(
+        rng,
+        lens,
+        max_blocks=-(-max(lens) // block_size) + 2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    q = rng.standard_normal((len(lens), num_queries, num_heads, head_dim)).astype(np.float32)
+    q, k, v = (jnp.asarray(x).astype(dtype) for x in (q, k, v))
+    layout = {
+        "block_tables": tables,
+        "seq_lens": np.array(lens, np.int32),
+        "query_lens": None if query_lens is None else np.array(query_lens, np.int32),
+        "sinks": 2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
+        "alibi_slopes": np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
+    }
+    options = {"scale": head_dim**-0.5, "sliding_window": None, "soft_cap": None, **options}
+    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    want = paged_attention_reference(*in_float, **layout, **options)
+    layout = {name: None if x is None else jnp.asarray(x) for name, x in layout.items()}
+    return (q, k, v), layout | options, want
+
+
+def check(got, want):
+    out, lse = (np.asarray(x.astype(jnp.float32)) for x in got)
+    want_out, want_lse = want
+    tolerance = TOLERANCE[got[0].dtype.type]
+    assert np.linalg.norm(out - want_out) <= tolerance * np.linalg.norm(want_out)
+    for row, (a, b) in enumerate(zip(out, want_out, strict=True)):
+        error = np.linalg.norm(a - b)
+        assert error <= OF_A_ROW * tolerance * np.linalg.norm(b), f"row {row}: {error / np.linalg.norm(b)}"
+    is_nothing = np.isneginf(want_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), is_nothing)
+    np.testing.assert_allclose(lse[~is_nothing], want_lse[~is_nothing], atol=2e-3)
+
+
+# Contexts that CTAs share and CTAs that share contexts, with rows of nothing between.
+INTERPRETED = {
+    "decode": {"lens": [70, 0, 300, 5], "heads": (4, 2, 32)},
+    "ALiBi": {"lens": [70, 200], "heads": (4, 2, 16), "has_alibi": True},
+    "verification": {
+        "lens": [70, 12, 300],
+        "heads": (4, 2, 16),
+        "block_size": 128,
+        "num_queries": 3,
+        "query_lens": [3, 0, 2],
+        "has_sinks": True,
+        "has_alibi": True,
+        "sliding_window": 90,
+        "soft_cap": 4.0,
+        "dtype": jnp.float16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted(capsys, case):
+    arrays, options, want = make_case(**INTERPRETED[case])
+    config = Config(block_kv=64, stages=2, streams=1, num_ctas=3)
+    check(interpret(capsys, paged_attention_sm90, *arrays, **options, config=config, interpret=True), want)
+
+
+MIX = [5, 64, 1, 300, 0, 1000, 17, 128, 2050]
+ON_A_GPU = {
+    "llama": {"lens": MIX, "heads": (32, 8, 128)},
+    "one long row": {"lens": [9001], "heads": (32, 8, 128)},
+    "one long row among short ones": {"lens": [*range(1, 100), 30_000], "heads": (8, 2, 64)},
+    "mostly nothing": {"lens": [0, 0, 0, 70, 0, 129, 0, 0], "heads": (8, 8, 64)},
+    "more rows than CTAs": {"lens": [1 + 37 * i % 211 for i in range(700)], "heads": (4, 4, 64)},
+    "pages of 8": {"lens": MIX, "heads": (8, 2, 128), "block_size": 8},
+    "pages of 64": {"lens": MIX, "heads": (8, 2, 64), "block_size": 64},
+    "pages of 128": {"lens": MIX, "heads": (8, 2, 256), "block_size": 128},
+    "head_dim 256": {"lens": MIX, "heads": (16, 4, 256)},
+    "head_dim 96": {"lens": MIX, "heads": (16, 2, 96), "sliding_window": 100},
+    "head_dim 80": {"lens": MIX, "heads": (7, 1, 80), "soft_cap": 5.0},
+    "head_dim 160": {"lens": MIX, "heads": (8, 4, 160)},
+    "float16": {"lens": MIX, "heads": (16, 2, 128), "dtype": jnp.float16},
+    "window": {"lens": MIX, "heads": (16, 2, 128), "sliding_window": 257},
+    "sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True, "sliding_window": 128},
+    "ALiBi": {"lens": MIX, "heads": (12, 12, 128), "has_alibi": True},
+    "ALiBi, grouped": {"lens": [9001, 3], "heads": (32, 8, 64), "has_alibi": True, "num_queries": 3},
+    "71 heads": {"lens": MIX, "heads": (71, 1, 64)},
+    **{
+        f"{n} queries": {
+            "lens": MIX,
+            "heads": (32, 4, 128),
+            "num_queries": n,
+            "query_lens": [1 if length < n else (0, n, 1)[length % 3] for length in MIX],
+            "has_sinks": True,
+            "soft_cap": 20.0,
+        }
+        for n in (2, 5, 8)
+    },
+    "all queries": {"lens": [8, 9, 500], "heads": (64, 1, 128), "num_queries": 8, "sliding_window": 30},
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_on_a_gpu(case):
+    arrays, options, want = make_case(**ON_A_GPU[case])
+    scalars = {name: options.pop(name) for name in ("scale", "sliding_window", "soft_cap")}
+    run = jax.jit(lambda *args, **layout: paged_attention(*args, **layout, **scalars, implementation="sm90"))
+    first = run(*arrays, **options)
+    check(first, want)
+    again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums come in the same order
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(a.astype(jnp.float32)), np.asarray(b.astype(jnp.float32)))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+def test_a_nan_inside_the_context_shows(poisoned):
+    arrays, options, _ = make_case([300, 300], heads=(8, 2, 64))
+    block = options["block_tables"][0, 3]
+    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
+    got, _ = paged_attention(*arrays, **options, implementation="sm90")
+    is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
+    np.testing.assert_array_equal(is_nan[:, 0], [[False] * 4 + [True] * 4, [False] * 8])
+
+
+@functools.cache
+def compiled(
+    heads, *, num_layers=1, num_rows=64, num_queries=1, block_size=16, has_alibi=False, dtype=jnp.bfloat16, **options
+):
+    num_heads, num_kv_heads, head_dim = heads
+    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
+    pools = [(pool, pool)] * num_layers
+    q = jax.ShapeDtypeStruct((num_rows, num_queries, num_heads, head_dim), dtype)
+    tables = jax.ShapeDtypeStruct((num_rows, 512), jnp.int32)
+    seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+
+    layout = {"block_tables": tables, "seq_lens": seq_lens}
+    if has_alibi:
+        layout["alibi_slopes"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+
+    def layers(q, pools, layout):
+        for k, v in pools:
+            q, _ = paged_attention(q, k, v, **layout, scale=0.1, **options, implementation="sm90")
+        return q
+
+    return compile_for_h200(layers, q, pools, layout)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"heads": (32, 8, 128)},
+        {"heads": (16, 8, 256)},  # with several queries 12 bytes
+        {"heads": (32, 32, 128), "has_alibi": True},
+        {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
+    ],
+    ids=str,
+)
+def test_compiles_without_spilling(case):
+    program = compiled(**case)
+    [kernel] = program.kernels
+    assert kernel.spill_bytes == 0
+    assert program.temp_bytes < 8 * 2**20
+
+
+def test_layers_share_the_plan():
+    one, two = (compiled(heads=(32, 8, 128), num_layers=num_layers) for num_layers in (1, 2))
+    assert two.num_launches == one.num_launches + 1
+    assert two.thunks == {"kCommandBuffer": 1}
+
+
+LENGTHS = {
+    "nothing": [0] * 5,
+    "one short": [160],
+    "one long": [8192],
+    "equal": [1152] * 64,
+    "short": [512] * 16,
+    "a few": [4096] * 8,
+    "one among many": [100_000] + [50] * 30,
+    "random": [1 + 7919 * i % 3000 if i % 5 else 0 for i in range(100)],
+}
+
+
+@functools.partial(jax.jit, static_argnames=("num_shares", "sliding_window"))
+def plan_of(seq_lens, *, num_shares, sliding_window):
+    return make_plan(
+        seq_lens,
+        jnp.ones_like(seq_lens),
+        num_tiles=8,
+        num_shares=num_shares,
+        block_kv=64,
+        sliding_window=sliding_window,
+    )
+
+
+@pytest.mark.parametrize("lens", LENGTHS)
+@pytest.mark.parametrize(("num_shares", "sliding_window"), [(132, None), (7, 500)])
+def test_shares_hold_every_block_once_and_know_of_each_other(lens, num_shares, sliding_window):
+    lens = np.array(LENGTHS[lens], np.int32)
+    plan = plan_of(jnp.asarray(lens), num_shares=num_shares, sliding_window=sliding_window)
+    first = np.maximum(lens - (sliding_window or 2**30), 0) // 64
+    blocks = np.repeat(-(-lens // 64) - first, 8)
+    costs = BLOCK_COST * blocks + TILE_COST
+    tile_begins = np.cumsum(costs) - costs
+    done = [[] for _ in blocks]
+    waiting, arrived = {}, {}
+    shares = np.asarray(plan.shares).tolist()
+    assert [share[3] for share in shares[1:]] + [costs.sum()] == [share[4] for share in shares]
+    for number, (row, tile, tile_begin, begin, end, owner, place, num_others) in enumerate(shares):
+        index = row * 8 + tile
+        while tile_begin < end:
+            assert tile_begin == tile_begins[index]
+            part = range(*(min(max(-(-(x - tile_begin) // BLOCK_COST), 0), blocks[index]) for x in (begin, end)))
+            done[index] += part
+            if tile_begin < begin and part:
+                arrived.setdefault((owner, index), []).append(place)
+            elif tile_begin >= begin and len(part) < blocks[index]:
+                waiting[number, index] = list(range(number + 1, number + 1 + num_others))
+            tile_begin += costs[index]
+            index += 1
+    assert done == [list(range(n)) for n in blocks]
+    assert arrived == waiting
+    assert not np.asarray(plan.arrivals).any()
+    sizes = [share[4] - share[3] for share in shares]
+    assert max(sizes) <= max(-(-costs.sum() // num_shares), MIN_PART) + CUT_COST
+
+
+def test_tiles_are_not_cut_where_that_gains_nothing():
+    for lens, num_cuts in [([160], 0), ([512] * 16, 0), ([4096] * 8, 64), ([8192], 8 * 15)]:
+        plan = plan_of(jnp.array(lens, jnp.int32), num_shares=132, sliding_window=None)
+        assert plan.shares[:, 7].sum() == num_cuts
+
+
+def test_refuses_with_a_reason():
+    arrays, options, _ = make_case([20], heads=(4, 2, 64))
+    unchecked = inspect.unwrap(paged_attention_sm90)
+    with pytest.raises(NotImplementedError, match="all be bfloat16 or all float16, got float32, bfloat16"):
+        unchecked(arrays[0].astype(jnp.float32), *arrays[1:], **options)
+    for heads, block_size, message in [
+        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, got 72"),
+        ((4, 2, 288), 16, "up to 256, got 288"),
+        ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
+    ]:
+        arrays, options, _ = make_case([20], heads=heads, block_size=block_size)
+        with pytest.raises(NotImplementedError, match=message):
+            paged_attention_sm90(*arrays, **options)

@@ -1,0 +1,265 @@
+"""The Hopper kernel of ragged prefill attention: interpreted on a CPU with race detection, compiled for an H200 that is
+not there, and run where there is one; always with NaN in all that lies beside the contexts.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreting import interpret
+from poisoned_pages import make_pages
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention.plan import plan
+from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
+from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
+
+# Of the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
+TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
+
+
+def make_case(
+    chunks,
+    *,
+    heads,
+    num_tokens=None,
+    num_skipped=0,
+    max_rows=None,
+    block_size=16,
+    has_sinks=False,
+    has_alibi=False,
+    dtype=jnp.bfloat16,
+    **options,
+):
+    """Arguments of `ragged_prefill_attention`, arrays and then the others, and the result it should have.
+
+    `chunks` are pairs of new tokens and context. The first `num_skipped` rows have a token each, but are not among
+    those to compute; nor are tokens and rows behind the chunks.
+    """
+    rng = np.random.default_rng(len(chunks) + sum(context for _, context in chunks))
+    chunks = [(1, 9)] * num_skipped + chunks
+    lens = [context for _, context in chunks] + [0] * ((max_rows or len(chunks)) - len(chunks))
+    num_heads, num_kv_heads, head_dim = heads
+    k, v, tables = make_pages(
+        rng,
+        lens,
+        max_blocks=-(-max(lens) // block_size) + 2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    starts = np.cumsum([0, *(new for new, _ in chunks)])
+    query_starts = np.pad(starts, (0, len(lens) - len(chunks)), mode="edge").astype(np.int32)
+    q = rng.standard_normal((num_tokens or starts[-1], num_heads, head_dim)).astype(np.float32)
+    q[starts[-1] :] = np.nan
+    q, k, v = (jnp.asarray(x).astype(dtype) for x in (q, k, v))
+    layout = {
+        "block_tables": tables,
+        "seq_lens": np.array(lens, np.int32),
+        "query_starts": query_starts,
+        "sinks": 2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
+        "alibi_slopes": np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
+    }
+    rows = {"first_row": num_skipped, "num_rows": len(chunks)}
+    options = {"scale": head_dim**-0.5, "sliding_window": None, "soft_cap": None, **options}
+    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    want = ragged_prefill_attention_reference(*in_float, **layout, **rows, **options)
+    layout = {name: None if x is None else jnp.asarray(x) for name, x in layout.items()}
+    return (q, k, v), layout | {name: jnp.int32(x) for name, x in rows.items()}, options, want
+
+
+def check(got, want):
+    got = np.asarray(got.astype(jnp.float32)), got.dtype.type
+    is_zero = (want == 0).all(axis=(1, 2))
+    assert not got[0][is_zero].any()
+    for token in np.flatnonzero(~is_zero):
+        error = np.linalg.norm(got[0][token] - want[token]) / np.linalg.norm(want[token])
+        assert error <= 2 * TOLERANCE[got[1]], f"token {token}: {error}"
+    assert np.linalg.norm(got[0] - want) <= TOLERANCE[got[1]] * np.linalg.norm(want)
+
+
+# Two sets of heads or tokens a tile; tiles of a row, of parts of rows, of no row; a context that ends within a page.
+INTERPRETED = {
+    "pairs of heads": {
+        "chunks": [(5, 5), (70, 150), (3, 260)],
+        "heads": (4, 2, 64),
+        "num_tokens": 96,
+        "num_skipped": 2,
+        "max_rows": 6,
+    },
+    "runs of tokens": {
+        "chunks": [(130, 140), (2, 300)],
+        "heads": (1, 1, 32),
+        "has_sinks": True,
+        "has_alibi": True,
+        "sliding_window": 90,
+    },
+    "cap": {
+        "chunks": [(20, 200)],
+        "has_alibi": True,
+        "heads": (2, 1, 16),
+        "block_size": 256,
+        "soft_cap": 4.0,
+        "dtype": jnp.float16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted(capsys, case):
+    arrays, layout, options, want = make_case(**INTERPRETED[case])
+    config = Config(block_kv=64 if case == "runs of tokens" else 128, stages=2, prefetch=case != "cap", num_blocks=2)
+    run = functools.partial(ragged_prefill_attention_sm90, **layout, **options, config=config, interpret=True)
+    check(interpret(capsys, run, *arrays), want)
+
+
+MIX = [(5, 5), (70, 150), (3, 260), (1, 1), (200, 777), (64, 64), (65, 65), (130, 1000), (129, 129), (33, 100)]
+ON_A_GPU = {
+    "llama": {"chunks": MIX, "heads": (32, 8, 128), "num_tokens": 768, "num_skipped": 3, "max_rows": 20},
+    "one long row": {"chunks": [(2000, 2000)], "heads": (4, 1, 128)},
+    "end of a long context": {"chunks": [(300, 20_001)], "heads": (8, 2, 64)},
+    "many short rows": {"chunks": [(1 + 5 * i % 13, 20 + i) for i in range(300)], "heads": (4, 2, 64)},
+    "nothing": {"chunks": [], "heads": (4, 2, 64), "num_tokens": 100, "num_skipped": 2},
+    "fewer tokens than a tile": {"chunks": [(9, 30)], "heads": (4, 2, 64)},
+    "a head for each": {"chunks": MIX, "heads": (8, 8, 128)},
+    "three share": {"chunks": MIX, "heads": (6, 2, 64), "sliding_window": 70},
+    "pages of 8": {"chunks": MIX, "heads": (8, 2, 128), "block_size": 8},
+    "pages of 64": {"chunks": MIX, "heads": (8, 2, 64), "block_size": 64},
+    "pages of 256": {"chunks": MIX, "heads": (8, 2, 128), "block_size": 256},
+    "head_dim 256": {"chunks": MIX, "heads": (16, 4, 256), "block_size": 128},
+    "head_dim 256, alone": {"chunks": MIX, "heads": (3, 3, 256), "sliding_window": 200, "soft_cap": 30.0},
+    "head_dim 96": {"chunks": MIX, "heads": (16, 2, 96), "sliding_window": 100},
+    "head_dim 80": {"chunks": MIX, "heads": (7, 1, 80), "soft_cap": 5.0},
+    "float16": {"chunks": MIX, "heads": (16, 2, 128), "dtype": jnp.float16},
+    "window": {"chunks": MIX, "heads": (16, 2, 128), "sliding_window": 257},
+    "ALiBi": {"chunks": MIX, "heads": (12, 12, 128), "has_alibi": True},
+    "ALiBi, odd": {"chunks": MIX, "heads": (3, 1, 64), "has_alibi": True, "sliding_window": 150, "soft_cap": 5.0},
+    "sinks": {"chunks": MIX, "heads": (64, 8, 64), "has_sinks": True, "sliding_window": 128},
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_on_a_gpu(case):
+    arrays, layout, options, want = make_case(**ON_A_GPU[case])
+    run = jax.jit(lambda *args, **layout: ragged_prefill_attention(*args, **layout, **options, implementation="sm90"))
+    check(run(*arrays, **layout), want)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+def test_a_nan_inside_the_context_shows(poisoned):
+    arrays, layout, options, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, 64))
+    block = layout["block_tables"][0, 3]
+    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
+    got = ragged_prefill_attention(*arrays, **layout, **options, implementation="sm90")
+    is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
+    np.testing.assert_array_equal(is_nan[:100], [[False] * 4 + [True] * 4] * 100)
+    assert not is_nan[100:].any()
+
+
+@functools.cache
+def compiled(
+    heads, *, num_layers=1, num_tokens=512, num_rows=16, block_size=16, has_alibi=False, dtype=jnp.bfloat16, **options
+):
+    num_heads, num_kv_heads, head_dim = heads
+    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
+    pools = [(pool, pool)] * num_layers
+    q = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), dtype)
+    shapes = {
+        "block_tables": (num_rows, 512),
+        "seq_lens": (num_rows,),
+        "query_starts": (num_rows + 1,),
+        "first_row": (),
+        "num_rows": (),
+    }
+    layout = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+    if has_alibi:
+        layout["alibi_slopes"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+
+    def layers(q, pools, layout):
+        for k, v in pools:
+            q = ragged_prefill_attention(q, k, v, **layout, scale=0.1, **options, implementation="sm90")
+        return q
+
+    return compile_for_h200(layers, q, pools, layout)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "plain": {"heads": (32, 8, 128)},
+    "window": {"heads": (6, 2, 64), "sliding_window": 70},
+    "window and cap": {"heads": (16, 2, 128), "sliding_window": 257, "soft_cap": 30.0},
+    "ALiBi": {"heads": (32, 8, 128), "has_alibi": True},
+}
+# The address of a barrier: stored once, and read twice a tile, outside of its loops.
+SPILL_BYTES = {"ALiBi": 4 + 8}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiles_without_spilling(case):
+    program = compiled(**COMPILED[case])
+    [kernel] = program.kernels
+    assert kernel.spill_bytes <= SPILL_BYTES.get(case, 0)
+    assert program.temp_bytes < 2**20
+
+
+def test_layers_share_the_plan():
+    one, two = (compiled(heads=(32, 8, 128), num_layers=num_layers) for num_layers in (1, 2))
+    assert two.num_launches == one.num_launches + 1
+    assert two.thunks == {"kCommandBuffer": 1}
+
+
+@pytest.mark.parametrize("tile_size", [4, 64])
+def test_the_plan_has_each_token_once(tile_size):
+    rng = np.random.default_rng(tile_size)
+    max_rows, num_tokens = 11, 400
+    make = jax.jit(functools.partial(plan, num_tokens=num_tokens, tile_size=tile_size))
+    for num_rows in (0, 1, 2, 9, 11):
+        for first_row in {0, num_rows // 2, num_rows}:
+            counts = rng.integers(1, 36, num_rows)
+            lens = np.pad(counts + rng.integers(0, 90, num_rows), (0, max_rows - num_rows)).astype(np.int32)
+            starts = np.pad(np.cumsum([0, *counts]), (0, max_rows - num_rows), mode="edge").astype(np.int32)
+            tiles = make(
+                jnp.asarray(lens), jnp.asarray(starts), first_row=jnp.int32(first_row), num_rows=jnp.int32(num_rows)
+            )
+            num_tiles = int(tiles.num_tiles[0])
+            assert num_tiles <= len(tiles.end)
+            row, token, size, end, context = (np.asarray(field)[:num_tiles] for field in tiles[:-1])
+            assert (np.diff(end) <= 0).all()
+            owner, position = np.full(num_tokens, -1), np.zeros(num_tokens, int)
+            for r in range(first_row, num_rows):
+                owner[starts[r] : starts[r + 1]] = r
+                position[starts[r] : starts[r + 1]] = np.arange(lens[r] - counts[r], lens[r])
+            seen = np.zeros(num_tokens, int)
+            for i in range(num_tiles):
+                tokens = np.arange(token[i], token[i] + size[i])
+                seen[tokens] += 1
+                if end[i] == 0:
+                    assert (owner[tokens] == -1).all()
+                    continue
+                assert (owner[tokens] == row[i]).all()
+                assert context[i] == lens[row[i]]
+                np.testing.assert_array_equal(position[tokens], np.arange(end[i] - size[i], end[i]))
+                assert position[tokens[0]] // tile_size == position[tokens[-1]] // tile_size
+            np.testing.assert_array_equal(seen, 1)
+
+
+def test_refuses_with_a_reason():
+    arrays, layout, options, _ = make_case([(20, 20)], heads=(4, 2, 64))
+    unchecked = inspect.unwrap(ragged_prefill_attention_sm90)
+    with pytest.raises(NotImplementedError, match="all be bfloat16 or all float16, got float32, bfloat16"):
+        unchecked(arrays[0].astype(jnp.float32), *arrays[1:], **layout, **options)
+    with pytest.raises(NotImplementedError, match="scale must be positive"):
+        ragged_prefill_attention_sm90(*arrays, **layout, **options | {"scale": 0.0})
+    for heads, block_size, message in [
+        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, got 72"),
+        ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
+    ]:
+        arrays, layout, options, _ = make_case([(20, 20)], heads=heads, block_size=block_size)
+        with pytest.raises(NotImplementedError, match=message):
+            ragged_prefill_attention_sm90(*arrays, **layout, **options)

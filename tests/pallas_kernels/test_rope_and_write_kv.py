@@ -1,0 +1,142 @@
+"""Each implementation of rope and the KV write against its definition in float64, with NaN all over the pools."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreting import interpret
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.kv_write import rope_and_write_kv
+from pallas_kernels.kv_write.sm90 import Config, heuristic, rope_and_write_kv_sm90
+
+# Of the largest number: half a unit in the last place of 8 bits, of 11 bits, and what float32 makes of two products.
+TOLERANCE = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 1e-6}
+
+
+def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16):
+    """Arguments of `rope_and_write_kv`, and what it should give. A third of the tokens is padding.
+
+    `half` None: a whole head is turned, 0: nothing is.
+    """
+    rng = np.random.default_rng(num_tokens)
+    num_heads, num_kv_heads, head_dim = heads
+    members = num_heads // num_kv_heads + 2
+    half = head_dim // 2 if half is None else half
+    num_pages = 2 * num_tokens // block_size + 3
+    qkv = jnp.asarray(rng.standard_normal((num_tokens, num_kv_heads, members, head_dim))).astype(dtype)
+    pages = jnp.full((2, num_pages, num_kv_heads, block_size, head_dim), jnp.nan, dtype)
+    index = rng.permutation(num_pages * block_size)[:num_tokens]
+    is_padding = np.arange(num_tokens) >= num_tokens - num_tokens // 3
+    index[is_padding] = num_pages * block_size + np.flatnonzero(is_padding)
+    angle = 100 * rng.standard_normal((num_tokens, half))
+    rotation = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32)) if half else None
+
+    turned = np.asarray(qkv.astype(jnp.float32)).astype(np.float64)
+    if rotation is not None:
+        cos, sin = (np.asarray(x).astype(np.float64)[:, None, None] for x in rotation)
+        x, y = turned[:, :, :-1, :half].copy(), turned[:, :, :-1, half : 2 * half].copy()
+        turned[:, :, :-1, :half], turned[:, :, :-1, half : 2 * half] = x * cos - y * sin, y * cos + x * sin
+    want_pages = np.full(pages.shape, np.nan)
+    for token in np.flatnonzero(~is_padding):
+        page, offset = divmod(int(index[token]), block_size)
+        want_pages[0, page, :, offset], want_pages[1, page, :, offset] = turned[token, :, -2], turned[token, :, -1]
+    want_q = turned[:, :, :-2].reshape(num_tokens, num_heads, head_dim)
+    arrays = (qkv, pages[0], pages[1], jnp.asarray(index, jnp.int32))
+    return arrays, rotation, (want_q, *want_pages)
+
+
+def check(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        largest = np.nanmax(np.abs(b), initial=0.0)
+        a = np.asarray(a.astype(jnp.float32))
+        np.testing.assert_allclose(a, b, rtol=0, atol=largest * TOLERANCE[got[0].dtype.type], equal_nan=True)
+
+
+CASES = {
+    "llama": {"num_tokens": 40, "heads": (32, 8, 128)},
+    "one token": {"num_tokens": 1},
+    "part of a head": {"num_tokens": 17, "heads": (6, 2, 80), "half": 16},
+    "no rotation": {"num_tokens": 33, "half": 0},
+    "one head, pages of 1": {"num_tokens": 20, "heads": (1, 1, 16), "block_size": 1},
+    "float16, large pages": {"num_tokens": 70, "heads": (3, 1, 96), "block_size": 256, "dtype": jnp.float16},
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, "float32"])
+def test_xla(case):
+    case = {"num_tokens": 12, "heads": (3, 1, 6), "half": 2, "dtype": jnp.float32} if case == "float32" else CASES[case]
+    arrays, rotation, want = make_case(**case)
+    check(jax.jit(rope_and_write_kv)(*arrays, rotation=rotation), want)
+
+
+@pytest.mark.parametrize("case", ["one token", "part of a head", "no rotation"])
+def test_interpreted(capsys, case):
+    arrays, rotation, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
+    check(interpret(capsys, rope_and_write_kv, *arrays, rotation=rotation, implementation="sm90"), want)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("case", [*CASES, "many tokens"])
+def test_on_a_gpu(case):
+    arrays, rotation, want = make_case(**CASES.get(case, {"num_tokens": 3001}))
+    run = jax.jit(rope_and_write_kv, static_argnames="implementation", donate_argnums=(1, 2))
+    check(run(*arrays, rotation=rotation, implementation="sm90"), want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+def test_changes_the_pools_in_place(implementation):
+    """Two layers for an H200: no copy of a donated pool, and no memory that grows with it."""
+    pool = (5000, 8, 16, 128)
+
+    def layers(pools, qkv, rotation, index):
+        outs = []
+        for k, v in pools:
+            q, k, v = rope_and_write_kv(qkv, k, v, index, rotation=rotation, implementation=implementation)
+            qkv = qkv + q.reshape(64, 8, 4, 128)[:, :, :1]
+            outs.append((k, v))
+        return outs, qkv
+
+    pages = jax.ShapeDtypeStruct(pool, jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((64, 8, 6, 128), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    index = jax.ShapeDtypeStruct((64,), jnp.int32)
+    program = compile_for_h200(layers, [(pages, pages)] * 2, qkv, (angles, angles), index, donate_argnums=(0,))
+    assert program.copies_of(pool) == []
+    assert program.temp_bytes < 4 * 2**20
+    assert program.spill_bytes == 0
+    if implementation == "sm90":
+        assert program.num_launches == 4  # a kernel and an addition each
+
+
+@pytest.mark.parametrize(("members", "fits"), [(6, True), (66, False)])
+def test_heads_that_share_much_are_taken_apart(members, fits):
+    """Cosines that serve all of a head pay only where the head fits into shared memory."""
+    assert heuristic(513, members, 128) == Config(tokens=16, vectors=members if fits else 1)
+    pages = jax.ShapeDtypeStruct((100, 1, 16, 128), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((600, 1, members, 128), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((600, 64), jnp.float32)
+    index = jax.ShapeDtypeStruct((600,), jnp.int32)
+    run = functools.partial(rope_and_write_kv, implementation="sm90")
+    program = compile_for_h200(
+        lambda qkv, k, v, index, angles: run(qkv, k, v, index, rotation=angles), qkv, pages, pages, index, (angles,) * 2
+    )
+    assert program.spill_bytes == 0
+
+
+def test_refuses_with_a_reason():
+    arrays, rotation, _ = make_case(num_tokens=4)
+    unchecked = inspect.unwrap(rope_and_write_kv)
+    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
+        unchecked(*arrays, rotation=rotation, implementation="triton")
+    with pytest.raises(ValueError, match="a query, a key and a value"):
+        rope_and_write_kv(arrays[0][:, :, 1:3], *arrays[1:], rotation=rotation)
+    with pytest.raises(NotImplementedError, match="all be bfloat16 or all float16, got float32, bfloat16"):
+        rope_and_write_kv_sm90(arrays[0].astype(jnp.float32), *arrays[1:], rotation=rotation)
+    arrays, rotation, _ = make_case(num_tokens=4, heads=(2, 1, 40), half=12)
+    with pytest.raises(NotImplementedError, match="multiples of 8, got 40 and 12"):
+        rope_and_write_kv_sm90(*arrays, rotation=rotation)

@@ -1,0 +1,274 @@
+"""The matmuls of a decode step: XLA's against the float64 definition; the Hopper kernel interpreted with race
+detection, compiled for an H200 that is not there, and run where there is one.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreting import interpret
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.small_matmul import Normed, matmul, matmul_then_norm
+from pallas_kernels.small_matmul.reference import matmul_reference, rms_norm_reference
+from pallas_kernels.small_matmul.sm90 import Config, Epilogue, matmul_sm90
+
+# Of the norm of the result, which is rounded to 8 or 11 bits.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
+EPS = 1e-5
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def arrays(shapes, dtype) -> list[Any]:
+    rng = np.random.default_rng(len(shapes))
+    return [None if shape is None else jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def in_float(*values) -> list[Any]:
+    return [None if v is None else np.asarray(v.astype(jnp.float32), np.float64) for v in values]
+
+
+def check(got, want, factor=1.0):
+    error = np.linalg.norm(in_float(got)[0] - want) / np.linalg.norm(want)
+    assert error <= factor * TOLERANCE[got.dtype.type], error
+
+
+def make_case(num_rows, outputs, depth, *, is_gated=False, has_bias=False, has_residual=False, dtype=jnp.bfloat16):
+    """x, weight, bias, residual, and what comes of them."""
+    of_weight = (2, outputs) if is_gated else (outputs,)
+    x, weight, bias, residual = arrays(
+        [
+            (num_rows, depth),
+            (*of_weight, depth),
+            of_weight if has_bias else None,
+            (num_rows, outputs) if has_residual else None,
+        ],
+        dtype,
+    )
+    weight = (weight * depth**-0.5).astype(dtype)
+    want = matmul_reference(
+        *in_float(x, weight),
+        **dict(zip(("bias", "residual"), in_float(bias, residual), strict=True)),
+        activation=silu if is_gated else None,
+    )
+    return x, weight, {"bias": bias, "residual": residual}, want
+
+
+CASES = {
+    "plain": {},
+    "gated": {"is_gated": True},
+    "bias and residual": {"has_bias": True, "has_residual": True},
+    "all": {"is_gated": True, "has_bias": True, "has_residual": True},
+}
+
+
+def run(x, weight, options, *, is_gated=False, implementation, output_dtype=None):
+    activation = jax.nn.silu if is_gated else None
+    return matmul(x, weight, **options, activation=activation, output_dtype=output_dtype, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_xla_matches_the_definition(case, dtype):
+    x, weight, options, want = make_case(5, 24, 32, dtype=dtype, **CASES[case])
+    got = run(x, weight, options, is_gated="is_gated" in CASES[case], implementation="xla")
+    assert got.dtype == dtype
+    check(got, want, factor=3)  # XLA rounds after each operation
+
+
+def check_norm_between(implementation, num_rows, depth, outputs, dtype):
+    """Two matmuls with a norm between them."""
+    x, first, options, y_want = make_case(num_rows, depth, depth, has_residual=True, dtype=dtype)
+    _, second, _, _ = make_case(num_rows, outputs, depth, dtype=dtype)
+    [gain] = arrays([(depth,)], jnp.float32)
+    residual = 8 * options["residual"]  # without rounding
+    y, normed = matmul_then_norm(x, first, residual=residual, gain=gain, eps=EPS, implementation=implementation)
+    check(y, y_want + 7 * in_float(options["residual"])[0])
+    want = rms_norm_reference(in_float(y)[0], in_float(gain)[0], EPS) @ in_float(second)[0].T
+    for finishing in ("xla", implementation):
+        check(matmul(normed, second, implementation=finishing), want, factor=1.5)
+
+
+def test_norm_between_xla_matmuls():
+    check_norm_between("xla", 5, 64, 24, jnp.bfloat16)
+
+
+def test_an_unfinished_norm_is_finished_by_xla():
+    x, gain, weight = arrays([(3, 32), (32,), (8, 32)], jnp.float32)
+    squares = jnp.full((64, 8), jnp.nan).at[:3].set(jnp.sum(x * x, axis=1, keepdims=True) / 8)
+    got = matmul(Normed(x * gain[None], squares, EPS), weight)
+    check(got, rms_norm_reference(in_float(x)[0], in_float(gain)[0], EPS) @ in_float(weight)[0].T)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"weight": (32, 24)}, "does not fit a weight"),
+        ({"weight": (2, 24, 32)}, r"weight must be \[N, K\]"),
+        ({"activation": jax.nn.silu}, r"weight must be \[2, N, K\]"),
+        ({"bias": (2,)}, r"bias must have shape \(24,\), got \(2,\)"),
+        ({"residual": (4, 24)}, r"residual must have shape \(5, 24\)"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error):
+    shapes: dict[str, Any] = {"x": (5, 32), "weight": (24, 32)} | arguments
+    values: dict[str, Any] = {
+        name: jnp.zeros(value) if isinstance(value, tuple) else value for name, value in shapes.items()
+    }
+    with pytest.raises(ValueError, match=error):
+        matmul(values.pop("x"), values.pop("weight"), **values)
+
+
+def test_unknown_implementation_is_refused():
+    unchecked = inspect.unwrap(matmul)  # the annotation would refuse it first
+    with pytest.raises(ValueError, match="unknown implementation 'triton', there is 'xla', 'sm90'"):
+        unchecked(jnp.zeros((5, 32)), jnp.zeros((24, 32)), implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "dtype", "reason"),
+    [
+        ((65, 64), (64, 64), jnp.bfloat16, "at most 64 rows"),
+        ((8, 64), (64, 64), jnp.float32, "bfloat16 or both float16"),
+        ((8, 96), (64, 96), jnp.bfloat16, "multiples of 64"),
+        ((8, 64), (68, 64), jnp.bfloat16, "multiples of 8"),
+        ((8, 64), (56, 64), jnp.bfloat16, "at least 64"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said(x, weight, dtype, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        matmul(jnp.zeros(x, dtype), jnp.zeros(weight, dtype), implementation="sm90")
+
+
+INTERPRETED = {
+    "plain": ({"num_rows": 8, "outputs": 40, "depth": 256}, Config(outputs=16, block_k=64, stages=2)),
+    "all": (
+        {
+            "num_rows": 16,
+            "outputs": 16,
+            "depth": 128,
+            "is_gated": True,
+            "has_bias": True,
+            "has_residual": True,
+            "dtype": jnp.float16,
+        },
+        Config(outputs=16, block_k=128, stages=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted_without_races(capsys, case):
+    problem, config = INTERPRETED[case]
+    x, weight, options, want = make_case(**problem)
+    activation = jax.nn.silu if problem.get("is_gated") else None
+    run = functools.partial(matmul_sm90, config=config, epilogue=Epilogue(activation=activation), interpret=True)
+    got, _, _ = interpret(capsys, run, x, weight, **options)
+    check(got, want)
+
+
+def test_interpreted_norm(capsys):
+    x, weight, options, want = make_case(8, 32, 64, has_residual=True)
+    [gain] = arrays([(32,)], jnp.float32)
+    config = Config(outputs=16, block_k=64, stages=2)
+    run = functools.partial(matmul_sm90, config=config, epilogue=Epilogue(), interpret=True)
+    y, values, squares = interpret(capsys, run, x, weight, **options, gain=gain)
+    check(y, want)
+    check(values, in_float(y)[0] * in_float(gain)[0])
+    np.testing.assert_allclose(np.sum(squares[:8], axis=1), np.sum(in_float(y)[0] ** 2, axis=1), rtol=1e-5)
+
+
+@functools.cache
+def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, output_dtype=None, num_layers=1):
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def layers(x, weights, residual, gain, bias):
+        results = []
+        for weight in weights:
+            if is_gated or output_dtype:
+                activation = jax.nn.gelu if is_gated else None
+                normed = Normed(x, jnp.ones((64, 136)), EPS)
+                results.append(
+                    matmul(normed, weight, activation=activation, output_dtype=output_dtype, implementation="sm90")
+                )
+            else:
+                results.append(
+                    matmul_then_norm(x, weight, residual=residual, gain=gain, eps=EPS, bias=bias, implementation="sm90")
+                )
+        return results
+
+    weight = of(2, outputs, depth) if is_gated else of(outputs, depth)
+    return compile_for_h200(
+        layers, of(num_rows, depth), [weight] * num_layers, of(num_rows, outputs), of(outputs), of(outputs)
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"outputs": 4096, "depth": 4096},
+        {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
+        {"outputs": 14336, "depth": 4096, "is_gated": True},
+        {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
+    ],
+    ids=str,
+)
+def test_compiles_without_spilling(num_rows, case):
+    [kernel] = compiled(num_rows, **case).kernels
+    assert kernel.spill_bytes == 0
+
+
+def test_layers_share_a_kernel():
+    one, two = (compiled(8, 4096, 4096, num_layers=num_layers) for num_layers in (1, 2))
+    assert two.num_launches == 2 * one.num_launches == 2
+    assert len(two.kernels) <= 1
+
+
+ON_A_GPU = {
+    "qkv": {"outputs": 6144, "depth": 4096, "has_bias": True},
+    "o": {"outputs": 4096, "depth": 4096, "has_residual": True},
+    "gate and up": {"outputs": 14336, "depth": 4096, "is_gated": True},
+    "down": {"outputs": 4096, "depth": 14336, "has_residual": True, "dtype": jnp.float16},
+    "small": {"outputs": 896, "depth": 896, "has_bias": True, "has_residual": True},
+    "odd": {"outputs": 4856, "depth": 192, "has_bias": True},
+    "odd, gated": {"outputs": 4856, "depth": 832, "is_gated": True, "has_bias": True, "has_residual": True},
+    "tiny": {"outputs": 64, "depth": 64},
+    "many tiles": {"outputs": 65_536, "depth": 576, "dtype": jnp.float16},
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [1, 13, 64])
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_on_a_gpu(case, num_rows):
+    problem = ON_A_GPU[case]
+    x, weight, options, want = make_case(num_rows, **problem)
+    got, again = (
+        run(x, weight, options, is_gated=problem.get("is_gated", False), implementation="sm90") for _ in range(2)
+    )
+    check(got, want)
+    np.testing.assert_array_equal(in_float(got), in_float(again))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [4, 33])
+@pytest.mark.parametrize("depth", [64, 4096, 4288])
+def test_norm_between_matmuls_on_a_gpu(num_rows, depth):
+    check_norm_between("sm90", num_rows, depth, 1000, jnp.bfloat16)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_float32_logits_on_a_gpu():
+    x, weight, options, want = make_case(3, 32_000, 256)
+    got = run(x, weight, options, implementation="sm90", output_dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    check(got, want)

@@ -1,0 +1,18 @@
+"""Contexts scattered over a pool of pages in which everything else is NaN."""
+
+import numpy as np
+
+
+def make_pages(rng, lens, *, max_blocks, num_kv_heads, head_dim, block_size):
+    """k_pages and v_pages [P, K, S, D] float32 and block_tables [B, max_blocks], for contexts of `lens` tokens."""
+    num_blocks = len(lens) * max_blocks + 1
+    free = list(rng.permutation(num_blocks))
+    k, v = (np.full((num_blocks, num_kv_heads, block_size, head_dim), np.nan, np.float32) for _ in range(2))
+    tables = np.zeros((len(lens), max_blocks), np.int32)
+    for row, length in enumerate(lens):
+        for first in range(0, int(length), block_size):
+            block = tables[row, first // block_size] = free.pop()
+            held = min(block_size, int(length) - first)
+            for pages in (k, v):
+                pages[block, :, :held] = rng.standard_normal((num_kv_heads, held, head_dim))
+    return k, v, tables
