@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, Kernels, Tables
 from jaxserve.scheduling.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The padded shape that a step is compiled for: tokens, rows, and block table entries that it may add."""
+    """The padded shape that a step is compiled for: tokens, rows, and entries of block tables that it may add."""
 
     num_tokens: int
     num_rows: int
@@ -35,7 +35,7 @@ class Bucket:
             "samples": self.num_rows,
             "num_output_tokens": self.num_rows,  # generated before this step, pending ones included
             "next_token_ids": self.num_rows,  # the prompt token behind the row's last one, for prompt logprobs
-            "new_block_index": self.num_new_blocks,  # slot * max_blocks + index in the table
+            "new_block_index": self.num_new_blocks,  # (group * num_slots + slot) * max_blocks + index in the table
             "new_block_ids": self.num_new_blocks,
         }
         offsets = np.concatenate([[0], np.cumsum(list(lengths.values()))])
@@ -48,21 +48,26 @@ class Bucket:
         return offset + length
 
 
-def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, block_size: int) -> list[Bucket]:
-    """Every shape that a step can have: 1, 4, 16 tokens, then doubling up to the budget.
+def make_buckets(
+    *, max_num_batched_tokens: int, max_num_seqs: int, block_size: int, num_groups: int = 1
+) -> list[Bucket]:
+    """Every shape that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every request.
 
     Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
     A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most
-    1 + n // block_size new blocks.
+    1 + n // block_size new blocks in each of `num_groups` tables.
     """
     sizes = [1]
     while sizes[-1] < max_num_batched_tokens:
         sizes.append(min(sizes[-1] * (4 if sizes[-1] < 16 else 2), max_num_batched_tokens))
-    return [Bucket(size, rows := min(size, max_num_seqs), rows + size // block_size) for size in sizes]
+    sizes = sorted({*sizes, min(max_num_seqs, max_num_batched_tokens)})
+    return [Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows + size // block_size)) for size in sizes]
 
 
-def pack(plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, features: int) -> np.ndarray:
-    """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block table separately."""
+def pack(
+    plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int, features: int
+) -> np.ndarray:
+    """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block tables separately."""
     packed = np.zeros(bucket.packed_size, np.int32)
     view = {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
     rows = slice(0, len(plan.rows))
@@ -92,10 +97,12 @@ def pack(plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, fea
         admitted = {request.slot for request in plan.admitted}
         for request, slot, num_new in zip(requests, slots, new_counts, strict=True):
             if num_new and slot not in admitted:
-                first = len(request.block_ids) - num_new
-                new_index += range(slot * max_blocks + first, slot * max_blocks + first + num_new)
-                new_ids += request.block_ids[first:]
-    padding = num_slots * max_blocks
+                for group, table in enumerate(request.block_tables):
+                    first = len(table) - num_new
+                    place = (group * num_slots + slot) * max_blocks + first
+                    new_index += range(place, place + num_new)
+                    new_ids += table[first:]
+    padding = num_groups * num_slots * max_blocks
     view["new_block_index"][:] = np.arange(padding, padding + bucket.num_new_blocks)  # out of range, and unique
     view["new_block_index"][: len(new_index)] = new_index
     view["new_block_ids"][: len(new_ids)] = new_ids
@@ -119,31 +126,50 @@ def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array
 def make_batch(
     pieces: dict[str, jax.Array],
     last_tokens: Int[Array, " N"],
-    block_tables: Int[Array, "N M"],
+    block_tables: Int[Array, "G N M"],
     *,
+    group_of_layer: tuple[int, ...],
     block_size: int,
     num_blocks: int,
+    is_decode_only: bool,
+    kernels: Kernels,
 ) -> Batch:
-    """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph."""
+    """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph.
+
+    `group_of_layer` matters if there are several groups of layers.
+    """
     num_rows, num_decode_rows = pieces["header"][0], pieces["header"][1]
     token = jnp.arange(pieces["token_ids"].shape[0], dtype=jnp.int32)
     slots, starts = pieces["slots"], pieces["starts"]
     query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32)])
     is_padding = token >= query_starts[-1]
-    row = jnp.searchsorted(query_starts[1:], token, side="right").astype(jnp.int32)
-    row = jnp.where(is_padding, 0, row)
-    positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
+    if is_decode_only:
+        row, positions = token, starts  # 0 in rows of padding
+    else:
+        row = jnp.searchsorted(query_starts[1:], token, side="right").astype(jnp.int32)
+        row = jnp.where(is_padding, 0, row)
+        positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
     token_ids = jnp.where(pieces["token_ids"] < 0, last_tokens[slots[row]], pieces["token_ids"])
-    tables = block_tables.at[slots].get(mode="fill", fill_value=0)
-    block = tables[row, positions // block_size]
-    write_index = jnp.where(is_padding, num_blocks * block_size + token, block * block_size + positions % block_size)
-    return Batch(
+
+    def of_group(group: int) -> Tables:
+        tables = block_tables[group].at[slots].get(mode="fill", fill_value=0)
+        place = tables[row, positions // block_size] * block_size + positions % block_size
+        return Tables(jnp.where(is_padding, num_blocks * block_size + token, place), tables)
+
+    groups = tuple(map(of_group, range(block_tables.shape[0])))
+    batch = Batch(
         token_ids=token_ids,
         positions=positions,
-        write_index=write_index,
+        write_index=groups[0].write_index,
         query_starts=query_starts,
         seq_lens=starts + pieces["num_tokens"],
-        block_tables=tables,
+        block_tables=groups[0].block_tables,
         num_decode_rows=num_decode_rows,
         num_rows=num_rows,
+        is_decode_only=is_decode_only,
+        kernels=kernels,
     )
+    if len(groups) == 1:
+        return batch
+    # None, so that a model that does not ask for its layers' views is found when it is traced.
+    return dataclasses.replace(batch, write_index=None, block_tables=None, groups=groups, group_of_layer=group_of_layer)

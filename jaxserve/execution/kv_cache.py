@@ -1,6 +1,6 @@
 """How many KV blocks there are, and the device arrays that hold them."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxserve.errors import OutOfMemory
 from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.sharding import mesh_axis
+from jaxserve.scheduling.block_needs import BlockNeeds
 
 CPU_KV_CACHE_MEMORY = 2**30
 """Bytes for KV blocks on CPU, unless told otherwise."""
@@ -18,44 +19,61 @@ MAX_POSITIONS = 2**30
 """Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
 
 
-def block_bytes(kv_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one block over all layers, K and V, on all devices together."""
-    return sum(2 * spec.num_kv_heads * spec.head_dim for spec in kv_specs) * block_size * jnp.dtype(dtype).itemsize
+def block_bytes(pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
+    """Bytes of one block in all pools, K and V, on all devices that share them; without a `mesh`, on one.
+
+    A latent is not shared: each of these devices has all of it.
+    """
+    axis = None if mesh is None else mesh_axis("kv_heads", mesh)
+    copies = 1 if mesh is None or axis is None else mesh.shape[axis]
+    values = sum(
+        spec.num_kv_heads * (spec.head_dim + spec.value_dim) * (copies if spec.is_latent else 1) for spec in pool_specs
+    )
+    return values * block_size * jnp.dtype(dtype).itemsize
 
 
-def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, block_size: int) -> int:
+def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
     """Blocks that fit into `memory` bytes.
 
     Raises OutOfMemory if a single request of `max_model_len` tokens would not fit.
     """
     num_blocks = memory // bytes_per_block
-    needed = math.ceil(max_model_len / block_size)
+    needed = needs.peak(max_model_len)
     if num_blocks < needed:
         raise OutOfMemory(
-            f"{memory / 2**20:.0f} MiB for the KV cache hold {num_blocks * block_size} tokens, but max_model_len is "
-            f"{max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
+            f"{memory / 2**20:.0f} MiB for the KV cache hold {needs.longest(num_blocks, limit=max_model_len)} tokens, "
+            f"but max_model_len is {max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
             "lower --max-model-len or raise --kv-cache-memory"
         )
-    return min(num_blocks, MAX_POSITIONS // block_size)
+    return min(num_blocks, MAX_POSITIONS // needs.block_size)
 
 
-def kv_sharding(mesh: Mesh) -> NamedSharding:
-    """Blocks are whole on every device, kv heads are split over the tensor axis."""
-    return NamedSharding(mesh, PartitionSpec(None, mesh_axis("kv_heads", mesh), None, None))
+def kv_sharding(spec: KVSpec, mesh: Mesh) -> NamedSharding:
+    """Blocks are whole on every device; kv heads are split over the tensor axis, unless they are a latent."""
+    axis = None if spec.is_latent else mesh_axis("kv_heads", mesh)
+    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
 
 
 def abstract_kv_cache(
-    kv_specs: tuple[KVSpec, ...], *, num_blocks: int, block_size: int, dtype: jnp.dtype, mesh: Mesh
+    pool_specs: tuple[KVSpec, ...],
+    *,
+    pool_of_layer: tuple[int, ...] = (),
+    num_blocks: int,
+    block_size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
 ) -> KVCache:
-    """Shapes and shardings of the pools."""
-    sharding = kv_sharding(mesh)
-    shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in kv_specs]
+    """Shapes and shardings of the pools; those of V are empty where a layer keeps latents."""
 
-    def pools() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    def pool(spec: KVSpec, size: int) -> Any:  # stands in for an array
+        shape = (num_blocks, spec.num_kv_heads, block_size, size)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=kv_sharding(spec, mesh))
 
-    cache = jax.eval_shape(lambda: KVCache(k=pools(), v=pools()))
-    return jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=sharding), cache)
+    return KVCache(
+        k=tuple(pool(spec, spec.head_dim) for spec in pool_specs),
+        v=tuple(pool(spec, spec.value_dim) for spec in pool_specs),
+        pool_of_layer=pool_of_layer,
+    )
 
 
 def init_kv_cache(abstract: KVCache) -> KVCache:

@@ -6,16 +6,24 @@ from the host.
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jaxserve.request import Request
 from jaxserve.sampling import state as sampling_state
 from jaxserve.sampling.state import SamplingState
+
+
+class Masks(NamedTuple):
+    """What slots may draw from in the next step: token i, if bit i % 32 of word i // 32 is set."""
+
+    slots: Int32[np.ndarray, " R"]
+    words: UInt32[np.ndarray, "R W"]
+
 
 ADMISSION_ROWS = 8
 """Rows that one admission upload carries; padding rows have an out-of-range slot."""
@@ -24,39 +32,64 @@ ADMISSION_ROWS = 8
 @no_type_check
 @flax.struct.dataclass
 class Slots:
-    """Device state of N slots, M blocks each; donated."""
+    """Device state of N slots, each with a table of M blocks for each of G groups of layers; donated."""
 
     last_tokens: Int[Array, " N"]
-    block_tables: Int[Array, "N M"]
+    block_tables: Int[Array, "G N M"]
     sampling: SamplingState
+    pooled_sums: Float[Array, "N E"]
+    """Float32 sums of the hidden states of those that want their mean (`pooling`)."""
 
 
-def init_slots(*, num_slots: int, max_blocks: int, vocab_size: int) -> Slots:
+def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: int, hidden_size: int) -> Slots:
     """Empty slots."""
     return Slots(
         last_tokens=jnp.zeros(num_slots, jnp.int32),
-        block_tables=jnp.zeros((num_slots, max_blocks), jnp.int32),
+        block_tables=jnp.zeros((num_groups, num_slots, max_blocks), jnp.int32),
         sampling=sampling_state.init_state(num_slots, vocab_size),
+        pooled_sums=jnp.zeros((num_slots, hidden_size), jnp.float32),
     )
 
 
-def pack_admissions(requests: list[Request], *, num_slots: int, max_blocks: int) -> np.ndarray:
-    """One upload for up to ADMISSION_ROWS requests that have just got a slot: [rows, 1 + M + scalars] int32."""
-    packed = np.zeros((ADMISSION_ROWS, 1 + max_blocks + sampling_state.NUM_SCALARS), np.int32)
+def pack_admissions(requests: list[Request], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
+    """One upload for up to ADMISSION_ROWS requests that have just got a slot: [rows, 1 + G * M + scalars] int32."""
+    size = num_groups * max_blocks
+    packed = np.zeros((ADMISSION_ROWS, 1 + size + sampling_state.NUM_SCALARS), np.int32)
     packed[:, 0] = num_slots
     for row, request in zip(packed, requests, strict=False):
         row[0] = request.slot
-        row[1 : 1 + len(request.block_ids)] = request.block_ids
-        row[1 + max_blocks :] = sampling_state.pack_scalars(request.request)
+        for first, table in zip(range(1, 1 + size, max_blocks), request.block_tables, strict=True):
+            row[first : first + len(table)] = table
+        row[1 + size :] = sampling_state.pack_scalars(request.request)
+    # A kernel may fetch what it does not let into its result: any block will do where there is none any more.
+    packed[:, 1 : 1 + size] = np.maximum(packed[:, 1 : 1 + size], 0)
     return packed
 
 
 def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
     """Write the rows of newly admitted requests. In graph, `slots` donated."""
-    max_blocks = slots.block_tables.shape[1]
-    slot_ids = packed[:, 0]
+    num_groups, _, max_blocks = slots.block_tables.shape
+    slot_ids, size = packed[:, 0], num_groups * max_blocks
+    tables = packed[:, 1 : 1 + size].reshape(-1, num_groups, max_blocks).swapaxes(0, 1)
     return dataclasses.replace(
         slots,
-        block_tables=slots.block_tables.at[slot_ids].set(packed[:, 1 : 1 + max_blocks], mode="drop"),
-        sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, 1 + max_blocks :]),
+        block_tables=slots.block_tables.at[:, slot_ids].set(tables, mode="drop"),
+        sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, 1 + size :]),
     )
+
+
+def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:
+    """One upload of masks, padded to `num_rows` rows; padding rows have an out-of-range slot."""
+    packed = np.zeros((num_rows, 1 + masks.words.shape[1]), np.uint32)
+    packed[:, 0] = num_slots
+    packed[: len(masks.slots), 0] = masks.slots
+    packed[: len(masks.slots), 1:] = masks.words
+    return packed
+
+
+def allow(slots: Slots, packed: UInt32[Array, "rows width"]) -> Slots:
+    """Let slots draw from the tokens of their masks only. In graph, `slots` donated."""
+    extras = slots.sampling.extras
+    allowed_mask = extras.allowed_mask.at[packed[:, 0].astype(jnp.int32)].set(packed[:, 1:], mode="drop")
+    extras = dataclasses.replace(extras, allowed_mask=allowed_mask)
+    return dataclasses.replace(slots, sampling=dataclasses.replace(slots.sampling, extras=extras))

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import Bucket, make_batch, unpack
+from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots
-from jaxserve.layers.attention import AttentionFn
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, token_logprobs
 from jaxserve.sampling.sampler import record, sample
+from jaxserve.sampling.state import unpack_rows
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Tokens whose logits are alive at once while prompt log probabilities are computed."""
@@ -27,13 +29,16 @@ PROMPT_LOGPROBS_CHUNK = 128
 @no_type_check
 @flax.struct.dataclass
 class StepOutputs:
-    """What the host reads of a step, a row each. The logprobs are None in greedy-only steps, zeros unless asked for."""
+    """What the host reads of a step, a row each. Logprobs and embeddings are None in plain steps, zeros unless
+    asked for.
+    """
 
     token_ids: Int[Array, " B"]
     is_corrupted: Bool[Array, " B"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     """One entry a token of the step: the log probability of the prompt token that follows it."""
+    embeddings: Float[Array, "B E"] | None
 
 
 def step(
@@ -44,29 +49,41 @@ def step(
     *,
     family: ModuleType,
     config: Any,
-    attention: AttentionFn,
+    kernels: Kernels,
+    group_of_layer: tuple[int, ...],
     bucket: Bucket,
-    is_greedy_only: bool,
+    is_plain: bool,
+    is_decode_only: bool,
 ) -> tuple[KVCache, Slots, StepOutputs]:
     """One step of the engine. `kv_cache` and `slots` are donated; the keyword arguments are static.
 
-    `is_greedy_only` compiles an argmax in place of the sampler, for steps in which no row needs more.
+    `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features;
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any.
     """
     pieces = unpack(packed, bucket)
-    num_slots, max_blocks = slots.block_tables.shape
+    num_slots = slots.last_tokens.shape[0]
     block_tables = (
         slots.block_tables.reshape(-1)
         .at[pieces["new_block_index"]]
         .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
-        .reshape(num_slots, max_blocks)
+        .reshape(slots.block_tables.shape)
     )
     num_blocks, _, block_size, _ = kv_cache.k[0].shape
-    batch = make_batch(pieces, slots.last_tokens, block_tables, block_size=block_size, num_blocks=num_blocks)
+    batch = make_batch(
+        pieces,
+        slots.last_tokens,
+        block_tables,
+        group_of_layer=group_of_layer,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        is_decode_only=is_decode_only,
+        kernels=kernels,
+    )
 
-    hidden, kv_cache = family.forward(params, config, batch, kv_cache, attention)
-    last_token_of_row = jnp.maximum(batch.query_starts[1:] - 1, 0)
+    hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
+    last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
-        logits = family.logits(params, config, hidden[last_token_of_row])
+        logits = family.logits(params, config, last_tokens)
 
     features = pieces["header"][2]
     with jax.named_scope("sample"):
@@ -76,14 +93,15 @@ def step(
             pieces["slots"],
             pieces["num_output_tokens"],
             features,
-            greedy_only=is_greedy_only,
+            plain=is_plain,
+            implementation=kernels,
         )
     draws = pieces["samples"] > 0
     written = jnp.where(draws, pieces["slots"], num_slots)
-    sampling = slots.sampling
-    logprobs = prompt_logprobs = None
-    if not is_greedy_only:
-        sampling = record(sampling, pieces["slots"], sampled.token_ids, draws, features)
+    sampling_state, pooled_sums = slots.sampling, slots.pooled_sums
+    logprobs = prompt_logprobs = embeddings = None
+    if not is_plain:
+        sampling_state = record(sampling_state, pieces["slots"], sampled.token_ids, draws, features)
         logprobs = jax.lax.cond(
             features & Feature.LOGPROBS != 0,
             lambda: _logprobs(logits, sampled.token_ids),
@@ -94,12 +112,23 @@ def step(
             lambda: _prompt_logprobs(params, config, family, hidden, batch, pieces["next_token_ids"]),
             lambda: _no_logprobs(hidden.shape[0], logits.shape[1]),
         )
+        with jax.named_scope("pool"):
+            pooled_sums, embeddings = pool(
+                hidden,
+                pooled_sums,
+                batch,
+                slot_ids=pieces["slots"],
+                row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
+                features=features,
+            )
     slots = Slots(
         last_tokens=slots.last_tokens.at[written].set(sampled.token_ids, mode="drop"),
         block_tables=block_tables,
-        sampling=sampling,
+        sampling=sampling_state,
+        pooled_sums=pooled_sums,
     )
-    return kv_cache, slots, StepOutputs(sampled.token_ids, sampled.is_corrupted, logprobs, prompt_logprobs)
+    outputs = StepOutputs(sampled.token_ids, sampled.is_corrupted, logprobs, prompt_logprobs, embeddings)
+    return kv_cache, slots, outputs
 
 
 def _logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> Logprobs:

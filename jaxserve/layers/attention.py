@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-import pallas_kernels.paged_attention as kernels
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import apply_rope, half_split_order
+from jaxserve.layers.rope import Rotation, half_split_order
+from pallas_kernels import paged_attention as decode_kernels
+from pallas_kernels.kv_write import rope_and_write_kv
+from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,33 +31,97 @@ class KVSpec:
     head_dim: int
     sliding_window: int | None = None
     """A token attends to this many tokens, itself included; None: to all before it."""
+    is_latent: bool = False
+    """One K for all query heads, whole on every device, with V among its columns: see `layers.latent_attention`."""
+
+    @property
+    def value_dim(self) -> int:
+        """The size of V: 0 where it is a part of K."""
+        return 0 if self.is_latent else self.head_dim
 
 
 @runtime_checkable
 class AttentionFn(Protocol):
-    """Store a step's K and V, then attend over everything stored. Returns the output and the changed pages."""
+    """Rotate a step's queries and keys, store K and V, then attend over everything stored.
+
+    Returns the output and the changed pages.
+    """
 
     def __call__(
         self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T K D"],
-        v: Float[Array, "T K D"],
+        qkv: Float[Array, "T K members D"],
         k_pages: Float[Array, "P K S D"],
         v_pages: Float[Array, "P K S D"],
         batch: Batch,
         *,
+        rotation: Rotation | None,
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, " H"] | None = None,
+        alibi_slopes: Float[Array, " H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-        """Query head h attends with kv head h // (H // K)."""
+        """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `rotation` None
+        leaves positions to others; `sinks` are logits that join a head's softmax's denominator; of `alibi_slopes` a
+        head's slope times (key's position - query's position) is added to its scores.
+        """
         ...
 
 
 def paged_attention(
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    batch: Batch,
+    *,
+    rotation: Rotation | None,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    alibi_slopes: Float[Array, " H"] | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """The AttentionFn of serving: K and V into their pages, then attention over block tables.
+
+    Rows with one token and rows with more of them have a kernel each. Heads split over a mesh axis stay there: every
+    device writes and reads its own kv heads, and nothing is exchanged.
+    """
+
+    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch):
+        q, k_pages, v_pages = rope_and_write_kv(
+            qkv, k_pages, v_pages, batch.write_index, rotation=rotation, implementation=batch.kernels
+        )
+        out = attend_over_pages(
+            q,
+            k_pages,
+            v_pages,
+            batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+        return out, k_pages, v_pages
+
+    sharding = jax.typeof(k_pages).sharding
+    if sharding.mesh.empty:
+        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+    axis = sharding.spec[1]
+    heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
+    if alibi_slopes is not None:  # a constant, so that every device has all of them
+        alibi_slopes = jax.sharding.reshard(alibi_slopes, PartitionSpec(axis))
+    island = jax.shard_map(
+        on_local_heads,
+        in_specs=(of_heads, of_heads, of_heads, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
+        out_specs=(heads, of_heads, of_heads),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )
+    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+
+
+def attend_over_pages(
     q: Float[Array, "T H D"],
-    k: Float[Array, "T K D"],
-    v: Float[Array, "T K D"],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
     batch: Batch,
@@ -62,43 +129,46 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    implementation: kernels.Implementation = "xla",
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """The AttentionFn of serving: K and V into their pages, then attention over block tables.
-
-    Heads split over a mesh axis stay there: every device writes and reads its own kv heads, and nothing is exchanged.
-    """
-
-    def on_local_heads(q, k, v, k_pages, v_pages, batch):
-        k_pages, v_pages = kernels.write_kv(k_pages, v_pages, k, v, batch.write_index)
-        out = kernels.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_starts=batch.query_starts,
-            num_decode_rows=batch.num_decode_rows,
-            num_rows=batch.num_rows,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            implementation=implementation,
-        )
-        return out, k_pages, v_pages
-
-    sharding = jax.typeof(k_pages).sharding
-    if sharding.mesh.empty:
-        return on_local_heads(q, k, v, k_pages, v_pages, batch)
-    axis = sharding.spec[1]
-    heads, pages = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None)
-    island = jax.shard_map(
-        on_local_heads,
-        in_specs=(heads, heads, heads, pages, pages, PartitionSpec()),
-        out_specs=(heads, pages, pages),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    sinks: Float[Array, " H"] | None = None,
+    alibi_slopes: Float[Array, " H"] | None = None,
+) -> Float[Array, "T H D"]:
+    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included."""
+    num_tokens, num_rows = q.shape[0], batch.seq_lens.shape[0]
+    # The rows with one token come first, so that row b is token b.
+    decodes = slice(0, min(num_tokens, num_rows))
+    is_decode = jnp.arange(decodes.stop) < batch.num_decode_rows
+    scores = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }
+    out, _ = decode_kernels.paged_attention(
+        q[decodes, None],
+        k_pages,
+        v_pages,
+        block_tables=batch.block_tables[decodes],
+        seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
+        implementation=batch.kernels,
+        **scores,
     )
-    return island(q, k, v, k_pages, v_pages, batch)
+    if num_tokens == 1 or batch.is_decode_only:  # no row has more
+        return out[:, 0]
+    chunks = ragged_prefill_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        query_starts=batch.query_starts,
+        first_row=batch.num_decode_rows,
+        num_rows=batch.num_rows,
+        implementation=batch.kernels,
+        **scores,
+    )
+    out = jnp.where(is_decode[:, None, None], out[:, 0], chunks[decodes])
+    return jnp.concatenate([out, chunks[decodes.stop :]])
 
 
 def attention_specs(
@@ -112,6 +182,7 @@ def attention_specs(
     out_bias: bool = False,
     qk_norm: bool = False,
     num_interleaved: int = 0,
+    by_kv_head: bool = False,
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     output: str = "o_proj",
 ) -> Params:
@@ -119,15 +190,19 @@ def attention_specs(
 
     Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
     split over kv heads keeps together what attends together. `inputs` names three tensors, or one that has the rows of
-    q, k and v in this order; of each head of q and k the first `num_interleaved` dimensions are reordered for
-    `apply_rope` (see `half_split_order`).
+    q, k and v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions
+    are reordered for rotations (see `half_split_order`).
     """
     E, H, K, D = hidden_size, num_heads, num_kv_heads, head_dim
     G = H // K
     rows = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
     order = half_split_order(D, num_interleaved)
+    assert not (by_kv_head and num_interleaved), "no family has both"
 
     def fuse(*tensors: np.ndarray) -> np.ndarray:
+        if by_kv_head:
+            [fused] = tensors
+            return fused.reshape(K, G + 2, D, *fused.shape[1:])
         heads = np.concatenate(tensors).reshape(H + 2 * K, D, *tensors[0].shape[1:])
         q, k, v = np.split(heads, (H, H + K))
         q, k = q[:, order], k[:, order]
@@ -176,35 +251,81 @@ def self_attention(
     *,
     batch: Batch,
     attention: AttentionFn,
-    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    rotation: Rotation | None,
     norm: Callable[[Array, Any], Array] | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """One attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
 
     `params` are the weights of `attention_specs`: q and k go through `norm` if it has weights among them ("q_norm",
-    "k_norm"), biases likewise. `rotation` None leaves positions to others; `scale` is by default D^-1/2.
+    "k_norm"), biases and "sinks" likewise. `rotation` None leaves positions to others; `scale` is by default D^-1/2.
     """
     with jax.named_scope("attention"):
-        qkv = linear(x, params["qkv"], params.get("qkv_bias"))
-        T, K, group, D = qkv.shape
-        q, k, v = qkv[:, :, :-2].reshape(T, K * (group - 2), D), qkv[:, :, -2], qkv[:, :, -1]
-        if "q_norm" in params:
-            assert norm is not None
-            q, k = norm(q, params["q_norm"]), norm(k, params["k_norm"])
-        if rotation is not None:
-            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-        out, k_pages, v_pages = attention(
-            q,
-            k,
-            v,
+        heads, k_pages, v_pages = attend_heads(
+            params,
+            linear(x, params["qkv"], params.get("qkv_bias")),
             k_pages,
             v_pages,
-            batch,
-            scale=D**-0.5 if scale is None else scale,
+            batch=batch,
+            attention=attention,
+            rotation=rotation,
+            norm=norm,
+            scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
         )
-        return linear(out, params["out"], params.get("out_bias")), k_pages, v_pages
+        return linear(heads, params["out"], params.get("out_bias")), k_pages, v_pages
+
+
+def attend_heads(
+    params: Params,
+    qkv: Float[Array, "T K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    *,
+    batch: Batch,
+    attention: AttentionFn,
+    rotation: Rotation | None,
+    norm: Callable[[Array, Any], Array] | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " H"] | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """What stands between the two projections of `self_attention`."""
+    D = qkv.shape[-1]
+    if "q_norm" in params:
+        assert norm is not None
+        qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], norm)
+    return attention(
+        qkv,
+        k_pages,
+        v_pages,
+        batch,
+        rotation=rotation,
+        scale=D**-0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=params.get("sinks"),
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def _norm_heads(
+    qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: Callable[[Array, Any], Array]
+) -> Float[Array, "T K members D"]:
+    """Queries and keys through their norms."""
+    T, K, members, D = qkv.shape
+    if isinstance(q_norm, jax.Array) and q_norm.shape == (D,) and K * (members - 2) > 1:
+        # A gain that heads share, not one for all heads together: values go through the norm too and are dropped, as
+        # one kernel on a GPU, where slices, two norms and a concatenation are five.
+        member = jnp.arange(members)[:, None]
+        normed = norm(qkv, jnp.where(member < members - 2, q_norm[None], k_norm[None]))
+        return jnp.where(member[None, None] == members - 1, qkv, normed)
+    q = norm(qkv[:, :, :-2].reshape(T, -1, D), q_norm).reshape(T, K, members - 2, D)
+    k = norm(qkv[:, :, -2], k_norm)
+    return jnp.concatenate([q, k[:, :, None], qkv[:, :, -1:]], axis=2)

@@ -4,10 +4,21 @@ Both are made in `execution` and live here because models and layers, below it, 
 are not checked at run time: jax rebuilds a pytree with leaves of other kinds too (shapes, shardings, placeholders).
 """
 
-from typing import no_type_check
+import dataclasses
+from typing import Literal, NamedTuple, no_type_check
 
 import flax.struct
 from jaxtyping import Array, Float, Int
+
+Kernels = Literal["xla", "sm90"]
+"""Implementations of the operations in `pallas_kernels`: plain XLA, and kernels for Hopper GPUs."""
+
+
+class Tables(NamedTuple):
+    """Where the rows of a step have their blocks in one group of layers: as the fields of a Batch of these names."""
+
+    write_index: Int[Array, " T"]
+    block_tables: Int[Array, "B N"]
 
 
 @no_type_check
@@ -31,15 +42,48 @@ class Batch:
     """Block ids of each row; entries past its length are 0 and never attended to."""
     num_decode_rows: Int[Array, ""]
     num_rows: Int[Array, ""]
+    is_decode_only: bool = flax.struct.field(pytree_node=False, default=False)
+    """Static: no row has more than one token and there are as many places for rows as for tokens, so that row b is
+    token b. A step compiled for that needs nothing of what longer rows need.
+    """
+    kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
+    """Static: what layers run where they have a choice."""
+    groups: tuple[Tables, ...] = ()
+    """Of a model whose layers keep their blocks in several groups: `write_index` and `block_tables`, which are None
+    here, of each group.
+    """
+    group_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    """Static: the group of each layer, if there are several."""
+
+    def of_layer(self, index: int) -> "Batch":
+        """The Batch as this layer sees it, with the blocks of its group."""
+        if not self.groups:
+            return self
+        tables = self.groups[self.group_of_layer[index]]
+        return dataclasses.replace(self, **tables._asdict(), groups=(), group_of_layer=())
 
 
 @no_type_check
 @flax.struct.dataclass
 class KVCache:
-    """Paged keys and values, one pool a layer, [P blocks, K kv heads, S block size, D head dim] each; donated.
+    """Paged keys and values, in pools of [P blocks, K kv heads, S block size, D head dim] each; donated.
 
-    One (block, head) tile is contiguous, so a kernel fetches it with one bulk copy.
+    One (block, head) tile is contiguous, so a kernel fetches it with one bulk copy. Each layer has a pool for itself,
+    or shares it with layers of other groups, which have other blocks of it.
     """
 
     k: tuple[Float[Array, "P K S D"], ...]
     v: tuple[Float[Array, "P K S D"], ...]
+    pool_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    """Static: the pool of each layer; empty: each has its own."""
+
+    def of_layer(self, index: int) -> tuple[Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+        """K and V pool of this layer."""
+        pool = self.pool_of_layer[index] if self.pool_of_layer else index
+        return self.k[pool], self.v[pool]
+
+    def with_layer(self, index: int, k: Float[Array, "P K S D"], v: Float[Array, "P K S D"]) -> "KVCache":
+        """The same with these in place of the layer's pools."""
+        pool = self.pool_of_layer[index] if self.pool_of_layer else index
+        rest = slice(pool + 1, None)
+        return dataclasses.replace(self, k=(*self.k[:pool], k, *self.k[rest]), v=(*self.v[:pool], v, *self.v[rest]))

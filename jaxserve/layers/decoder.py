@@ -11,10 +11,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, self_attention
+from jaxserve.layers import decode_layer
+from jaxserve.layers.attention import AttentionFn, attend_heads, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
-from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
+from jaxserve.layers.moe import Routing, moe_or_mlp
+from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
 
@@ -24,8 +27,14 @@ Mlp = Callable[[Params, Array], Array]
 """(weights, input) -> output"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
-Block = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
-"""(weights of the layer, residual stream, k_pages, v_pages) -> (residual stream, k_pages, v_pages)"""
+AddNorm = Callable[[Array, Array, Any], tuple[Array, Array]]
+"""(residual stream, update, weights) -> (their sum, its norm)"""
+Block = Callable[[Params, Array, Array | None, Array, Array], tuple[Array, Array | None, Array, Array]]
+"""(weights of the layer, residual stream, update that is still to be added to it, k_pages, v_pages) -> the last four
+
+An update is added where the sum is normalised next, in the layer behind, so that both can be one kernel. None: there
+is nothing to add, as in the first layer.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +69,20 @@ def decoder_specs(
     num_layers: int,
     tie_word_embeddings: bool,
     attention: Callable[[str], Params],
-    mlp: Callable[[str], Params],
+    mlp: Callable[[str], Params] | Sequence[Callable[[str], Params]],
     norm: Callable[[str, int], Any] = norm_spec,
     norms: Mapping[str, str] = PRE_NORMS,
     names: Names = LLAMA_NAMES,
 ) -> Params:
     """The whole tree; whatever is not said is as in Llama's checkpoints.
 
-    `attention`, `mlp` and `norm` give the specs of one block from its name in the checkpoint (and a norm's size);
-    `norms` are the norms of a layer, as `sequential_block` and `parallel_block` know them, with their names there.
+    `attention`, `mlp` and `norm` give the specs of one block from its name in the checkpoint (and a norm's size); `mlp`
+    may have an entry a layer. `norms` are the norms of a layer, as `sequential_block` and `parallel_block` know them,
+    with their names there.
     """
+    mlps = [mlp] * num_layers if callable(mlp) else mlp
 
-    def layer_specs(layer: str) -> Params:
+    def layer_specs(layer: str, mlp: Callable[[str], Params]) -> Params:
         return {name: norm(f"{layer}.{source}", hidden_size) for name, source in norms.items()} | {
             "attention": attention(f"{layer}.{names.attention}"),
             "mlp": mlp(f"{layer}.{names.mlp}"),
@@ -79,7 +90,7 @@ def decoder_specs(
 
     specs: Params = {
         "embed": embedding_spec(names.embed, vocab_size=vocab_size, hidden_size=hidden_size),
-        "layers": [layer_specs(f"{names.layers}.{index}") for index in range(num_layers)],
+        "layers": [layer_specs(f"{names.layers}.{index}", mlps[index]) for index in range(num_layers)],
         "norm": norm(names.norm, hidden_size),
     }
     if not tie_word_embeddings:
@@ -94,26 +105,42 @@ def decoder(
     kv_cache: KVCache,
     *,
     attention: AttentionFn,
-    mlp: Mlp,
+    activation: str | Gate,
     rope: Rope,
     norm_eps: float,
     sliding_windows: Sequence[int | None],
+    routing: Routing | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
 
-    `x` are the embedded tokens; `mlp` is applied to a layer's feed-forward weights and its normed input;
-    `sliding_windows` has an entry a layer.
+    `x` are the embedded tokens; `activation` is that of the gated feed-forward, as `mlp.gate_of` takes it;
+    `sliding_windows` has an entry a layer; `routing` is for the layers that have experts.
     """
     rotation = rotations(rope, batch.positions)
     norm = functools.partial(rms_norm, eps=norm_eps)
-
-    def block(window: int | None) -> Block:
-        attend = functools.partial(
-            self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm, sliding_window=window
+    shared = {"attention": attention, "rotation": rotation, "norm": norm}
+    views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(sliding_windows)]
+    if isinstance(activation, str) and decode_layer.supports(params["layers"], x, batch, activation=activation):
+        attends = [functools.partial(attend_heads, **view, **shared) for view in views]
+        return decode_layer.decode_layers(
+            params,
+            x,
+            kv_cache,
+            attends=attends,
+            activation=ACTIVATIONS[activation],
+            eps=norm_eps,
+            kernels=batch.kernels,
         )
-        return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(window) for window in sliding_windows])
+    mlp = functools.partial(gated_mlp, activation=activation)
+    if routing is not None:
+        mlp = functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation)
+    add_norm = functools.partial(add_rms_norm, eps=norm_eps, kernels=batch.kernels)
+
+    attends = [functools.partial(self_attention, **view, **shared) for view in views]
+    block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
+    blocks = [functools.partial(block, attend=attend) for attend in attends]
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache
 
 
@@ -121,42 +148,66 @@ def run_layers(
     layers: Sequence[Params], x: Float[Array, "T E"], kv_cache: KVCache, blocks: Sequence[Block]
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """The residual stream after all layers, each through its block, and the cache with this step's keys and values."""
-    k_pools, v_pools = [], []
-    for index, (layer, block, k_pages, v_pages) in enumerate(zip(layers, blocks, kv_cache.k, kv_cache.v, strict=True)):
+    update = None
+    for index, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            x, k_pages, v_pages = block(layer, x, k_pages, v_pages)
-        k_pools.append(k_pages)
-        v_pools.append(v_pages)
-    return x, KVCache(k=tuple(k_pools), v=tuple(v_pools))
+            x, update, *pools = block(layer, x, update, *kv_cache.of_layer(index))
+        kv_cache = kv_cache.with_layer(index, *pools)
+    return x if update is None else x + update, kv_cache
 
 
 def sequential_block(
-    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
-) -> tuple[Array, Array, Array]:
-    """Attention, then the feed-forward, each added to the residual stream x.
+    layer: Params,
+    x: Array,
+    update: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    attend: Attend,
+    mlp: Mlp,
+    norm: Norm,
+    add_norm: AddNorm | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """Attention, then the feed-forward, each with an update of the residual stream x.
 
     Norms stand where the layer has weights for them: before ("attention_norm", "mlp_norm") as in Llama, after
-    ("attention_post_norm", "mlp_post_norm") as in OLMo 2, or on both sides as in Gemma 2.
+    ("attention_post_norm", "mlp_post_norm") as in OLMo 2, or on both sides as in Gemma 2. `add_norm` adds and
+    normalises, if that is better done together.
     """
 
     def normed(name: str, y: Array) -> Array:
         return norm(y, layer[name]) if name in layer else y
 
-    update, k_pages, v_pages = attend(layer["attention"], normed("attention_norm", x), k_pages, v_pages)
-    x = x + normed("attention_post_norm", update)
-    update = mlp(layer["mlp"], normed("mlp_norm", x))
-    return x + normed("mlp_post_norm", update), k_pages, v_pages
+    def add(x: Array, update: Array | None, name: str) -> tuple[Array, Array]:
+        if update is not None and add_norm is not None and name in layer:
+            return add_norm(x, update, layer[name])
+        x = x if update is None else x + update
+        return x, normed(name, x)
+
+    x, y = add(x, update, "attention_norm")
+    update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
+    x, y = add(x, normed("attention_post_norm", update), "mlp_norm")
+    return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), k_pages, v_pages
 
 
 def parallel_block(
-    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
-) -> tuple[Array, Array, Array]:
-    """Attention and the feed-forward side by side, both added to the residual stream x (Wang and Komatsuzaki 2021).
+    layer: Params,
+    x: Array,
+    update: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    attend: Attend,
+    mlp: Mlp,
+    norm: Norm,
+) -> tuple[Array, Array, Array, Array]:
+    """Attention and the feed-forward side by side, both updates of the residual stream x (Wang and Komatsuzaki 2021).
 
     Both read "attention_norm" of x, unless the layer has an "mlp_norm" too.
     """
+    x = x if update is None else x + update
     y = norm(x, layer["attention_norm"])
     update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
     if "mlp_norm" in layer:
         y = norm(x, layer["mlp_norm"])
-    return x + update + mlp(layer["mlp"], y), k_pages, v_pages
+    return x, update + mlp(layer["mlp"], y), k_pages, v_pages

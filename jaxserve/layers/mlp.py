@@ -1,9 +1,11 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -18,6 +20,42 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+Gate = Callable[[Array, Array], Array]
+"""(gate, up) -> what the second matmul of a gated block reads"""
+
+
+FUSED_ACTIVATIONS = {"silu", "swish", "gelu_new", "gelu_pytorch_tanh"}
+"""Of ACTIVATIONS, those that Mosaic compiles as a part of a matmul: not erf, nor what has a derivative of its own."""
+
+
+# Cached: what is compiled for one layer's function serves the others.
+@functools.cache
+def gate_of(activation: str | Gate) -> Gate:
+    """activation(gate) * up for a key of ACTIVATIONS; what is a function of both already stays."""
+    if callable(activation):
+        return activation
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+def fuses(activation: str | Gate) -> bool:
+    """Whether kernels for GPUs can have the gate in a matmul. Functions of both are written so that they can."""
+    return callable(activation) or activation in FUSED_ACTIVATIONS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """The Gate of GPT-OSS. Two of the same numbers are equal, so that what is compiled for one serves the other."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """(up + 1) * gate * sigmoid(alpha * gate); gate is at most `limit`, and up within it on both sides."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def gated_mlp_specs(
@@ -59,11 +97,11 @@ def gated_mlp_specs(
     return specs
 
 
-def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
-    """down(activation(gate(x)) * up(x)); `activation` is a key of ACTIVATIONS."""
+def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str | Gate) -> Float[Array, "T E"]:
+    """down(activation(gate(x)) * up(x)); `activation` is as `gate_of` takes it."""
     with jax.named_scope("mlp"):
         gate_up = linear(x, params["gate_up"], params.get("gate_up_bias"))
-        inner = ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+        inner = gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
         return linear(inner, params["down"], params.get("down_bias"))
 
 

@@ -1,11 +1,16 @@
 """Normalisation: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), layer norm (arXiv:1607.06450)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
+from pallas_kernels import add_rms_norm as fused
 
 
 def norm_spec(source: str, size: int, *, axis: str | None = None, offset: float = 0.0) -> ParamSpec:
@@ -35,12 +40,31 @@ def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
     return specs
 
 
-def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float) -> Float[Array, "*batch N"]:
-    """The vectors of the last axis, scaled to a root mean square of 1 and times `weight`; computed in float32."""
+def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: float) -> Float[Array, "*batch N"]:
+    """The vectors of the last axis, scaled to a root mean square of 1 and times `weight`; computed in float32.
+
+    A weight of [H, N] has one vector for each of the H heads in x [T, H, N].
+    """
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
         return (wide * scale * _spread(weight, x.ndim)).astype(x.dtype)
+
+
+def add_rms_norm(
+    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], eps: float, *, kernels: Kernels
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """The sum and its `rms_norm`, in one kernel where `kernels` has one for such rows."""
+    mesh = jax.typeof(x).sharding.mesh
+    if kernels == "xla" or not fused.supports(x.shape[1], x.dtype):
+        total = x + update
+        return total, rms_norm(total, weight, eps)
+    with jax.named_scope("norm"):
+        run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
+        if mesh.empty:
+            return run(x, update, weight)
+        everywhere = PartitionSpec()  # each device has all rows
+        return jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)(x, update, weight)
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:

@@ -26,7 +26,7 @@ Params = dict[str, Any]
 class ParamSpec:
     """One weight: its shape, the logical name of each axis, and where it comes from.
 
-    `axes` are logical names ("embed", "heads", "kv_heads", "ffn", "vocab", or None), mapped to mesh axes by
+    `axes` are logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
     `layers.sharding`. `source` are the Hugging Face tensor names it is made of, `source_shapes` their shapes (default:
     the one tensor has the weight's shape); `transform` takes these tensors, in order, as NumPy arrays and returns the
     weight (default: the one tensor, unchanged). `dtype` None means the dtype that the engine serves in. `quantize`

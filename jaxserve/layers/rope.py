@@ -29,14 +29,67 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): every pair's wavelength is stretched by a factor of its own.
-
-    Rotated vectors are made longer by `attention_factor`, so that scores stay as sharp over more keys.
-    """
+class PairScaling:
+    """Every pair's wavelength is stretched by a factor of its own."""
 
     factors: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): factors of pairs for the original context, others beyond it.
+
+    Rotated vectors are made longer by `attention_factor`, so that scores stay as sharp over more keys. transformers
+    takes the long factors once a sequence exceeds the original context, and then computes all of it again. Here they
+    are for all requests to a server of a longer `context`, since keys are rotated before they are cached and shared; a
+    server of no more than the original context computes what transformers does.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
     attention_factor: float
+    original_max_position_embeddings: int
+    context: int
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Those for the served context."""
+        return self.long_factors if self.context > self.original_max_position_embeddings else self.short_factors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): waves that turn often in the original context stay, long ones stretch.
+
+    Pairs that turn between `beta_fast` and `beta_slow` times in it are blended; the range of these pairs is made of
+    whole ones if `is_truncated`. Rotated vectors are made longer by `attention_factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    score_factor: float = 1.0
+    """What DeepSeek's models, and no others, multiply their attention scores by in addition."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """Dynamic NTK: the base grows with the length of the texts, once it exceeds the original context.
+
+    transformers takes the length of the sequence so far, so that keys in its cache have been rotated by other bases
+    than the queries that meet them. Here it is `context`, the longest text that is served: as for LongRoPE, all
+    requests share one base, and a server of no more than the original context computes what transformers does.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    context: int
+
+
+Scaling = LinearScaling | Llama3Scaling | PairScaling | LongRopeScaling | YarnScaling | DynamicScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,12 +101,26 @@ class Rope:
 
     head_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | LongRopeScaling | None = None
+    scaling: Scaling | None = None
+
+    @property
+    def max_context(self) -> int:
+        """How many tokens the scaling, beyond what a model was made for, makes room for; 0: it says nothing of that."""
+        if isinstance(self.scaling, YarnScaling | DynamicScaling):
+            return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
+        return 0
+
+    def serving(self, context: int) -> "Rope":
+        """The rotation for texts of up to so many tokens."""
+        if isinstance(self.scaling, LongRopeScaling | DynamicScaling):
+            return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, context=context))
+        return self
 
 
 def frequencies(rope: Rope) -> np.ndarray:
     """Radians a position for each of the head_dim / 2 pairs; computed in float64, rounded once to float32."""
-    frequency = rope.theta ** (-np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim)
+    exponent = np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim
+    frequency = rope.theta**-exponent
     match rope.scaling:
         case None:
             scaled = frequency
@@ -61,8 +128,12 @@ def frequencies(rope: Rope) -> np.ndarray:
             scaled = frequency / rope.scaling.factor
         case Llama3Scaling():
             scaled = _scale_llama3(frequency, rope.scaling)
-        case LongRopeScaling():
+        case PairScaling() | LongRopeScaling():
             scaled = frequency / np.asarray(rope.scaling.factors)
+        case YarnScaling():
+            scaled = _scale_yarn(frequency, rope, rope.scaling)
+        case DynamicScaling():
+            scaled = frequency * _dynamic_stretch(rope.scaling) ** (-exponent * rope.head_dim / (rope.head_dim - 2))
     return scaled.astype(np.float32)
 
 
@@ -73,25 +144,38 @@ def _scale_llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     return unscaled_share * frequency + (1 - unscaled_share) * frequency / scaling.factor
 
 
-def rotations(rope: Rope, positions: Int[Array, " T"]) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+def _scale_yarn(frequency: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
+    def pair_that_turns(times: float) -> float:  # so often in the original context; a fraction, between two pairs
+        wavelength = scaling.original_max_position_embeddings / times
+        return rope.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.head_dim - 1)
+    width = last - first or 0.001  # a step where they meet
+    scaled_share = np.clip((np.arange(len(frequency)) - first) / width, 0.0, 1.0)
+    return (1 - scaled_share) * frequency + scaled_share * frequency / scaling.factor
+
+
+def _dynamic_stretch(scaling: DynamicScaling) -> float:
+    original = scaling.original_max_position_embeddings
+    return scaling.factor * max(scaling.context, original) / original - (scaling.factor - 1)
+
+
+Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
+"""Cosine and sine of the angles of each token, float32."""
+
+
+def rotations(rope: Rope, positions: Int[Array, " T"]) -> Rotation:
     """Cosine and sine of each token's angles, float32; one pair serves all layers of a step."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies(rope)[None, :]
-    length = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling) else 1.0
+    length = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
     return length * jnp.cos(angles), length * jnp.sin(angles)
 
 
-def apply_rope(
-    x: Float[Array, "T H D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
-) -> Float[Array, "T H D"]:
-    """Rotate the pairs (i, i + half) of every head by its token's angles, in float32; the rest of the head stays."""
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
-
-
 def half_split_order(head_dim: int, num_interleaved: int) -> np.ndarray:
-    """The order in which `apply_rope` wants the dimensions of a head that a checkpoint rotates as pairs (2i, 2i + 1).
+    """The order in which rotations want the dimensions of a head that a checkpoint rotates as pairs (2i, 2i + 1).
 
     `num_interleaved` of them, from the first on, are rotated so; with 0 nothing moves. Scores do not depend on the
     order, so that weights of q and k reordered once save a shuffle of every token.

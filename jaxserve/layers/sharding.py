@@ -12,6 +12,7 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "ffn": "tensor",
+    "experts": "expert",
     "embed": None,
 }
 

@@ -2,15 +2,23 @@
 
 Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
 `param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache, attention)` and
-`logits(params, config, hidden)`; all functions are pure.
+`logits(params, config, hidden)`; all functions are pure. Where windows may differ, a layer attends with the batch that
+`batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of the config
+tells.
 """
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.rope import Rope
 from jaxserve.models import (
+    bloom,
     cohere,
+    deepseek_v2,
+    deepseek_v3,
+    falcon,
     gemma,
     gemma2,
     gemma3,
@@ -18,22 +26,30 @@ from jaxserve.models import (
     glm4,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     opt,
     phi,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     stablelm,
     starcoder2,
 )
 
 FAMILIES: dict[str, ModuleType] = {
+    "bloom": bloom,
     "cohere": cohere,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "falcon": falcon,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
@@ -41,16 +57,20 @@ FAMILIES: dict[str, ModuleType] = {
     "glm4": glm4,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
     "gptj": gptj,
     "granite": granite,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
     "opt": opt,
     "phi": phi,
     "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "stablelm": stablelm,
     "starcoder2": starcoder2,
 }
@@ -62,3 +82,19 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
     if model_type not in FAMILIES:
         raise CheckpointError(f"config.json: unknown model_type {model_type!r}; known are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
+
+
+def max_context(config: Any) -> int:
+    """The longest text that a family's `config` can be served for: beyond its own where rotations stretch to that."""
+    return max([config.max_position_embeddings, *(rope.max_context for rope in _ropes(config).values())])
+
+
+def with_context(config: Any, context: int) -> Any:
+    """A family's `config` for texts of up to so many tokens; its weights are the same."""
+    ropes = {name: rope.serving(context) for name, rope in _ropes(config).items()}
+    return dataclasses.replace(config, max_position_embeddings=context, **ropes)
+
+
+def _ropes(config: Any) -> dict[str, Rope]:
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in fields.items() if isinstance(value, Rope)}

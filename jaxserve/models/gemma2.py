@@ -16,6 +16,8 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
 from jaxserve.models import hf_config
 
+FEATURES = ("norms around blocks",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -107,10 +109,10 @@ def forward(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def block(window: int | None) -> Block:
+    def block(index: int, window: int | None) -> Block:
         attend = functools.partial(
             self_attention,
-            batch=batch,
+            batch=batch.of_layer(index),
             attention=attention,
             rotation=rotation,
             scale=config.query_pre_attn_scalar**-0.5,
@@ -121,7 +123,8 @@ def forward(
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
     x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(window) for window in config.sliding_windows])
+    blocks = [block(index, window) for index, window in enumerate(config.sliding_windows)]
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache
 
 

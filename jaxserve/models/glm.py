@@ -10,7 +10,7 @@ from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
@@ -94,7 +94,7 @@ def forward(
         batch,
         kv_cache,
         attention=attention,
-        mlp=functools.partial(gated_mlp, activation=config.activation),
+        activation=config.activation,
         rope=config.rope,
         norm_eps=config.norm_eps,
         sliding_windows=[spec.sliding_window for spec in kv_specs(config)],

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
@@ -65,7 +64,18 @@ def param_specs(config: Config) -> Params:
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
         tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(_attention_specs, config=config),
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            by_kv_head=True,
+            inputs=("query_key_value",),
+            output="dense",
+        ),
         mlp=functools.partial(
             mlp_specs,
             hidden_size=config.hidden_size,
@@ -82,25 +92,6 @@ def param_specs(config: Config) -> Params:
             lm_head="embed_out",
         ),
     )
-
-
-def _attention_specs(prefix: str, config: Config) -> Params:
-    """Here the checkpoint keeps q, k and v of each head together, as we do."""
-    specs = attention_specs(
-        prefix,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        inputs=("query_key_value",),
-        output="dense",
-    )
-    for name in {"qkv", "qkv_bias"} & specs.keys():
-        spec = specs[name]
-        specs[name] = dataclasses.replace(spec, transform=functools.partial(np.reshape, shape=spec.shape))
-    return specs
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:

@@ -1,11 +1,22 @@
 """Reading the fields of a Hugging Face config.json, of transformers 4 and 5: every complaint names its field."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.latent_attention import LatentHeads
 from jaxserve.layers.mlp import ACTIVATIONS
-from jaxserve.layers.rope import LinearScaling, Llama3Scaling, Rope
+from jaxserve.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    PairScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 Fields = dict[str, Any]
 
@@ -111,7 +122,8 @@ def rope(
     if rotated % 2 or not 0 < rotated <= size:
         given = f"{size}" if share == 1.0 else f"{size} times partial_rotary_factor {share}"
         raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
-    return Rope(head_dim=rotated, theta=number(parameters, "rope_theta", theta), scaling=_scaling(parameters))
+    scaling = _scaling(fields, parameters, rotated)
+    return Rope(head_dim=rotated, theta=number(parameters, "rope_theta", theta), scaling=scaling)
 
 
 def rope_parameters(fields: Fields) -> Fields:
@@ -124,7 +136,7 @@ def rope_parameters(fields: Fields) -> Fields:
     return {name: fields[name] for name in outer if name in fields} | given
 
 
-def _scaling(parameters: Fields) -> LinearScaling | Llama3Scaling | None:
+def _scaling(fields: Fields, parameters: Fields, rotated: int) -> Scaling | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     match kind:
         case "default":
@@ -138,8 +150,58 @@ def _scaling(parameters: Fields) -> LinearScaling | Llama3Scaling | None:
                 high_freq_factor=number(parameters, "high_freq_factor"),
                 original_max_position_embeddings=integer(parameters, "original_max_position_embeddings"),
             )
+        case "frequency_factors":  # what GGUF files have in place of llama3's parameters
+            return PairScaling(factors=numbers(parameters, "factors", rotated // 2))
+        case "longrope":
+            return _longrope(parameters, integer(fields, "max_position_embeddings"), rotated // 2)
+        case "yarn":
+            return _yarn(parameters, integer(fields, "max_position_embeddings"))
+        case "dynamic" if rotated > 2:
+            context = integer(fields, "max_position_embeddings")
+            return DynamicScaling(
+                factor=number(parameters, "factor"), original_max_position_embeddings=context, context=context
+            )
+        case "dynamic":
+            raise CheckpointError("config.json: rope_type 'dynamic' needs more than 2 rotated dimensions of a head")
         case _:
-            raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are default, linear, llama3")
+            known = "default, linear, dynamic, yarn, longrope, llama3"
+            raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are {known}")
+
+
+def _longrope(parameters: Fields, context: int, num_pairs: int) -> LongRopeScaling:
+    original = integer(parameters, "original_max_position_embeddings", minimum=2)
+    stretch = number(parameters, "factor", context / original)
+    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return LongRopeScaling(
+        short_factors=numbers(parameters, "short_factor", num_pairs),
+        long_factors=numbers(parameters, "long_factor", num_pairs),
+        attention_factor=number(parameters, "attention_factor", default),
+        original_max_position_embeddings=original,
+        context=context,
+    )
+
+
+def _yarn(parameters: Fields, context: int) -> YarnScaling:
+    original = integer(parameters, "original_max_position_embeddings", context)
+    factor = number(parameters, "factor", context / original)
+    beta_fast, beta_slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
+
+    def length(name: str) -> float | None:  # of vectors, for a weight that may be missing or 0
+        return 1.0 + 0.1 * number(parameters, name) * math.log(max(factor, 1.0)) if parameters.get(name) else None
+
+    rotated, everywhere = length("mscale"), length("mscale_all_dim")
+    default = 1.0 + 0.1 * math.log(max(factor, 1.0)) if rotated is None or everywhere is None else rotated / everywhere
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=number(parameters, "attention_factor", default),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        is_truncated=flag(parameters, "truncate", True),
+        score_factor=1.0 if everywhere is None else everywhere**2,
+    )
 
 
 def layer_types(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
@@ -162,6 +224,68 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     num_full = min(integer(fields, "max_window_layers", 28, minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types(fields, default))
+
+
+def num_experts(fields: Fields) -> int:
+    """How many experts a sparse layer has, under any name. Raises CheckpointError if a token is to have more."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    name = next((name for name in names if fields.get(name) is not None), None)
+    if name is None:
+        raise CheckpointError(f"config.json: {', '.join(names)}: one of them must be there")
+    count, per_token = integer(fields, name), integer(fields, "num_experts_per_tok")
+    if per_token > count:
+        raise CheckpointError(f"config.json: num_experts_per_tok ({per_token}) is more than {name} ({count})")
+    return count
+
+
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts, as Qwen writes it: `decoder_sparse_step`, and `mlp_only_layers`, which have none."""
+    step, dense = integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r}")
+    num_layers = integer(fields, "num_hidden_layers")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
+
+
+def sparse_layers_after_dense(fields: Fields, num_dense: int) -> tuple[bool, ...]:
+    """Which layers have experts, as DeepSeek writes it: those from `first_k_dense_replace` (by default `num_dense`) on
+    whose number is a multiple of `moe_layer_freq`.
+    """
+    first, step = integer(fields, "first_k_dense_replace", num_dense, minimum=0), integer(fields, "moe_layer_freq", 1)
+    return tuple(index >= first and index % step == 0 for index in range(integer(fields, "num_hidden_layers")))
+
+
+def expert_groups(fields: Fields, num_groups: int, num_chosen: int) -> tuple[int, int]:
+    """`n_group` and `topk_group`: in how many groups experts come, and from how many of them a token's are chosen.
+
+    The two numbers are the defaults. Raises CheckpointError if groups are not of one size, or hold too few experts.
+    """
+    count, num_groups = num_experts(fields), integer(fields, "n_group", num_groups)
+    num_chosen, per_token = integer(fields, "topk_group", num_chosen), integer(fields, "num_experts_per_tok")
+    if count % num_groups:
+        raise CheckpointError(f"config.json: {count} experts cannot be in {num_groups} groups (n_group) of one size")
+    if num_chosen > num_groups:
+        raise CheckpointError(f"config.json: topk_group ({num_chosen}) is more than n_group ({num_groups})")
+    if per_token > num_chosen * (count // num_groups):
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok ({per_token}) is more than topk_group ({num_chosen}) groups of "
+            f"{count // num_groups} hold"
+        )
+    return num_groups, num_chosen
+
+
+def latent_heads(fields: Fields) -> LatentHeads:
+    """The sizes of multi-head latent attention, as DeepSeek writes them. Raises CheckpointError for grouped heads."""
+    num_heads = integer(fields, "num_attention_heads")
+    require(fields, "num_key_value_heads", num_heads)
+    return LatentHeads(
+        num_heads=num_heads,
+        query_rank=optional_integer(fields, "q_lora_rank", 1536),
+        latent_size=integer(fields, "kv_lora_rank"),
+        plain_size=integer(fields, "qk_nope_head_dim"),
+        rotated_size=integer(fields, "qk_rope_head_dim"),
+        value_size=integer(fields, "v_head_dim"),
+    )
 
 
 def _get(fields: Fields, name: str, default: Any) -> Any:

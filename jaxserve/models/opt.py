@@ -139,12 +139,21 @@ def forward(
 
 
 def _norm_after_block(
-    layer: Params, x: Array, k_pages: Array, v_pages: Array, *, attend: Attend, mlp: Mlp, norm: Norm
-) -> tuple[Array, Array, Array]:
+    layer: Params,
+    x: Array,
+    update: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    attend: Attend,
+    mlp: Mlp,
+    norm: Norm,
+) -> tuple[Array, None, Array, Array]:
     """Attention, then the feed-forward, each added to the residual stream, which is normalised after each."""
+    assert update is None, "each layer adds its own"
     update, k_pages, v_pages = attend(layer["attention"], x, k_pages, v_pages)
     x = norm(x + update, layer["attention_norm"])
-    return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), k_pages, v_pages
+    return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), None, k_pages, v_pages
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:

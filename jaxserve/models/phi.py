@@ -16,6 +16,8 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
 from jaxserve.models import hf_config
 
+FEATURES = ("parallel blocks",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -1,20 +1,21 @@
-"""Phi 3, 3.5 and 4 mini (Abdin et al. 2024, arXiv:2404.14219): Llama with fused checkpoints and LongRoPE."""
+"""Phi 3, 3.5 and 4 mini (Abdin et al. 2024, arXiv:2404.14219): Llama with fused checkpoints and LongRoPE.
+
+Which of LongRoPE's two lists of factors is used, the served context decides for all requests: see `layers.rope`.
+"""
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import LongRopeScaling, Rope
+from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
 
 
@@ -35,14 +36,10 @@ class Config:
     tie_word_embeddings: bool
     sliding_window: int | None
     rope: Rope
-    """For models served up to `original_max_position_embeddings`; `long_rope` is for those served beyond it."""
-    long_rope: Rope
-    original_max_position_embeddings: int
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
-        rope, long_rope, original_max_position_embeddings = _ropes(fields)
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
             hidden_size=hf_config.integer(fields, "hidden_size"),
@@ -56,36 +53,16 @@ class Config:
             activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             sliding_window=hf_config.optional_integer(fields, "sliding_window", None),
-            rope=rope,
-            long_rope=long_rope,
-            original_max_position_embeddings=original_max_position_embeddings,
+            rope=_rope(fields),
         )
 
 
-def _ropes(fields: dict[str, Any]) -> tuple[Rope, Rope, int]:
-    """Rotary embedding within the original context and beyond it, and the length of this context.
-
-    The lists "short_factor" and "long_factor" stretch the wavelengths of the one and the other.
-    """
-    context = hf_config.integer(fields, "max_position_embeddings")
+def _rope(fields: dict[str, Any]) -> Rope:
+    """Older checkpoints have two more names for LongRoPE."""
     parameters = hf_config.rope_parameters(fields)
-    plain = parameters | {"rope_type": "default"}
-    rope = hf_config.rope(fields | {"rope_parameters": plain}, partial_rotary_factor=1.0)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return rope, rope, context
-    if kind not in ("longrope", "su", "yarn"):  # three names of one thing
-        raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are default, longrope")
-    original = hf_config.integer(parameters, "original_max_position_embeddings", minimum=2)
-    stretch = hf_config.number(parameters, "factor", context / original)
-    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    attention_factor = hf_config.number(parameters, "attention_factor", default)
-
-    def scaled(name: str) -> Rope:
-        factors = hf_config.numbers(parameters, name, rope.head_dim // 2)
-        return dataclasses.replace(rope, scaling=LongRopeScaling(factors=factors, attention_factor=attention_factor))
-
-    return scaled("short_factor"), scaled("long_factor"), original
+    kind = "longrope" if kind in ("su", "yarn") else kind
+    return hf_config.rope(fields | {"rope_parameters": parameters | {"rope_type": kind}}, partial_rotary_factor=1.0)
 
 
 def param_specs(config: Config) -> Params:
@@ -121,15 +98,14 @@ def forward(
     params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
-    is_long = config.max_position_embeddings > config.original_max_position_embeddings
     return decoder(
         params,
         embed(params["embed"], batch.token_ids),
         batch,
         kv_cache,
         attention=attention,
-        mlp=functools.partial(gated_mlp, activation=config.activation),
-        rope=config.long_rope if is_long else config.rope,
+        activation=config.activation,
+        rope=config.rope,
         norm_eps=config.norm_eps,
         sliding_windows=[spec.sliding_window for spec in kv_specs(config)],
     )

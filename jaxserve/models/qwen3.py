@@ -10,10 +10,12 @@ from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
+
+FEATURES = ("QK norm",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ def forward(
         batch,
         kv_cache,
         attention=attention,
-        mlp=functools.partial(gated_mlp, activation=config.activation),
+        activation=config.activation,
         rope=config.rope,
         norm_eps=config.norm_eps,
         sliding_windows=config.sliding_windows,

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded, InvalidRequest
-from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
+from jaxserve.request import NO_BLOCK, EngineRequest, FinishReason, Request, RequestStatus
+from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.snapshot import BlocksSnapshot, RequestSnapshot, SchedulerSnapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,15 +29,26 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
+    windows: tuple[int | None, ...] = (None,)
+    """How far each group of layers looks back, see BlockNeeds."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    @property
+    def needs(self) -> BlockNeeds:
+        """What a request needs of the blocks."""
+        return BlockNeeds(windows=self.windows, block_size=self.block_size, max_chunk=self.max_num_batched_tokens)
+
 
 class SchedulerStats(NamedTuple):
-    """Gauges of this moment, then counters since the start; prefix cache queries and hits count prompt tokens."""
+    """Gauges of this moment, then counters since the start; prefix cache queries and hits count prompt tokens.
+
+    A token has a KV position in each group of layers that still holds it. `held_blocks` are those of running requests,
+    by the window of the layers that they are for.
+    """
 
     num_running: int
     num_waiting: int
@@ -45,6 +58,7 @@ class SchedulerStats(NamedTuple):
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    held_blocks: dict[int | None, int]
 
 
 class RowOutcome(enum.Enum):
@@ -76,6 +90,11 @@ class Scheduler(abc.ABC):
 
     def __init__(self, limits: SchedulerLimits):
         self._limits = limits
+        self._needs = limits.needs
+        self._windowed = [group for group, window in enumerate(limits.windows) if window is not None]
+        self._one_of_each_window = [
+            (window, limits.windows.index(window)) for window in dict.fromkeys(limits.windows) if window is not None
+        ]
         self._by_priority = limits.policy == "priority"
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
@@ -101,18 +120,19 @@ class Scheduler(abc.ABC):
         limits = self._limits
         num_prompt_tokens = len(request.prompt_token_ids)
         total = num_prompt_tokens + request.max_tokens
+        total_in_context = num_prompt_tokens if request.pooling else total  # the token that is drawn is dropped
         if num_prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if request.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
-        if total > limits.max_model_len:
+        if total_in_context > limits.max_model_len:
             raise ContextLengthExceeded(
                 f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} make {total}, "
                 f"over the context length of {limits.max_model_len}",
                 param="max_tokens" if num_prompt_tokens < limits.max_model_len else "prompt",
                 code="context_length_exceeded",
             )
-        num_blocks = self._num_blocks(total - 1)  # the last token's KV is never needed
+        num_blocks = self._needs.peak(total - 1)  # the last token's KV is never needed
         if num_blocks > limits.num_blocks:
             raise CapacityExceeded(
                 f"the request may grow to {num_blocks} KV blocks, over the {limits.num_blocks} of this engine",
@@ -125,6 +145,7 @@ class Scheduler(abc.ABC):
 
         Raises InvalidRequest (an id that is in use), or what `check_admissible` raises.
         """
+        limits = self._limits
         ids = {request.request_id for request in engine_requests}
         if len(ids) < len(engine_requests) or not ids.isdisjoint(self._requests):
             raise InvalidRequest("a request of this id is running already", param="request_id")
@@ -132,7 +153,7 @@ class Scheduler(abc.ABC):
             self.check_admissible(request)
         requests = []
         for engine_request in engine_requests:
-            request = Request(engine_request, arrival=self._num_arrived)
+            request = Request(engine_request, arrival=self._num_arrived, num_groups=len(limits.windows))
             self._num_arrived += 1
             if not self._by_priority:
                 request.priority = 0  # then the key is the arrival alone
@@ -202,6 +223,16 @@ class Scheduler(abc.ABC):
     def stats(self) -> SchedulerStats:
         """Gauges and counters. Linear in the running requests."""
 
+    def snapshot(self, *, max_waiting: int) -> SchedulerSnapshot:
+        """What is held at this moment, copied, with as many waiting requests at most. Linear in requests and blocks."""
+        running = [RequestSnapshot.of(request) for request in self._running]
+        waiting = [RequestSnapshot.of(request) for request in self._waiting[:max_waiting]]
+        return SchedulerSnapshot(sorted(running, key=lambda one: one.slot), waiting, self._blocks())
+
+    @abc.abstractmethod
+    def _blocks(self) -> BlocksSnapshot:
+        """The state of every block, copied."""
+
     @abc.abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing is done, while a request is running."""
@@ -216,6 +247,26 @@ class Scheduler(abc.ABC):
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_size)
+
+    def _has_unseen(self, request: Request) -> bool:
+        """Whether `_drop_unseen` would find something; for every request at every step, so quick."""
+        for window, group in self._one_of_each_window:
+            oldest = request.num_computed_tokens - window + 1
+            if oldest // self._limits.block_size > request.first_blocks[group]:
+                return True
+        return False
+
+    def _drop_unseen(self, request: Request) -> list[int]:
+        """Take out of its block tables what no token to come attends to; returns the ids of these blocks."""
+        dropped = []
+        for group in self._windowed:
+            first, held = self._needs.first_block(group, request.num_computed_tokens), request.first_blocks[group]
+            if first > held:
+                table = request.block_tables[group]
+                dropped += table[held:first]
+                table[held:first] = [NO_BLOCK] * (first - held)
+                request.first_blocks[group] = first
+        return dropped
 
     def _fail_rows(self, plan: StepPlan, ok: Sequence[bool]) -> set[Request]:
         """Fail the requests of the rows that are not ok; returns those that were unfinished until now. A finished one
@@ -271,8 +322,19 @@ class Scheduler(abc.ABC):
         num_tokens = num_known + request.num_pending
         assert request.finish_reason is None
         assert num_known < request.max_total_tokens, "a request at its limit still lives"
-        assert num_tokens <= request.max_total_tokens <= self._limits.max_model_len
-        assert len(request.block_ids) == self._num_blocks(num_computed), "the block table is not what was computed"
+        assert num_tokens <= request.max_total_tokens
+        assert request.max_total_tokens - bool(request.request.pooling) <= self._limits.max_model_len
+        for group, (table, first) in enumerate(zip(request.block_tables, request.first_blocks, strict=True)):
+            assert len(table) == self._num_blocks(num_computed), "a block table is not what was computed"
+            assert table[:first] == [NO_BLOCK] * first
+            assert NO_BLOCK not in table[first:]
+            window = self._limits.windows[group]
+            assert first == 0 or first <= self._needs.first_block(group, num_computed), (
+                "a block is given back too early"
+            )
+            if window is not None:
+                most = self._needs.most_of_window(window, chunk=self._needs.max_chunk)
+                assert len(table) - first <= most, "a block is kept too long"
         if request.status is RequestStatus.RUNNING:
             assert request in self._running
             assert 0 <= num_computed < num_tokens

@@ -17,6 +17,11 @@ blocks that, when it was scheduled, its request alone held and that were not cac
 loses such a block while the row is in flight, whoever gets it next writes in a later step. A block enters the cache
 only when the step that fills it is scheduled and its tokens are known, so that whatever is still in flight for it is
 what it stands for; rows of the same step may read it too: a layer writes all K and V of a step before it attends.
+
+Why blocks out of a window can go while the request runs. They go when a step is planned, before anyone in it gets
+blocks, and are those that no token from there on attends to. Steps in flight that still do come before the step in
+which the next owner writes. The device keeps their ids in the request's block table, where they mean nothing any more:
+attention lets nothing from outside of a window into its result, whatever it may be.
 """
 
 import math
@@ -29,6 +34,7 @@ from jaxserve.scheduling.base import Scheduler, SchedulerLimits, SchedulerStats,
 from jaxserve.scheduling.block_pool import BlockPool
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash
+from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class _Step:
@@ -55,8 +61,8 @@ class ContinuousScheduler(Scheduler):
         super().__init__(limits)
         self._enable_prefix_caching = enable_prefix_caching
         self._model_domain = model_domain
-        self._cache = PrefixCache(limits.block_size)
-        self._pool = BlockPool(limits.num_blocks, self._cache)
+        self._cache = PrefixCache(self._needs)
+        self._pool = BlockPool(limits.num_blocks, self._cache, num_groups=len(limits.windows))
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._group_sizes: Counter[str] = Counter()  # unfinished siblings
         # Who lacked how many blocks when last looked at: spares a long prompt that waits the matching at every step.
@@ -78,6 +84,11 @@ class ContinuousScheduler(Scheduler):
         block_size = limits.block_size
         step = _Step(limits.max_num_batched_tokens)
         single_rows = step.single_rows
+        if self._windowed:
+            for request in running:
+                if self._has_unseen(request):
+                    self._index_blocks(request)
+                    self._pool.release(self._drop_unseen(request))
         challenger = self._challenger_priority()
         index = 0
         while index < len(running) and step.budget:
@@ -113,7 +124,14 @@ class ContinuousScheduler(Scheduler):
         pool, size = self._pool, self._limits.block_size
         num_held_blocks = pool.num_blocks - pool.num_free
         # Only the last block of a table can have room, and it is never shared.
-        num_unused = sum(len(request.block_ids) * size - request.num_computed_tokens for request in self._running)
+        num_unused = sum(
+            len(table) * size - request.num_computed_tokens
+            for request in self._running
+            for table in request.block_tables
+        )
+        held_blocks = dict.fromkeys(self._limits.windows, 0)
+        for window, num_held in zip(self._limits.windows, pool.num_held, strict=True):
+            held_blocks[window] += num_held
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -123,7 +141,12 @@ class ContinuousScheduler(Scheduler):
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._num_prefix_queries,
             prefix_cache_hits=self._num_prefix_hits,
+            held_blocks=held_blocks,
         )
+
+    @override
+    def _blocks(self) -> BlocksSnapshot:
+        return self._pool.snapshot()
 
     @override
     def reset_prefix_cache(self) -> bool:
@@ -141,12 +164,14 @@ class ContinuousScheduler(Scheduler):
         if num_tokens == request.max_total_tokens:
             return  # its last token is on its way
         end = min(num_tokens, start + step.budget)
-        num_new_blocks = self._num_blocks(end) - len(request.block_ids)
-        while self._pool.num_free < num_new_blocks:
+        tables = request.block_tables
+        num_new_blocks = self._num_blocks(end) - len(tables[0])
+        while self._pool.num_free < num_new_blocks * len(tables):
             victim = self._preempt_worst(step)
             if victim is request:
                 return
-        request.block_ids += self._pool.allocate(num_new_blocks)
+        for group, table in enumerate(tables):
+            table += self._pool.allocate(num_new_blocks, group)
         request.num_computed_tokens = end
         samples = end == num_tokens
         request.num_pending += samples
@@ -172,8 +197,8 @@ class ContinuousScheduler(Scheduler):
     def _release(self, request: Request) -> None:
         if request.finish_reason != "error":
             self._index_blocks(request)  # the last full block: a conversation's next turn starts with it
-        self._pool.release(request.block_ids)
-        request.block_ids = []
+        self._pool.release(request.held_blocks())
+        request.clear_blocks()
         request.num_computed_tokens = 0
         request.num_indexed_blocks = 0
         self._free_slots.append(request.slot)
@@ -195,8 +220,8 @@ class ContinuousScheduler(Scheduler):
             request = self._waiting[0]
             num_available = self._pool.num_free
             if request.status is RequestStatus.PREEMPTED:
-                # Blocks are scarce: one to spare for each running request, or it would soon be preempted again.
-                num_available -= len(self._running)
+                # Blocks are scarce: some to spare for each running request, or it would soon be preempted again.
+                num_available -= len(self._running) * len(self._limits.windows)
             hits = self._find_room(request, num_available)
             if hits is None:
                 return
@@ -214,10 +239,8 @@ class ContinuousScheduler(Scheduler):
         # Preempted a moment ago? Then everyone running was better, and nobody has been admitted past it since.
         assert request.num_pending == 0
         worse = [other for other in self._running if other.priority > request.priority]
-        released = self._pool.held_only_by([other.block_ids for other in worse])
-        num_missing = self._num_blocks(len(request.token_ids)) - sum(
-            self._pool.is_held(block_id) and block_id not in released for block_id in self._match(request)
-        )
+        released = self._pool.held_only_by([other.held_blocks() for other in worse])
+        num_missing = self._num_missing(request, self._match(request), released)
         if num_missing > self._pool.num_free + len(released):
             return False
         self._blocked = None  # may be worse than what has just been found, and cost one of the better ones its blocks
@@ -228,30 +251,47 @@ class ContinuousScheduler(Scheduler):
                 return True
             self._preempt_worst(step)
 
-    def _find_room(self, request: Request, num_available: int) -> list[int] | None:
-        """The cached blocks that a waiting request would start from, if `num_available` blocks are enough for the rest
-        of its tokens, those it shares with a running request not counted. None: not now.
+    def _find_room(self, request: Request, num_available: int) -> list[list[int]] | None:
+        """The block tables of cached blocks that a waiting request would start from, if `num_available` blocks are
+        enough for the rest of its tokens. None: not now.
         """
         if request.num_pending:
             return None  # a token of its is still to come back, and belongs before any new one
         if self._blocked is not None and self._blocked[0] is request and self._blocked[1] > num_available:
             return None
         hits = self._match(request)
-        num_missing = self._num_blocks(len(request.token_ids)) - sum(map(self._pool.is_held, hits))
+        num_missing = self._num_missing(request, hits, set())
         if num_missing > num_available:
             self._blocked = (request, num_missing)
             return None
         return hits
 
-    def _admit(self, request: Request, hits: list[int], step: _Step) -> None:
+    def _num_missing(self, request: Request, hits: list[list[int]], released: set[int]) -> int:
+        """Blocks that a waiting request takes from those that nobody holds, once `released` are among them.
+
+        What it shares with a running request is not counted, except in a window, which moves on and leaves it behind.
+        """
+        num_shared = sum(
+            self._pool.is_held(block_id) and block_id not in released
+            for table, window in zip(hits, self._limits.windows, strict=True)
+            if window is None
+            for block_id in table
+        )
+        start = len(hits[0]) * self._limits.block_size
+        return self._needs.peak(len(request.token_ids), start=start) - num_shared
+
+    def _admit(self, request: Request, hits: list[list[int]], step: _Step) -> None:
         """The first of the queue runs from now on, with a slot, the cached prefix and a first row."""
         self._blocked = None
         self._waiting.pop(0)
         insort(self._running, request, key=request_key)
-        self._pool.share(hits)
-        request.block_ids = hits
-        request.num_indexed_blocks = len(hits)
-        request.num_computed_tokens = len(hits) * self._limits.block_size
+        request.block_tables = hits
+        request.num_indexed_blocks = len(hits[0])
+        request.num_computed_tokens = len(hits[0]) * self._limits.block_size
+        request.first_blocks = [
+            self._needs.first_block(group, request.num_computed_tokens) for group in range(len(hits))
+        ]
+        self._pool.share(request.held_blocks())
         request.slot = self._free_slots.pop()
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = request.num_computed_tokens
@@ -267,20 +307,21 @@ class ContinuousScheduler(Scheduler):
         return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
 
     def _may_hit(self, request: Request) -> bool:
-        """Whether it may start from cached KV: not if it wants the logits of every prompt position."""
-        return request.request.params.prompt_logprobs is None and self._shares(request)
+        """Whether it may start from cached KV: not if it wants something of every prompt position."""
+        wants_all = request.request.params.prompt_logprobs is not None or request.request.pooling == "mean"
+        return not wants_all and self._shares(request)
 
     def _domain(self, request: Request) -> bytes:
         """Requests of one domain may share KV."""
         group_id = "" if self._enable_prefix_caching else request.request.group_id
         return domain_hash((self._model_domain, request.request.cache_salt.encode(), group_id.encode()))
 
-    def _match(self, request: Request) -> list[int]:
-        """The cached blocks that the request's tokens start with, all but one token at most: one must be computed, so
-        that there are logits.
+    def _match(self, request: Request) -> list[list[int]]:
+        """Block tables of the cached blocks that the request's tokens start with, all but one token at most: one must
+        be computed, so that there are logits.
         """
         if not self._may_hit(request):
-            return []
+            return [[] for _ in self._limits.windows]
         num_blocks = (len(request.token_ids) - 1) // self._limits.block_size
         domain = self._domain(request)
         self._cache.extend_hashes(request.block_hashes, request.token_ids, num_blocks, domain=domain)
@@ -293,13 +334,14 @@ class ContinuousScheduler(Scheduler):
         first = request.num_indexed_blocks
         if num_full <= first or not self._shares(request):
             return
-        hashes, token_ids, block_ids = request.block_hashes, request.token_ids, request.block_ids
+        hashes, token_ids = request.block_hashes, request.token_ids
         domain = self._domain(request) if first == 0 else b""
         self._cache.extend_hashes(hashes, token_ids, num_full, domain=domain)
         for index in range(first, num_full):
             parent = domain if index == 0 else hashes[index - 1]
             tokens = token_ids[index * size : (index + 1) * size]
-            self._cache.insert(block_ids[index], hashes[index], parent=parent, is_first=index == 0, token_ids=tokens)
+            block_ids = [table[index] for table in request.block_tables]
+            self._cache.insert(block_ids, hashes[index], parent=parent, is_first=index == 0, token_ids=tokens)
         request.num_indexed_blocks = num_full
 
     @override
@@ -311,12 +353,12 @@ class ContinuousScheduler(Scheduler):
         super().check_integrity()
         size = self._limits.block_size
         running = self._running
-        self._pool.check_integrity([request.block_ids for request in running])
+        self._pool.check_integrity([request.held_blocks() for request in running])
         self._cache.check_integrity()
         slots = [*self._free_slots, *(request.slot for request in running)]
         assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
         assert self._group_sizes == Counter(request.request.group_id for request in self._requests.values())
-        tails = [request.block_ids[request.num_computed_tokens // size :] for request in running]
+        tails = [table[request.num_computed_tokens // size :] for request in running for table in request.block_tables]
         open_blocks = {block_id for tail in tails for block_id in tail}
         assert self._pool.held_only_by(tails) == open_blocks, "a block that will be written to is shared"
         assert sum(map(len, tails)) == len(open_blocks), "a block that will be written to is shared"

@@ -9,7 +9,7 @@ class Row(NamedTuple):
     """One request's share of a step: its tokens [start, start + num_tokens) are computed.
 
     `samples` says that they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is how many
-    ids at the end of `block_ids` the request got for this step.
+    ids at the end of each of its block tables the request got for this step.
     """
 
     request: Request

@@ -1,7 +1,9 @@
-"""PrefixCache: which block holds the KV of which token prefix. Looked up when a request is admitted, filled as it runs.
+"""PrefixCache: which blocks hold the KV of which token prefix. Looked up when a request is admitted, filled as it runs.
 
 A block's key is a chained hash, h_i = sha256(h_(i-1), token ids of block i), so that equal keys mean equal prefixes.
-The chain starts from a domain tag (the model, the caller's salt): prefixes of different domains never meet.
+The chain starts from a domain tag (the model, the caller's salt): prefixes of different domains never meet. Under one
+key lie the blocks of all groups of layers, as far as they are still there: of a group with a window it takes the last
+few before the end of a prefix to go on from it, of the others all.
 """
 
 import hashlib
@@ -10,13 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jaxserve.request import NO_BLOCK
+from jaxserve.scheduling.block_needs import BlockNeeds
+
 _TOKEN_TYPE = "q"  # eight bytes a token id: hash and comparison both run over these bytes
 
 
 class CachedBlock(NamedTuple):
-    """One full block of KV: where it lies and exactly what it stands for."""
+    """One full block of tokens: where its KV lies, for each group, and exactly what it stands for."""
 
-    block_id: int
+    block_ids: list[int]
+    """NO_BLOCK where a group has none; of one group at least there is one."""
     parent: bytes
     tokens: bytes
 
@@ -32,14 +38,17 @@ def domain_hash(parts: Iterable[bytes]) -> bytes:
 
 
 class PrefixCache:
-    """The index from chained block hash to block, nothing more: who holds a block is the BlockPool's business.
+    """The index from chained block hash to blocks, nothing more: who holds a block is the BlockPool's business.
 
     Invariants (`check_integrity`): a block has one entry at most, an entry's hash is that of its parent and tokens.
     An entry may outlive its parent: it is then unreachable until somebody computes the same parent again.
     """
 
-    def __init__(self, block_size: int):
-        self._block_size = block_size
+    def __init__(self, needs: BlockNeeds):
+        self._needs = needs
+        self._block_size = needs.block_size
+        self._has_windows = any(window is not None for window in needs.windows)
+        self._has_full = None in needs.windows
         self._entries: dict[bytes, CachedBlock] = {}
         self._hash_of: dict[int, bytes] = {}  # block id -> its key in _entries
 
@@ -57,35 +66,76 @@ class PrefixCache:
             parent = hashlib.sha256(parent + pack_tokens(token_ids[start : start + size])).digest()
             hashes.append(parent)
 
-    def match(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, *, domain: bytes) -> list[int]:
-        """Block ids of the longest cached prefix, `num_blocks` at most, each verified against parent and token ids."""
+    def match(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, *, domain: bytes) -> list[list[int]]:
+        """A block table for each group, of the longest prefix that one can go on from, `num_blocks` at most; NO_BLOCK
+        where nobody looks any more. What is found is verified against parent and token ids.
+        """
         size = self._block_size
-        block_ids = []
+        absent = [NO_BLOCK] * len(self._needs.windows)
+        found: list[list[int]] = []
         parent = domain
         for index in range(num_blocks):
             entry = self._entries.get(hashes[index])
-            if entry is None or entry.parent != parent:
+            tokens = pack_tokens(token_ids[index * size : (index + 1) * size])
+            if entry is not None and entry.parent == parent and entry.tokens == tokens:
+                found.append(entry.block_ids)
+            elif self._has_full:
                 break
-            if entry.tokens != pack_tokens(token_ids[index * size : (index + 1) * size]):
-                break
-            block_ids.append(entry.block_id)
+            else:
+                found.append(absent)
             parent = hashes[index]
-        return block_ids
+        if not self._has_windows:
+            return [[block_ids[group] for block_ids in found] for group in range(len(absent))]
 
-    def insert(self, block_id: int, block_hash: bytes, *, parent: bytes, is_first: bool, token_ids: list[int]) -> None:
-        """Offer a full block. Refused when the prefix is cached already, or when the block before it is not: nobody
+        end = self._last_complete(found)
+        tables = []
+        for group in range(len(absent)):
+            first = self._needs.first_block(group, end * size)
+            tables.append([NO_BLOCK] * first + [block_ids[group] for block_ids in found[first:end]])
+        return tables
+
+    def _last_complete(self, found: list[list[int]]) -> int:
+        """The last end of a prefix, in blocks, at which each group has all that the tokens behind it attend to."""
+        last = 0
+        num_before = [0] * len(self._needs.windows)  # blocks without a gap before the end
+        for end, block_ids in enumerate(found, start=1):
+            num_before = [
+                0 if block_id == NO_BLOCK else count + 1 for count, block_id in zip(num_before, block_ids, strict=True)
+            ]
+            if all(
+                end - count <= self._needs.first_block(group, end * self._block_size)
+                for group, count in enumerate(num_before)
+            ):
+                last = end
+        return last
+
+    def insert(
+        self, block_ids: list[int], block_hash: bytes, *, parent: bytes, is_first: bool, token_ids: list[int]
+    ) -> None:
+        """Offer a full block of tokens: of each group the block that holds them, or NO_BLOCK, in a list that is given
+        away. A group that has one of this prefix already keeps it. Refused when the block before is not cached: nobody
         could reach it, and after a `purge` the descendants of what was purged must not come back.
         """
-        if block_hash in self._entries or block_id in self._hash_of or not (is_first or parent in self._entries):
-            return
-        self._entries[block_hash] = CachedBlock(block_id, parent, pack_tokens(token_ids))
-        self._hash_of[block_id] = block_hash
+        entry = self._entries.get(block_hash)
+        if entry is not None:
+            for group, block_id in enumerate(block_ids):
+                if block_id != NO_BLOCK and entry.block_ids[group] == NO_BLOCK:
+                    entry.block_ids[group] = block_id
+                    self._hash_of[block_id] = block_hash
+        elif (is_first or parent in self._entries) and max(block_ids) != NO_BLOCK:
+            self._entries[block_hash] = CachedBlock(block_ids, parent, pack_tokens(token_ids))
+            for block_id in block_ids:
+                if block_id != NO_BLOCK:
+                    self._hash_of[block_id] = block_hash
 
     def remove(self, block_id: int) -> None:
         """Forget this block, if it is cached."""
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
-            del self._entries[block_hash]
+            block_ids = self._entries[block_hash].block_ids
+            block_ids[block_ids.index(block_id)] = NO_BLOCK
+            if all(other == NO_BLOCK for other in block_ids):
+                del self._entries[block_hash]
 
     def purge(self, hashes: Iterable[bytes]) -> list[int]:
         """Forget these prefixes and all that continue them; returns their block ids. Linear in the cache: for NaNs."""
@@ -99,8 +149,10 @@ class PrefixCache:
             stack += children.pop(block_hash, ())
             entry = self._entries.get(block_hash)
             if entry is not None:
-                self.remove(entry.block_id)
-                removed.append(entry.block_id)
+                held = [block_id for block_id in entry.block_ids if block_id != NO_BLOCK]
+                for block_id in held:
+                    self.remove(block_id)
+                removed += held
         return removed
 
     def block_ids(self) -> list[int]:
@@ -109,8 +161,15 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert the invariants of the class docstring."""
-        assert {entry.block_id: key for key, entry in self._entries.items()} == self._hash_of
-        assert len(self._entries) == len(self._hash_of), "a block under two hashes"
-        for block_hash, (_, parent, tokens) in self._entries.items():
+        blocks = [
+            (block_id, block_hash)
+            for block_hash, entry in self._entries.items()
+            for block_id in entry.block_ids
+            if block_id != NO_BLOCK
+        ]
+        assert dict(blocks) == self._hash_of
+        assert len(blocks) == len(self._hash_of), "a block under two hashes"
+        for block_hash, (block_ids, parent, tokens) in self._entries.items():
+            assert any(block_id != NO_BLOCK for block_id in block_ids), "an entry without a block"
             assert hashlib.sha256(parent + tokens).digest() == block_hash, "an entry under a wrong hash"
             assert len(tokens) == self._block_size * array(_TOKEN_TYPE).itemsize, "a block that is not full"

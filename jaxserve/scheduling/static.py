@@ -2,15 +2,18 @@
 
 The baseline to compare with. Requests are taken up only when the batch before has finished entirely; prompts are
 padded on the left to the longest one, so that all members start to decode together; the batch keeps its shape until its
-last member is done; and every member reserves one contiguous run of blocks for `max_model_len` tokens.
+last member is done; and every member reserves blocks for `max_model_len` tokens: one contiguous run for each group of
+layers, which is used as a ring where these have a window.
 """
 
+import itertools
 from typing import override
 
 from jaxserve.errors import ConfigError
-from jaxserve.request import Request, RequestStatus
+from jaxserve.request import NO_BLOCK, Request, RequestStatus
 from jaxserve.scheduling.base import Scheduler, SchedulerLimits, SchedulerStats
 from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class StaticScheduler(Scheduler):
@@ -18,14 +21,16 @@ class StaticScheduler(Scheduler):
 
     def __init__(self, limits: SchedulerLimits):
         super().__init__(limits)
-        self._reservation = self._num_blocks(limits.max_model_len)  # blocks a member
+        self._rings = self._needs.peaks(limits.max_model_len, chunk=limits.max_num_batched_tokens)
+        """Blocks that are reserved for a member in each group."""
+        self._reservation = sum(self._rings)
         self._max_batch = min(
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks // self._reservation
         )
         if self._max_batch == 0:
             raise ConfigError(
-                f"the static scheduler reserves max_model_len={limits.max_model_len} tokens a request, "
-                f"more than the {limits.num_blocks * limits.block_size} of the KV cache"
+                f"the static scheduler reserves {self._reservation} blocks for max_model_len={limits.max_model_len} "
+                f"tokens a request, more than the {limits.num_blocks} of the KV cache"
             )
         self._batch_size = 0  # members of the batch, finished ones included
         self._num_columns = 0  # its longest prompt
@@ -71,12 +76,32 @@ class StaticScheduler(Scheduler):
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             kv_cache_usage=num_reserved_blocks / self._limits.num_blocks,
-            kv_tokens_held=sum(request.num_computed_tokens for request in self._running),
+            kv_tokens_held=sum(self._num_held_tokens(request) for request in self._running),
             kv_positions_allocated=num_reserved_blocks * self._limits.block_size,
             num_preemptions=0,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
+            held_blocks=self._reserved_blocks(),
         )
+
+    def _num_held_tokens(self, request: Request) -> int:
+        num_given_back = sum(request.first_blocks) * self._limits.block_size
+        return request.num_computed_tokens * len(self._rings) - num_given_back
+
+    def _reserved_blocks(self) -> dict[int | None, int]:
+        batch_size = self._batch_size if self._running else 0
+        reserved = dict.fromkeys(self._limits.windows, 0)
+        for window, ring in zip(self._limits.windows, self._rings, strict=True):
+            reserved[window] += batch_size * ring
+        return reserved
+
+    @override
+    def _blocks(self) -> BlocksSnapshot:
+        ref_counts = [0] * self._limits.num_blocks
+        for request in self._running:
+            for block_id in request.held_blocks():
+                ref_counts[block_id] += 1
+        return BlocksSnapshot(ref_counts, [])
 
     @override
     def reset_prefix_cache(self) -> bool:
@@ -93,18 +118,24 @@ class StaticScheduler(Scheduler):
         self._num_columns = max((request.num_prompt_tokens for request in batch), default=0)
 
     def _extend(self, request: Request, end: int) -> Row:
+        self._drop_unseen(request)
         start = request.num_computed_tokens
-        num_held = len(request.block_ids)
-        first = request.slot * self._reservation
-        request.block_ids += range(first + num_held, first + self._num_blocks(end))
+        blocks = range(len(request.block_tables[0]), self._num_blocks(end))
+        for table, ring in zip(request.block_tables, self._runs(request), strict=True):
+            table += [ring[block % len(ring)] for block in blocks]
         request.num_computed_tokens = end
         samples = end == request.num_tokens
         request.num_pending += samples
-        return Row(request, request.slot, start, end - start, samples, len(request.block_ids) - num_held)
+        return Row(request, request.slot, start, end - start, samples, len(blocks))
+
+    def _runs(self, request: Request) -> list[range]:
+        """The blocks that are reserved for a member, for each group of layers."""
+        ends = itertools.accumulate(self._rings, initial=request.slot * self._reservation)
+        return [range(first, end) for first, end in itertools.pairwise(ends)]
 
     @override
     def _release(self, request: Request) -> None:
-        request.block_ids = []
+        request.clear_blocks()
         request.num_computed_tokens = 0
         request.slot = -1
 
@@ -117,6 +148,7 @@ class StaticScheduler(Scheduler):
         super().check_integrity()
         assert len(self._running) <= self._batch_size <= self._max_batch or not self._running
         for request in self._running:
-            first = request.slot * self._reservation
-            assert request.block_ids == list(range(first, first + len(request.block_ids)))
-            assert len(request.block_ids) <= self._reservation
+            held = request.held_blocks()
+            assert len(set(held)) == len(held), "a ring that is too short"
+            for table, run in zip(request.block_tables, self._runs(request), strict=True):
+                assert set(table) <= {NO_BLOCK, *run}

@@ -20,14 +20,14 @@ def make_request(slot, token_ids, num_prompt, block_ids, **params):
         max_tokens=20,
     )
     request = Request(engine_request, arrival=slot)
-    request.token_ids, request.block_ids, request.slot = list(token_ids), block_ids, slot
+    request.token_ids, request.block_tables, request.slot = list(token_ids), [block_ids], slot
     return request
 
 
 def test_buckets_cover_every_step():
     buckets = make_buckets(max_num_batched_tokens=100, max_num_seqs=24, block_size=16)
-    assert [bucket.num_tokens for bucket in buckets] == [1, 4, 16, 32, 64, 100]
-    assert [bucket.num_rows for bucket in buckets] == [1, 4, 16, 24, 24, 24]
+    assert [bucket.num_tokens for bucket in buckets] == [1, 4, 16, 24, 32, 64, 100]
+    assert [bucket.num_rows for bucket in buckets] == [1, 4, 16, 24, 24, 24, 24]
     for bucket in buckets:
         # The most blocks a step can add: every row crosses a border with its first token, one row has all the others.
         longest = bucket.num_tokens - bucket.num_rows + 1
@@ -53,7 +53,7 @@ def test_a_mixed_step():
         admitted=[known],
     )
     bucket = make_buckets(max_num_batched_tokens=16, max_num_seqs=NUM_SLOTS, block_size=BLOCK_SIZE)[-1]
-    packed = pack(plan, bucket, num_slots=NUM_SLOTS, max_blocks=MAX_BLOCKS, features=3)
+    packed = pack(plan, bucket, num_slots=NUM_SLOTS, max_blocks=MAX_BLOCKS, num_groups=1, features=3)
     assert packed.shape == (bucket.packed_size,)
 
     pieces = unpack(jax.numpy.asarray(packed), bucket)
@@ -70,14 +70,18 @@ def test_a_mixed_step():
 
     tables = np.zeros((NUM_SLOTS, MAX_BLOCKS), np.int32)
     for request in (decoding, known, chunk):
-        tables[request.slot, : len(request.block_ids)] = request.block_ids
+        (table,) = request.block_tables
+        tables[request.slot, : len(table)] = table
     last_tokens = np.arange(100, 100 + NUM_SLOTS, dtype=np.int32)
     batch = make_batch(
         pieces,
         jax.numpy.asarray(last_tokens),
-        jax.numpy.asarray(tables),
+        jax.numpy.asarray(tables[None]),
+        group_of_layer=(),
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
+        is_decode_only=False,
+        kernels="xla",
     )
     assert batch.token_ids.tolist()[:8] == [104, 3, 43, 44, 45, 46, 47, 48]
     assert batch.positions.tolist() == [5, 2, 3, 4, 5, 6, 7, 8] + [0] * 8

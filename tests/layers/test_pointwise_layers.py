@@ -12,11 +12,11 @@ from jaxserve.layers.rope import (
     Llama3Scaling,
     LongRopeScaling,
     Rope,
-    apply_rope,
     frequencies,
     half_split_order,
     rotations,
 )
+from pallas_kernels.kv_write import rotate
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (3, 2, 12)])
@@ -61,16 +61,16 @@ def test_rotation_is_a_complex_product():
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     cos, sin = rotations(rope, jnp.asarray(positions, jnp.int32))
     # Angles are float32: at position 1000 they are good to about 1000 * 2^-24.
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin), expected, atol=3e-4)
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin)[:3], expected[:3], atol=5e-6)
+    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), cos, sin), expected, atol=3e-4)
+    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), cos, sin)[:3], expected[:3], atol=5e-6)
 
 
 def test_what_a_head_has_beyond_the_rotated_stays():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 12)), jnp.float32)
     cos, sin = rotations(Rope(head_dim=8, theta=100.0), jnp.arange(5, dtype=jnp.int32))
-    y = apply_rope(x, cos, sin)
+    y = rotate(x, cos, sin)
     np.testing.assert_array_equal(y[..., 8:], x[..., 8:])
-    np.testing.assert_array_equal(y[..., :8], apply_rope(x[..., :8], cos, sin))
+    np.testing.assert_array_equal(y[..., :8], rotate(x[..., :8], cos, sin))
 
 
 def test_half_split_order_brings_neighbours_half_a_rotation_apart():
@@ -78,10 +78,18 @@ def test_half_split_order_brings_neighbours_half_a_rotation_apart():
     assert half_split_order(4, 0).tolist() == [0, 1, 2, 3]
 
 
-def test_longrope_stretches_each_wave_and_lengthens_vectors():
+def test_longrope_stretches_each_wave_for_the_served_context_and_lengthens_vectors():
     plain = Rope(head_dim=4, theta=100.0)
-    scaled = Rope(head_dim=4, theta=100.0, scaling=LongRopeScaling(factors=(1.0, 5.0), attention_factor=1.5))
+    scaling = LongRopeScaling(
+        short_factors=(1.0, 2.0),
+        long_factors=(1.0, 5.0),
+        attention_factor=1.5,
+        original_max_position_embeddings=8,
+        context=9,
+    )
+    scaled = Rope(head_dim=4, theta=100.0, scaling=scaling)
     np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / [1.0, 5.0], rtol=1e-6)
+    np.testing.assert_allclose(frequencies(scaled.serving(8)), frequencies(plain) / [1.0, 2.0], rtol=1e-6)
     cos, sin = rotations(scaled, jnp.arange(3, dtype=jnp.int32))
     np.testing.assert_allclose(cos**2 + sin**2, 1.5**2, rtol=1e-6)
 
@@ -89,7 +97,7 @@ def test_longrope_stretches_each_wave_and_lengthens_vectors():
 def test_rotation_keeps_the_dtype():
     cos, sin = rotations(Rope(head_dim=4, theta=100.0), jnp.arange(2, dtype=jnp.int32))
     assert cos.dtype == sin.dtype == jnp.float32
-    assert apply_rope(jnp.ones((2, 1, 4), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
+    assert rotate(jnp.ones((2, 1, 4), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
 
 
 def test_linear_scaling_divides_positions():

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from paged import BLOCK_SIZE, make_batch
 
-from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
+from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 
@@ -26,13 +26,14 @@ def test_bfloat16_step(golden):
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype)), family.param_specs(config)
     )
-    pools = tuple(
-        jax.ShapeDtypeStruct((9, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), dtype)
-        for spec in family.kv_specs(config)
-    )
-    cache = KVCache(k=pools, v=pools)
+
+    def pools(size):
+        specs = family.kv_specs(config)
+        return tuple(jax.ShapeDtypeStruct((9, s.num_kv_heads, BLOCK_SIZE, size(s)), dtype) for s in specs)
+
+    cache = KVCache(k=pools(lambda spec: spec.head_dim), v=pools(lambda spec: spec.value_dim))
     batch, _ = make_batch([([1, 2, 3], (0,), 0, 3), ([4], (1,), 0, 1)], num_tokens=6, num_rows=3, num_blocks=9)
-    forward = functools.partial(family.forward, config=config, attention=paged_attention)
+    forward = functools.partial(family.forward, config=config, attention=paged_attention_of(cache))
     hidden, cache_after = jax.eval_shape(
         lambda params, cache: forward(params, batch=batch, kv_cache=cache), params, cache
     )

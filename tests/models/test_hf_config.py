@@ -1,13 +1,16 @@
 """What families read from a config.json, in the styles of transformers 4 and 5, and how they complain."""
 
+import dataclasses
+
 import pytest
 from golden_models import GOLDENS
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import KVSpec
-from jaxserve.layers.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope
+from jaxserve.layers.moe import Routing
+from jaxserve.layers.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from jaxserve.loading.huggingface import load_config
-from jaxserve.models import FAMILIES, get_family
+from jaxserve.models import FAMILIES, get_family, gpt_oss
 
 FIELDS = {
     "hidden_size": 64,
@@ -28,6 +31,8 @@ SIZES = {
     "num_attention_heads",
     "max_position_embeddings",
 }
+UNSTATED = {"bloom": {"intermediate_size", "max_position_embeddings"}, "falcon": {"max_position_embeddings"}}
+"""Sizes of which published checkpoints of a family say nothing."""
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -67,7 +72,7 @@ def test_senseless_fields_are_named_or_not_read(path):
 def test_sizes_have_no_defaults(path):
     fields = load_config(path)
     family = get_family(fields)
-    for name in SIZES & fields.keys():
+    for name in SIZES & fields.keys() - UNSTATED.get(fields["model_type"], set()):
         with pytest.raises(CheckpointError, match=f"{name} is missing"):
             family.Config.from_hf({key: value for key, value in fields.items() if key != name})
 
@@ -97,8 +102,10 @@ def test_rope_of_both_styles(rope, scaling):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; known are default, linear, llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        (
+            {"rope_scaling": {"type": "mrope", "factor": 2.0}},
+            "'mrope'; known are default, linear, dynamic, yarn, longrope, llama3",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -113,6 +120,54 @@ def test_rope_of_both_styles(rope, scaling):
 def test_what_cannot_be_served_is_refused(changes, message):
     with pytest.raises(CheckpointError, match=message):
         read("llama", **changes)
+
+
+def test_bloom_under_old_and_new_names():
+    sizes = {"hidden_size": 64, "n_layer": 3, "n_head": 8}
+    new = read("bloom", **sizes, num_hidden_layers=None, num_attention_heads=None)
+    assert read("bloom", n_embed=64, num_attention_heads=8, hidden_size=None) == new
+    assert (new.max_position_embeddings, read("bloom", seq_length=99).max_position_embeddings) == (2048, 99)
+    with pytest.raises(CheckpointError, match="slow_but_exact"):
+        read("bloom", slow_but_exact=True, pretraining_tp=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kv_heads", "num_norms"),
+    [
+        ({}, 1, 1),
+        ({"num_kv_heads": 8, "n_head": 9}, 1, 1),
+        ({"parallel_attn": False}, 1, 2),
+        ({"multi_query": False, "num_kv_heads": 2}, 8, 1),
+        ({"new_decoder_architecture": True, "parallel_attn": False}, 8, 2),
+        ({"new_decoder_architecture": True, "n_head_kv": 4, "num_ln_in_parallel_attn": 1}, 4, 1),
+    ],
+)
+def test_kinds_of_falcon(changes, num_kv_heads, num_norms):
+    config = read("falcon", head_dim=None, **changes)
+    assert (config.num_kv_heads, config.num_block_norms, config.head_dim) == (num_kv_heads, num_norms, 8)
+    assert (config.rope, config.alibi_slopes) == (Rope(head_dim=8, theta=10000.0), None)
+
+
+def test_positions_of_falcon():
+    config = read("falcon", alibi=True, head_dim=None)
+    assert config.rope is None
+    assert config.alibi_slopes == tuple(2.0**-n * 8**-0.5 for n in range(1, 9))
+    # As transformers has them: bfloat16 before they are scaled.
+    slopes = read("falcon", alibi=True, head_dim=None, num_attention_heads=16).alibi_slopes
+    assert slopes[0] == 0.70703125 * 4**-0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 3}, r"\(8\) is not a multiple of num_kv_heads \(3\)"),
+        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn must be 1, or 2 with new_decoder_architecture"),
+        ({"num_ln_in_parallel_attn": 3, "new_decoder_architecture": True}, "num_ln_in_parallel_attn must be 1, or 2"),
+    ],
+)
+def test_falcons_that_do_not_exist(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        read("falcon", head_dim=None, **changes)
 
 
 def test_unknown_family():
@@ -191,6 +246,21 @@ def test_gemma_of_the_first_releases():
     assert read("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
 
 
+def test_what_gpt_oss_leaves_out():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    fields = {name: value for name, value in FIELDS.items() if name != "head_dim"} | experts
+    config = gpt_oss.Config.from_hf(fields)
+    assert config.head_dim == 64
+    assert (config.swiglu_alpha, config.swiglu_limit, config.attention_bias) == (1.702, 7.0, True)
+    assert [spec.sliding_window for spec in gpt_oss.kv_specs(config)] == [128, None, 128]
+    assert config.rope.theta == 150_000
+    assert isinstance(config.rope.scaling, YarnScaling)
+    assert (config.rope.scaling.factor, config.rope.scaling.is_truncated) == (32, False)
+    assert read("gpt_oss", **experts, rope_theta=1e4, rope_scaling={"rope_type": "default"}).rope == Rope(
+        head_dim=12, theta=1e4
+    )
+
+
 LONGROPE = {"type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2, 4]}
 
 
@@ -206,28 +276,112 @@ def test_longrope_as_phi3_writes_it():
     assert config.rope == Rope(
         head_dim=6,
         theta=10000.0,
-        scaling=LongRopeScaling(factors=(1.0, 1.1, 1.2), attention_factor=attention_factor),
+        scaling=LongRopeScaling(
+            short_factors=(1.0, 1.1, 1.2),
+            long_factors=(1.0, 2.0, 4.0),
+            attention_factor=attention_factor,
+            original_max_position_embeddings=16,
+            context=256,
+        ),
     )
-    assert config.long_rope.scaling == LongRopeScaling(factors=(1.0, 2.0, 4.0), attention_factor=attention_factor)
-    assert config.original_max_position_embeddings == 16
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
         ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}, "short_factor must be .* 6 num"),
-        (
-            "phi3",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "'linear'; known are default, longrope",
-        ),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("phi3", {"rope_scaling": LONGROPE}, "original_max_position_embeddings is missing"),
         ("glm4", {"partial_rotary_factor": 0.3}, "must be even for rotary embedding, got 12 times .* 0.3"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ("gemma3_text", {"rope_parameters": [1]}, "rope_parameters must be an object"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
+        ("mixtral", {"num_experts_per_tok": 2}, "num_local_experts, n_routed_experts, num_experts: one of them"),
+        (
+            "mixtral",
+            {"num_local_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok \(5\) is more than num_local_experts \(4\)",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers, got 3"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
     ],
 )
 def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(model_type, **changes)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 6}
+
+
+def test_layers_with_experts():
+    assert read("qwen3_moe", **EXPERTS).sparse_layers == (True,) * 6
+    config = read("qwen3_moe", **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert config.sparse_layers == (False, True, False, False, False, True)
+    assert config.routing == Routing(num_experts=4, num_experts_per_token=2)
+
+
+def test_windows_of_families_with_experts():
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 4}
+    shared = EXPERTS | {"shared_expert_intermediate_size": 8}
+    assert read("qwen3_moe", **EXPERTS, **window).sliding_windows == (5,) * 6
+    assert read("qwen2_moe", **shared, **window).sliding_windows == (5, None, 5, None, None, None)
+    unused = {"use_sliding_window": False, "sliding_window": 0}
+    assert read("qwen2_moe", **shared, **unused).sliding_windows == (None,) * 6
+    assert read("qwen3_moe", **EXPERTS, **unused).sliding_windows == (None,) * 6
+
+
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 5,
+}
+
+
+def test_routing_of_deepseek():
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0}
+    greedy = read("deepseek_v2", **DEEPSEEK, **groups)
+    assert greedy.routing == Routing(num_experts=12, num_experts_per_token=3, scale=16.0)
+    limited = read("deepseek_v2", **DEEPSEEK, **groups, topk_method="group_limited_greedy")
+    assert limited.routing == dataclasses.replace(greedy.routing, num_groups=4, num_chosen_groups=2)
+    corrected = read("deepseek_v3", **DEEPSEEK, **groups, topk_method="noaux_tc", scoring_func="sigmoid")
+    assert corrected.routing == dataclasses.replace(
+        limited.routing, scores="sigmoid", is_normalized=True, group_score="best_two"
+    )
+
+
+def test_layers_of_deepseek():
+    assert read("deepseek_v2", **DEEPSEEK).sparse_layers == (True, True, True)
+    assert read("deepseek_v3", **DEEPSEEK, n_group=1, topk_group=1).sparse_layers == (False, False, False)
+    assert read("deepseek_v2", **DEEPSEEK, first_k_dense_replace=1, moe_layer_freq=2).sparse_layers == (
+        False,
+        False,
+        True,
+    )
+    config = read("deepseek_v2", **DEEPSEEK)
+    assert FAMILIES["deepseek_v2"].kv_specs(config) == (KVSpec(1, 16 + 8, is_latent=True),) * 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "complaint"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "unknown topk_method 'noaux_tc'; known are greedy"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported, only 'softmax'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported, only False"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported, only 8"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported, only 'noaux_tc'"),
+        ("deepseek_v3", {"n_group": 5}, r"12 experts cannot be in 5 groups \(n_group\)"),
+        ("deepseek_v3", {"n_group": 2, "topk_group": 3}, r"topk_group \(3\) is more than n_group \(2\)"),
+        ("deepseek_v3", {"n_group": 6, "topk_group": 1}, r"num_experts_per_tok \(3\) is more than topk_group \(1\)"),
+        ("deepseek_v3", {"n_group": 12, "topk_group": 4}, r"n_group \(12\) leaves less than 2 of 12 experts a group"),
+    ],
+)
+def test_what_deepseek_does_not_serve(model_type, changes, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        read(model_type, **(DEEPSEEK | changes))

@@ -26,9 +26,27 @@ FIELDS = {
     "mlp_bias": True,
     "use_qk_norm": True,
     "logit_scale": 1.0,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+    "new_decoder_architecture": True,
+    "num_kv_heads": 4,
 }
 GPT_FIELDS = {"n_embd": 64, "n_inner": 72, "n_layer": 1, "n_head": 8, "n_positions": 64, "rotary_dim": 4}
 OPT_FIELDS = {"ffn_dim": 72, "word_embed_proj_dim": 20}
+LATENT_FIELDS = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+}
 SEQUENCE = np.arange(14) * 29 % 104
 
 
@@ -37,9 +55,13 @@ def make_mesh(**axes):
     return jax.make_mesh(shape, tuple(axes), devices=jax.devices()[: np.prod(shape)])
 
 
+def fields_of(model_type):
+    return FIELDS | (LATENT_FIELDS if model_type.startswith("deepseek") else {}) | {"model_type": model_type}
+
+
 def random_model(model_type, mesh):
     """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
-    fields = FIELDS | {"model_type": model_type}
+    fields = fields_of(model_type)
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     specs = family.param_specs(config)
@@ -53,7 +75,9 @@ def logits_on(model_type, mesh):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "olmo2", "cohere", "gpt_neox", "phi"])
+@pytest.fixture(
+    scope="module", params=["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe"]
+)
 def expected(request):
     return request.param, logits_on(request.param, make_mesh(tensor=1))
 
@@ -63,6 +87,13 @@ def test_split_model_equals_one_device(expected, axes):
     model_type, on_one_device = expected
     assert np.abs(on_one_device).max() > 1.0
     np.testing.assert_allclose(logits_on(model_type, make_mesh(**axes)), on_one_device, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_split_over_devices_equal_one_device(model_type):
+    on_one_device = logits_on(model_type, make_mesh(tensor=1))
+    on_four = logits_on(model_type, make_mesh(expert=2, tensor=2))
+    np.testing.assert_allclose(on_four, on_one_device, rtol=1e-4, atol=1e-5)
 
 
 def test_two_all_reduces_a_layer_and_no_cache_moves():
@@ -81,7 +112,7 @@ def test_two_all_reduces_a_layer_and_no_cache_moves():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_matrix_of_a_layer_is_split(model_type):
-    fields = FIELDS | GPT_FIELDS | OPT_FIELDS | {"model_type": model_type}
+    fields = fields_of(model_type) | GPT_FIELDS | OPT_FIELDS
     family = get_family(fields)
     specs = family.param_specs(family.Config.from_hf(fields))
     layer = shardings(specs, make_mesh(tensor=4))["layers"][0]

@@ -1,9 +1,10 @@
 """A scheduler with a make-believe device: traffic goes through both, and every read and write of KV is checked.
 
-KV at one position depends on the domain and on every token up to there. The device therefore stores a history (a node
-in a tree of token prefixes) at each (block, offset), executes plans in order the moment they are made, as a real one
-would in its own time, and asserts that each row finds exactly its own history in its block table. Tokens are a function
-of the history, so each request's output has to equal a naive generation, whatever was shared, chunked or preempted.
+KV at one position depends on the domain and on every token up to there, and is of one group of layers. The device
+therefore stores a group and a history (a node in a tree of token prefixes) at each (block, offset), executes plans in
+order the moment they are made, as a real one would in its own time, and asserts that each row finds exactly its own
+history in its block tables, as far back as each group looks. Tokens are a function of the history, so each request's
+output has to equal a naive generation, whatever was shared, chunked, given back or preempted.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import itertools
 import zlib
 from collections import deque
 
-from jaxserve.request import EngineRequest, Request, RequestStatus, SamplingParams
+from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus, SamplingParams
 from jaxserve.scheduling.continuous import ContinuousScheduler
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.prefix_cache import domain_hash, pack_tokens
@@ -125,12 +126,13 @@ class Device:
     def __init__(self, limits: SchedulerLimits, *, share_all: bool):
         self.block_size = limits.block_size
         self.num_blocks = limits.num_blocks
+        self.windows = limits.windows
         self.share_all = share_all
         self.histories = Histories(limits.block_size)
-        self.memory: dict[tuple[int, int], int] = {}
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, node)
         self.poisoned: set[tuple[int, int]] = set()
         self.owners: dict[int, Request] = {}
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.nodes: dict[int, list[int]] = {}
 
@@ -138,28 +140,32 @@ class Device:
         for request in plan.admitted:
             assert request.num_computed_tokens > 0, "admitted without a row"
             self.owners[request.slot] = request
-            self.tables[request.slot] = list(request.block_ids)
+            self.tables[request.slot] = [list(table) for table in request.block_tables]
             self.tokens[request.slot] = list(request.token_ids)
             self.nodes[request.slot] = []
         for row in plan.rows:
             assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
-            if row.request not in plan.admitted and row.num_new_blocks:
-                self.tables[row.slot] += row.request.block_ids[-row.num_new_blocks :]
-            assert self.tables[row.slot] == row.request.block_ids, "the device's block table is stale"
+            for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):
+                if row.request not in plan.admitted and row.num_new_blocks:
+                    mine += table[-row.num_new_blocks :]
+                # What has been given back stays in the device's table.
+                assert len(mine) == len(table), "the device's block table is stale"
+                assert all(b in (a, NO_BLOCK) for a, b in zip(mine, table, strict=True)), "... is stale"
 
         written: set[tuple[int, int]] = set()
         for row in plan.rows:
             nodes = self._nodes(row)
-            for position in range(row.start, row.start + row.num_tokens):
-                place = self._place(row, position)
+            for group, position in self._writes(row):
+                place = self._place(row, group, position)
                 assert place not in written, "two rows write to one place"
                 written.add(place)
-                self.memory[place] = nodes[position]
+                self.memory[place] = group, nodes[position]
         self.poisoned -= written
         for row in plan.rows:
             nodes = self._nodes(row)
-            for position in range(row.start + row.num_tokens):
-                assert self.memory.get(self._place(row, position)) == nodes[position], "a row reads somebody else's KV"
+            for group, position in self._reads(row):
+                held = self.memory.get(self._place(row, group, position))
+                assert held == (group, nodes[position]), "a row reads somebody else's KV"
         failed = self._spread_poison(plan, poisoned_requests)
 
         token_ids = []
@@ -176,19 +182,29 @@ class Device:
         while True:
             for row in plan.rows:
                 if row.request in failed:
-                    places = range(row.start, row.start + row.num_tokens)
-                    self.poisoned.update(self._place(row, position) for position in places)
+                    self.poisoned.update(self._place(row, *place) for place in self._writes(row))
             reached = {
                 row.request
                 for row in plan.rows
-                if any(self._place(row, position) in self.poisoned for position in range(row.start + row.num_tokens))
+                if any(self._place(row, *place) in self.poisoned for place in self._reads(row))
             }
             if reached <= failed:
                 return failed
             failed |= reached
 
-    def _place(self, row: Row, position: int) -> tuple[int, int]:
-        block_id = self.tables[row.slot][position // self.block_size]
+    def _writes(self, row: Row) -> list[tuple[int, int]]:
+        """(group, position) of what a row computes."""
+        positions = range(row.start, row.start + row.num_tokens)
+        return [(group, position) for group in range(len(self.windows)) for position in positions]
+
+    def _reads(self, row: Row) -> list[tuple[int, int]]:
+        """(group, position) of what the tokens of a row attend to."""
+        firsts = [0 if window is None else max(0, row.start - window + 1) for window in self.windows]
+        end = row.start + row.num_tokens
+        return [(group, position) for group, first in enumerate(firsts) for position in range(first, end)]
+
+    def _place(self, row: Row, group: int, position: int) -> tuple[int, int]:
+        block_id = self.tables[row.slot][group][position // self.block_size]
         assert 0 <= block_id < self.num_blocks
         return block_id, position % self.block_size
 
@@ -279,6 +295,7 @@ class Simulation:
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
         assert 0 <= stats.kv_tokens_held <= stats.kv_positions_allocated
+        assert sum(stats.held_blocks.values()) * self.limits.block_size == stats.kv_positions_allocated
         if isinstance(self.scheduler, ContinuousScheduler):
             self._check_cache(self.scheduler)
 
@@ -286,9 +303,14 @@ class Simulation:
         """Every cached block holds, on the device, exactly the KV of the prefix that its hash stands for."""
         device, histories = self.device, self.device.histories
         for block_hash, entry in scheduler._cache._entries.items():
-            nodes = [device.memory[entry.block_id, offset] for offset in range(device.block_size)]
-            assert all(histories.links[node][0] == before for before, node in itertools.pairwise(nodes))
-            assert histories.block_hash(nodes[-1]) == block_hash, "a stale write into a cached block"
+            for group, block_id in enumerate(entry.block_ids):
+                if block_id == NO_BLOCK:
+                    continue
+                held = [device.memory[block_id, offset] for offset in range(device.block_size)]
+                assert {of for of, _ in held} == {group}, "a block of another group"
+                nodes = [node for _, node in held]
+                assert all(histories.links[node][0] == before for before, node in itertools.pairwise(nodes))
+                assert histories.block_hash(nodes[-1]) == block_hash, "a stale write into a cached block"
         if not self.in_flight:
             cached = set(scheduler._cache.block_ids())
             assert cached.isdisjoint(block_id for block_id, _ in device.poisoned), "poison in the cache"

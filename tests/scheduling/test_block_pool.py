@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.block_pool import BlockPool
 from jaxserve.scheduling.prefix_cache import CachedBlock, PrefixCache, domain_hash
 
@@ -10,7 +11,7 @@ DOMAIN = domain_hash((b"model",))
 
 @pytest.fixture
 def cache():
-    return PrefixCache(block_size=2)
+    return PrefixCache(BlockNeeds(windows=(None,), block_size=2, max_chunk=8))
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def fill(cache: PrefixCache, token_ids: list[int], block_ids: list[int], domain:
     for index, block_id in enumerate(block_ids):
         parent = hashes[index - 1] if index else domain
         tokens = token_ids[2 * index : 2 * index + 2]
-        cache.insert(block_id, hashes[index], parent=parent, is_first=index == 0, token_ids=tokens)
+        cache.insert([block_id], hashes[index], parent=parent, is_first=index == 0, token_ids=tokens)
     return hashes
 
 
@@ -32,7 +33,8 @@ def match(cache: PrefixCache, token_ids: list[int], domain: bytes = DOMAIN) -> l
     hashes: list[bytes] = []
     num_blocks = len(token_ids) // 2
     cache.extend_hashes(hashes, token_ids, num_blocks, domain=domain)
-    return cache.match(hashes, token_ids, num_blocks, domain=domain)
+    (table,) = cache.match(hashes, token_ids, num_blocks, domain=domain)
+    return table
 
 
 def test_blocks_go_round(pool):
@@ -153,5 +155,5 @@ def test_purged_prefix_takes_no_new_descendants(cache):
     hashes = fill(cache, tokens, [0, 1])
     assert sorted(cache.purge(hashes[:1])) == [0, 1]
     hashes.append(b"unused")
-    cache.insert(2, hashes[2], parent=hashes[1], is_first=False, token_ids=tokens[4:])
+    cache.insert([2], hashes[2], parent=hashes[1], is_first=False, token_ids=tokens[4:])
     assert len(cache) == 0

@@ -159,7 +159,7 @@ def test_prompt_prefix_is_shared_even_within_a_step():
     simulation = Simulation(make_limits(max_num_batched_tokens=64))
     first, second = simulation.add(never_stops("a1", 12, 2), never_stops("a2", 12, 2))
     simulation.step(0)
-    assert first.block_ids[:2] == second.block_ids[:2]
+    assert first.block_tables[0][:2] == second.block_tables[0][:2]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
     stats = simulation.scheduler.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (24, 8)
@@ -217,7 +217,7 @@ def test_siblings_start_from_the_prompt_of_the_first(enable_prefix_caching):
     assert ("a0", 8, 5, True) in rows
     assert ("a1", 12, 1, True) in rows
     assert ("a2", 12, 1, True) in rows
-    assert siblings[0].block_ids[:3] == siblings[1].block_ids[:3] == siblings[2].block_ids[:3]
+    assert siblings[0].block_tables[0][:3] == siblings[1].block_tables[0][:3] == siblings[2].block_tables[0][:3]
     simulation.drain()
 
 

@@ -24,7 +24,7 @@ def test_latest_arrival_gives_way_and_comes_back(num_in_flight):
     while second.status is not RequestStatus.PREEMPTED:
         plan = simulation.step(num_in_flight)
     assert [row.request for row in plan.rows] == [first]
-    assert second.block_ids == []
+    assert second.block_tables[0] == []
     assert second.num_tokens > second.num_prompt_tokens  # tokens are kept
     simulation.drain(num_in_flight)
     assert simulation.scheduler.stats().num_preemptions >= 1

@@ -1,5 +1,6 @@
 """Traffic of every kind through the simulation, which checks all that can be stated after each operation."""
 
+import dataclasses
 import random
 
 import pytest
@@ -45,13 +46,14 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=st.integers(2, 8),
             max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
+            windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
     )
     def start(self, limits, enable_prefix_caching, kind):
         if kind == "static":
-            limits = make_limits(num_blocks=32, block_size=4, max_num_batched_tokens=limits.max_num_batched_tokens)
+            limits = dataclasses.replace(limits, num_blocks=32 * len(limits.windows), block_size=4)
         self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
         self.num_added = 0
 
@@ -109,7 +111,7 @@ def test_hypothesis_traffic():
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=150,
+            max_examples=110,
             stateful_step_count=80,
             deadline=None,
             derandomize=True,
@@ -122,13 +124,12 @@ def test_hypothesis_traffic():
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("num_blocks", [9, 16, 40])
-def test_saturating_traffic(policy, num_in_flight, num_blocks):
+@pytest.mark.parametrize(("num_blocks", "windows"), [(9, (None,)), (16, (None,)), (40, (None,)), (22, (6, None, 6))])
+def test_saturating_traffic(policy, num_in_flight, num_blocks, windows):
     """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens."""
     rng = random.Random(f"{policy} {num_in_flight} {num_blocks}")
-    simulation = Simulation(
-        make_limits(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=12, policy=policy)
-    )
+    limits = make_limits(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=12, policy=policy)
+    simulation = Simulation(dataclasses.replace(limits, windows=windows))
     for index in range(120):
         if len(simulation.unfinished) < 12:
             prompt = rng.choice(STEMS)[: rng.randrange(17)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]

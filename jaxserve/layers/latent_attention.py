@@ -1,0 +1,249 @@
+"""Multi-head latent attention (Liu et al. 2024, arXiv:2405.04434): one small vector a token is all heads' K and V.
+
+Stored of a token are its latent c and a rotated key k that all heads share. Head h has the key [U_h c, k] and the value
+V_h c, but neither is ever computed: as q^T (U_h c) = (U_h^T q)^T c, U_h goes to the query, and V_h to what comes out of
+the attention, in which all heads attend to the stored vectors as they are. Decoding, which reading bounds, reads least
+so. Chunks of prompts attend in the same way, whatever lies before them, chunks or a prefix hit. To make K and V of the
+whole context for each chunk would save about two thirds of the attention's arithmetic in long ones, as a second way.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attend_over_pages, paged_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import run_layers, sequential_block
+from jaxserve.layers.linear import linear
+from jaxserve.layers.moe import Routing, moe_or_mlp
+from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order, rotations
+from pallas_kernels.kv_write import rotate, write_pages
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever a config says of all others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """The sizes of one block. A head's query and key have a plain part, and one that is rotated."""
+
+    num_heads: int
+    query_rank: int | None
+    """Size of the latent that queries are made of; None: they are made of the hidden state."""
+    latent_size: int
+    plain_size: int
+    rotated_size: int
+    value_size: int
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What a layer keeps of a token: its latent, then the rotated key."""
+        return KVSpec(num_kv_heads=1, head_dim=self.latent_size + self.rotated_size, is_latent=True)
+
+
+@runtime_checkable
+class LatentAttentionFn(Protocol):
+    """Store what the tokens of a step leave behind, then attend over everything stored; keys are values too."""
+
+    def __call__(
+        self,
+        q: Float[Array, "T H D"],
+        stored: Float[Array, "T D"],
+        pages: Float[Array, "P 1 S D"],
+        batch: Batch,
+        *,
+        scale: float,
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "P 1 S D"]]:
+        """The output and the changed pages."""
+        ...
+
+
+def paged_attention_of(kv_cache: KVCache) -> AttentionFn | LatentAttentionFn:
+    """What a model with such a cache attends by: latents leave the pools of V empty."""
+    return paged_attention if kv_cache.v[0].shape[-1] else paged_latent_attention
+
+
+def paged_latent_attention(
+    q: Float[Array, "T H D"],
+    stored: Float[Array, "T D"],
+    pages: Float[Array, "P 1 S D"],
+    batch: Batch,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P 1 S D"]]:
+    """The LatentAttentionFn of serving.
+
+    Heads split over a mesh axis stay there; pages are whole on every device, each of which writes all of them.
+    Raises NotImplementedError for kernels other than "xla".
+    """
+    if batch.kernels != "xla":
+        raise NotImplementedError("latent attention has no kernel for Hopper GPUs yet")
+
+    def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, Array]:
+        pages = write_pages(pages, stored[:, None], batch.write_index)
+        return attend_over_pages(q, pages, pages, batch, scale=scale), pages
+
+    sharding = jax.typeof(q).sharding
+    if sharding.mesh.empty:
+        return on_local_heads(q, stored, pages, batch)
+    heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
+    island = jax.shard_map(
+        on_local_heads,
+        in_specs=(heads, whole, whole, whole),
+        out_specs=(heads, whole),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )
+    return island(q, stored, pages, batch)
+
+
+def latent_attention_specs(
+    prefix: str, heads: LatentHeads, *, hidden_size: int, bias: bool, is_interleaved: bool
+) -> Params:
+    """Weights of one block; `prefix` names it in the checkpoint.
+
+    What makes latents of a hidden state is one matrix, "down", whole on every device: its rows are the query's latent
+    (if there is one), the latent, and the rotated key. `is_interleaved`: rotations turn the pairs (2i, 2i + 1) of the
+    checkpoint, whose rows are reordered here (see `half_split_order`). Biases belong to "down" and "out".
+    """
+    E, H, N, R, V = hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
+    key_size = N + heads.rotated_size
+    order = half_split_order(heads.rotated_size, heads.rotated_size if is_interleaved else 0)
+    inputs = {"kv_a_proj_with_mqa": R + heads.rotated_size}
+    if heads.query_rank is not None:
+        inputs = {"q_a_proj": heads.query_rank} | inputs
+    num_down = sum(inputs.values())
+
+    def fuse_down(*tensors: np.ndarray) -> np.ndarray:
+        rows = np.concatenate(tensors)
+        latents, key = np.split(rows, [num_down - heads.rotated_size])
+        return np.concatenate([latents, key[order]])
+
+    def order_query(q: np.ndarray) -> np.ndarray:
+        q = q.reshape(H, key_size, -1)
+        return np.concatenate([q[:, :N], q[:, N:][:, order]], axis=1)
+
+    def of_heads(rows: slice, size: int) -> ParamSpec:
+        return ParamSpec(
+            shape=(H, size, R),
+            axes=("heads", None, None),
+            source=(f"{prefix}.kv_b_proj.weight",),
+            source_shapes=((H * (N + V), R),),
+            transform=lambda kv: kv.reshape(H, N + V, R)[:, rows],
+        )
+
+    query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)
+    specs: Params = {
+        "down": ParamSpec(
+            shape=(num_down, E),
+            axes=(None, "embed"),
+            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
+            source_shapes=tuple((size, E) for size in inputs.values()),
+            transform=fuse_down,
+        ),
+        "latent_norm": norm_spec(f"{prefix}.kv_a_layernorm", R),
+        "q": ParamSpec(
+            shape=(H, key_size, query_inputs),
+            axes=("heads", None, "embed" if heads.query_rank is None else None),
+            source=(f"{prefix}.{query_source}.weight",),
+            source_shapes=((H * key_size, query_inputs),),
+            transform=order_query,
+            quantize=True,
+        ),
+        "k_up": of_heads(slice(None, N), N),
+        "v_up": of_heads(slice(N, None), V),
+        "out": ParamSpec(
+            shape=(E, H, V),
+            axes=("embed", "heads", None),
+            source=(f"{prefix}.o_proj.weight",),
+            source_shapes=((E, H * V),),
+            transform=lambda out: out.reshape(E, H, V),
+            quantize=True,
+        ),
+    }
+    if heads.query_rank is not None:
+        specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
+    if bias:
+        specs["down_bias"] = ParamSpec(
+            shape=(num_down,),
+            axes=(None,),
+            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
+            source_shapes=tuple((size,) for size in inputs.values()),
+            transform=fuse_down,
+            init_scale=0.0,
+        )
+        specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.o_proj.bias",), init_scale=0.0)
+    return specs
+
+
+def latent_attention(
+    params: Params,
+    x: Float[Array, "T E"],
+    pages: Float[Array, "P 1 S D"],
+    no_pages: Float[Array, "P 1 S 0"],
+    *,
+    heads: LatentHeads,
+    batch: Batch,
+    attention: LatentAttentionFn,
+    rotation: Rotation,
+    scale: float,
+) -> tuple[Float[Array, "T E"], Float[Array, "P 1 S D"], Float[Array, "P 1 S 0"]]:
+    """One block with the weights of `latent_attention_specs`; `no_pages`, the pool of V, is passed on."""
+    with jax.named_scope("attention"):
+        ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
+        query_latent, latent, key = jnp.split(linear(x, params["down"], params.get("down_bias")), ends, axis=1)
+        source = x if heads.query_rank is None else rms_norm(query_latent, params["q_norm"], LATENT_NORM_EPS)
+        plain, rotated = jnp.split(linear(source, params["q"]), [heads.plain_size], axis=-1)
+        q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
+        latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
+        stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
+        out, pages = attention(q, stored, pages, batch, scale=scale)
+        # The rotated key is no part of the value.
+        values = _by_head("thr,hvr->thv", out[..., : heads.latent_size], params["v_up"])
+        return linear(values, params["out"], params.get("out_bias")), pages, no_pages
+
+
+def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Float[Array, "H _ _"]) -> Float[Array, "T H outputs"]:
+    return jnp.einsum(formula, x, weight, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+
+
+def latent_decoder(
+    params: Params,
+    x: Float[Array, "T E"],
+    batch: Batch,
+    kv_cache: KVCache,
+    *,
+    heads: LatentHeads,
+    attention: LatentAttentionFn,
+    activation: str,
+    rope: Rope,
+    norm_eps: float,
+    routing: Routing,
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """`layers.decoder.decoder` with latent attention: hidden states after the final norm, and the cache."""
+    sharpness = rope.scaling.score_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    attend = functools.partial(
+        latent_attention,
+        heads=heads,
+        attention=attention,
+        rotation=rotations(rope, batch.positions),
+        scale=sharpness * (heads.plain_size + heads.rotated_size) ** -0.5,
+    )
+    norm = functools.partial(rms_norm, eps=norm_eps)
+    block = functools.partial(
+        sequential_block,
+        mlp=functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation),
+        norm=norm,
+        add_norm=functools.partial(add_rms_norm, eps=norm_eps, kernels=batch.kernels),
+    )
+    attends = [functools.partial(attend, batch=batch.of_layer(index)) for index in range(len(params["layers"]))]
+    blocks = [functools.partial(block, attend=attend) for attend in attends]
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
+    return norm(x, params["norm"]), kv_cache

@@ -1,0 +1,268 @@
+"""Mixtures of experts: a router gives each token a few experts, and their feed-forwards see its tokens only.
+
+Tokens are sorted by expert, multiplied in groups and summed up where they came from (Gale et al. 2022,
+arXiv:2211.15841). No expert computes for a token that is not its own, nor for the padding of a step.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.ranking import count_groups, order_by_group, top_k
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a token's experts follow from the router's logits."""
+
+    num_experts: int
+    num_experts_per_token: int
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    """What becomes of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs."""
+    is_normalized: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """A factor of all weights, after that."""
+    num_groups: int = 1
+    """Experts come in so many groups of equal size (Liu et al. 2024, arXiv:2405.04434) ..."""
+    num_chosen_groups: int = 1
+    """... and a token's are all in so many of them."""
+    group_score: Literal["best", "best_two"] = "best"
+    """A group is as good as its best expert, or as its best two together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of the block."""
+
+    router: str = "gate"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    selection_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+def moe_specs(
+    prefix: str,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    router_bias: bool = False,
+    selection_bias: bool = False,
+    shared_size: int = 0,
+    shared_gate: bool = False,
+    names: ExpertNames = EXPERT_NAMES,
+) -> Params:
+    """Weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
+
+    `intermediate_size` is that of one expert, `shared_size` of the one that serves every token (0: there is none), with
+    a gate of its own or not. `router_bias` is part of the logits, `selection_bias` only of the choice among experts.
+    """
+    X, E, F = num_experts, hidden_size, intermediate_size
+
+    def of_experts(*parts: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}.{names.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
+
+    specs: Params = {
+        "router": ParamSpec(shape=(X, E), axes=(None, "embed"), source=(f"{prefix}.{names.router}.weight",)),
+        "experts": {
+            "gate_up": ParamSpec(
+                shape=(X, 2, F, E),
+                axes=("experts", None, "ffn", "embed"),
+                source=of_experts(names.gate, names.up),
+                source_shapes=((F, E),) * (2 * X),
+                transform=lambda *tensors: np.stack(tensors).reshape(X, 2, F, E),
+                quantize=True,
+            ),
+            "down": ParamSpec(
+                shape=(X, E, F),
+                axes=("experts", "embed", "ffn"),
+                source=of_experts(names.down),
+                source_shapes=((E, F),) * X,
+                transform=lambda *tensors: np.stack(tensors),
+                quantize=True,
+            ),
+        },
+    }
+    if router_bias:
+        specs["router_bias"] = ParamSpec(
+            shape=(X,), axes=(None,), source=(f"{prefix}.{names.router}.bias",), init_scale=0.0
+        )
+    if selection_bias:
+        # In float32 as the scores: rounding would change which experts are chosen.
+        specs["selection_bias"] = ParamSpec(
+            shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{names.selection_bias}",), init_scale=0.0
+        )
+    if shared_size:
+        specs["shared"] = gated_mlp_specs(
+            f"{prefix}.{names.shared}",
+            hidden_size=hidden_size,
+            intermediate_size=shared_size,
+            inputs=(names.gate, names.up),
+            output=names.down,
+        )
+    if shared_gate:
+        specs["shared_gate"] = ParamSpec(
+            shape=(1, E), axes=(None, "embed"), source=(f"{prefix}.{names.shared_gate}.weight",)
+        )
+    return specs
+
+
+def moe_or_mlp(
+    params: Params, x: Float[Array, "T E"], *, batch: Batch, routing: Routing, activation: str | Gate
+) -> Float[Array, "T E"]:
+    """The feed-forward of a layer that has experts or not, as its weights say."""
+    if "experts" not in params:
+        return gated_mlp(params, x, activation)
+    num_tokens = batch.query_starts[batch.num_rows]
+    return moe(params, x, num_tokens, routing=routing, activation=activation, kernels=batch.kernels)
+
+
+def moe(
+    params: Params,
+    x: Float[Array, "T E"],
+    num_tokens: Int[Array, ""],
+    *,
+    routing: Routing,
+    activation: str | Gate,
+    kernels: Kernels = "xla",
+) -> Float[Array, "T E"]:
+    """The weighted sum of each token's experts, and the shared one where there is one.
+
+    Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it.
+    Raises NotImplementedError for experts that `kernels` cannot multiply by.
+    """
+    with jax.named_scope("moe"):
+        weights, chosen = route(params, x, routing, kernels=kernels)
+        y = _run_experts(params["experts"], x, weights, chosen, num_tokens, activation=activation, kernels=kernels)
+        if "shared" not in params:
+            return y
+        shared = gated_mlp(params["shared"], x, activation)
+        if "shared_gate" in params:
+            shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
+        return y + shared
+
+
+def route(
+    params: Params, x: Float[Array, "T E"], routing: Routing, *, kernels: Kernels = "xla"
+) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """The weights, in float32, and the indices of the k experts of each token."""
+    logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
+    if "router_bias" in params:
+        logits = logits + params["router_bias"].astype(jnp.float32)[None]
+    match routing.scores:
+        case "softmax":
+            scores = jax.nn.softmax(logits, axis=-1)
+        case "softmax_of_chosen":
+            scores = logits
+        case "sigmoid":
+            scores = jax.nn.sigmoid(logits)
+    preferences = scores + params["selection_bias"][None] if "selection_bias" in params else scores
+    if routing.num_groups > 1:
+        preferences = _only_best_groups(preferences, routing)
+    weights, chosen = top_k(preferences, scores, routing.num_experts_per_token, kernels=kernels)
+    if routing.scores == "softmax_of_chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
+    if routing.is_normalized:
+        # A sigmoid may be 0 for all of them.
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    return weights * routing.scale, chosen
+
+
+def _only_best_groups(preferences: Float[Array, "T X"], routing: Routing) -> Float[Array, "T X"]:
+    groups = preferences.reshape(preferences.shape[0], routing.num_groups, -1)
+    best, _ = jax.lax.top_k(groups, {"best": 1, "best_two": 2}[routing.group_score])
+    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), routing.num_chosen_groups)
+    is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(routing.num_groups)[None, None], axis=1)
+    return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(preferences.shape)
+
+
+def _run_experts(
+    experts: Params,
+    x: Float[Array, "T E"],
+    weights: Float[Array, "T k"],
+    chosen: Int[Array, "T k"],
+    num_tokens: Int[Array, ""],
+    *,
+    activation: str | Gate,
+    kernels: Kernels,
+) -> Float[Array, "T E"]:
+    """In an island: every device runs the experts that it has, or its share of their inner sizes, for all tokens."""
+    run = functools.partial(_run_local_experts, activation=activation, kernels=kernels)
+    sharding = jax.typeof(experts["gate_up"]).sharding
+    if sharding.mesh.empty:
+        return run(experts, x, weights, chosen, num_tokens, first_expert=0)
+    expert_axis, ffn_axis = sharding.spec[0], sharding.spec[2]
+    axes = tuple(axis for axis in (expert_axis, ffn_axis) if axis is not None)
+
+    def on_device(experts: Params, *arguments: Array) -> Array:
+        num_local = experts["down"].shape[0]
+        first_expert = 0 if expert_axis is None else jax.lax.axis_index(expert_axis) * num_local
+        if ffn_axis is not None and "down_bias" in experts:  # once in the sum over devices
+            bias = jnp.where(jax.lax.axis_index(ffn_axis) == 0, experts["down_bias"], 0)
+            experts = experts | {"down_bias": bias}
+        y = run(experts, *arguments, first_expert=first_expert)
+        return jax.lax.psum(y, axes) if axes else y
+
+    island = jax.shard_map(
+        on_device,
+        in_specs=(jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, experts), *[PartitionSpec()] * 4),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )
+    return island(experts, x, weights, chosen, num_tokens)
+
+
+def _run_local_experts(
+    experts: Params,
+    x: Float[Array, "T E"],
+    weights: Float[Array, "T k"],
+    chosen: Int[Array, "T k"],
+    num_tokens: Int[Array, ""],
+    *,
+    first_expert: int | Int[Array, ""],
+    activation: str | Gate,
+    kernels: Kernels,
+) -> Float[Array, "T E"]:
+    """The part of the sum that these experts, from `first_expert` on, have in it."""
+    num_experts, num_inputs = experts["down"].shape[:2]
+    per_token = chosen.shape[1]
+    local = chosen - first_expert
+    is_ours = (local >= 0) & (local < num_experts) & (jnp.arange(len(x)) < num_tokens)[:, None]
+    # What is not ours goes behind the last group, where nothing is computed.
+    group = jnp.where(is_ours, local, num_experts).reshape(-1)
+    if kernels != "xla":  # so that the comparisons of all with all are of this, not of what it is made from
+        group = jax.lax.optimization_barrier(group)
+    order, place = order_by_group(group, kernels=kernels)
+    multiply = functools.partial(
+        grouped_matmul, group_sizes=count_groups(group, num_experts, kernels=kernels), implementation=kernels
+    )
+    rows, gate, bias = x[order // per_token], gate_of(activation), experts.get("gate_up_bias")
+    if kernels == "xla" or fuses(activation):
+        inner = multiply(rows, experts["gate_up"], bias=bias, activation=gate)
+    else:
+        gate_up = experts["gate_up"].reshape(num_experts, -1, num_inputs)
+        bias = None if bias is None else bias.reshape(num_experts, -1)
+        inner = gate(*jnp.split(multiply(rows, gate_up, bias=bias), 2, axis=1))
+    y = multiply(inner, experts["down"], bias=experts.get("down_bias"))
+    y = y[place].reshape(len(x), per_token, num_inputs).astype(jnp.float32)
+    # Behind the last group y may be NaN.
+    return jnp.sum(jnp.where(is_ours[:, :, None], y * weights[:, :, None], 0), axis=1).astype(x.dtype)

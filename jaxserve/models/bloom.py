@@ -1,0 +1,147 @@
+"""BLOOM (BigScience 2022, arXiv:2211.05100): positions by ALiBi, a norm behind the embedding, biases everywhere."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.alibi import alibi_slopes
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params
+from jaxserve.models import hf_config
+
+ACTIVATION = "gelu_new"
+NAMES = Names(
+    embed="transformer.word_embeddings", layers="transformer.h", attention="self_attention", norm="transformer.ln_f"
+)
+
+FEATURES = ("embedding norm",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one BLOOM."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """What it was trained on; nothing in it ends there."""
+    norm_eps: float
+    tie_word_embeddings: bool
+    apply_residual_connection_post_layernorm: bool
+    """Whether updates are added to what was normalised for them, in place of what came before that."""
+    alibi_slopes: tuple[float, ...]
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
+        old_names = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        fields = fields | {new: fields[old] for old, new in old_names.items() if fields.get(old) is not None}
+        if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
+            # It leaves out the biases that the checkpoint has.
+            raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
+        num_heads = hf_config.integer(fields, "n_head")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            num_layers=hf_config.integer(fields, "n_layer"),
+            num_heads=num_heads,
+            head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
+            max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
+            alibi_slopes=alibi_slopes(num_heads),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    specs = decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            qkv_bias=True,
+            out_bias=True,
+            by_kv_head=True,
+            inputs=("query_key_value",),
+            output="dense",
+        ),
+        mlp=functools.partial(
+            mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=4 * config.hidden_size,
+            up="dense_h_to_4h",
+            down="dense_4h_to_h",
+        ),
+        norm=layer_norm_specs,
+        names=NAMES,
+    )
+    specs["embed_norm"] = layer_norm_specs(f"{NAMES.embed}_layernorm", config.hidden_size)
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    attend = functools.partial(
+        self_attention,
+        batch=batch,
+        attention=attention,
+        rotation=None,
+        alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32),
+    )
+    feed_forward = functools.partial(mlp, activation=ACTIVATION)
+    arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
+    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
+    x = norm(embed(params["embed"], batch.token_ids), params["embed_norm"])
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def _norm_as_residual_block(
+    layer: Params,
+    x: Array,
+    update: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    attend: Attend,
+    mlp: Mlp,
+    norm: Norm,
+) -> tuple[Array, Array, Array, Array]:
+    """Attention, then the feed-forward, each an update of what it has read: the norm of the residual stream."""
+    x = norm(x if update is None else x + update, layer["attention_norm"])
+    update, k_pages, v_pages = attend(layer["attention"], x, k_pages, v_pages)
+    x = norm(x + update, layer["mlp_norm"])
+    return x, mlp(layer["mlp"], x), k_pages, v_pages
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

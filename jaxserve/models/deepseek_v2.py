@@ -1,0 +1,157 @@
+"""DeepSeek V2 (Liu et al. 2024, arXiv:2405.04434): latent attention, and experts in groups beside some that all share.
+
+Weights of experts are never divided by their sum: `norm_topk_prob`, which transformers ignores and DeepSeek's own code
+does not, is true in no published checkpoint, and refused.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder_specs
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.latent_attention import LatentAttentionFn, LatentHeads, latent_attention_specs, latent_decoder
+from jaxserve.layers.mlp import gated_mlp_specs
+from jaxserve.layers.moe import Routing, moe_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one DeepSeek V2; `intermediate_size` is that of layers without experts."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    latent_heads: LatentHeads
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    """Of layers without experts and of the shared ones."""
+    sparse_layers: tuple[bool, ...]
+    expert_size: int
+    shared_expert_size: int
+    """Of all that share a layer together."""
+    routing: Routing
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        heads = hf_config.latent_heads(fields)
+        expert_size = hf_config.integer(fields, "moe_intermediate_size")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            latent_heads=heads,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            mlp_bias=hf_config.flag(fields, "mlp_bias"),
+            sparse_layers=hf_config.sparse_layers_after_dense(fields, 0),
+            expert_size=expert_size,
+            shared_expert_size=expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
+            routing=_routing(fields),
+            rope=hf_config.rope(fields, size=heads.rotated_size),
+        )
+
+
+def _routing(fields: dict[str, Any]) -> Routing:
+    hf_config.require(fields, "scoring_func", "softmax")
+    hf_config.require(fields, "norm_topk_prob", False)
+    method = fields.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(f"config.json: unknown topk_method {method!r}; known are greedy, group_limited_greedy")
+    num_groups, num_chosen_groups = (1, 1) if method == "greedy" else hf_config.expert_groups(fields, 1, 1)
+    return Routing(
+        num_experts=hf_config.num_experts(fields),
+        num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+        scale=hf_config.number(fields, "routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+    )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    dense = functools.partial(
+        gated_mlp_specs,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        bias=config.mlp_bias,
+    )
+    sparse = functools.partial(_moe_specs, config=config)
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            latent_attention_specs,
+            heads=config.latent_heads,
+            hidden_size=config.hidden_size,
+            bias=config.attention_bias,
+            is_interleaved=True,
+        ),
+        mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
+    )
+
+
+def _moe_specs(prefix: str, *, config: Config) -> Params:
+    specs = moe_specs(
+        prefix,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.expert_size,
+        num_experts=config.routing.num_experts,
+    )
+    if config.shared_expert_size:
+        specs["shared"] = gated_mlp_specs(
+            f"{prefix}.shared_experts",
+            hidden_size=config.hidden_size,
+            intermediate_size=config.shared_expert_size,
+            bias=config.mlp_bias,
+        )
+    return specs
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (config.latent_heads.kv_spec,) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: LatentAttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's latents in it."""
+    return latent_decoder(
+        params,
+        embed(params["embed"], batch.token_ids),
+        batch,
+        kv_cache,
+        heads=config.latent_heads,
+        attention=attention,
+        activation=config.activation,
+        rope=config.rope,
+        norm_eps=config.norm_eps,
+        routing=config.routing,
+    )
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

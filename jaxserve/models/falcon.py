@@ -1,0 +1,183 @@
+"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867): one KV head or a few, attention beside the feed-forward.
+
+Three kinds: Falcon 7B with one KV head; 40B, 180B and Falcon 2 with grouped ones and a norm for each block or one for
+both; Falcon-RW with a KV head for each query head, ALiBi and blocks one after the other.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.alibi import alibi_slopes
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import PRE_NORMS, Names, decoder_specs, parallel_block, run_layers, sequential_block
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import mlp, mlp_specs
+from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Falcon."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    bias: bool
+    use_parallel_residual: bool
+    num_block_norms: int
+    """Norms of a layer: with blocks side by side one for both, or two."""
+    rope: Rope | None
+    alibi_slopes: tuple[float, ...] | None
+    """There is either this or `rope`."""
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
+        old_names = {
+            "n_embed": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_head_kv": "num_kv_heads",
+        }
+        fields = {new: fields[old] for old, new in old_names.items() if old in fields} | fields
+        hidden_size = hf_config.integer(fields, "hidden_size")
+        num_heads = hf_config.integer(fields, "num_attention_heads")
+        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+        is_new = hf_config.flag(fields, "new_decoder_architecture")
+        is_parallel = is_new or hf_config.flag(fields, "parallel_attn", True)
+        has_alibi = hf_config.flag(fields, "alibi")
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=hf_config.integer(fields, "ffn_hidden_size", 4 * hidden_size),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
+            head_dim=head_dim,
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings", 2048),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
+            activation=hf_config.activation(fields, "activation", "gelu"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            bias=hf_config.flag(fields, "bias"),
+            use_parallel_residual=is_parallel,
+            num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
+            rope=None if has_alibi else hf_config.rope(fields, size=head_dim),
+            alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
+        )
+
+
+def _num_kv_heads(fields: dict[str, Any], num_heads: int, *, is_new: bool) -> int:
+    """Only the new architecture has any number; elsewhere the field may say anything."""
+    if not is_new:
+        return 1 if hf_config.flag(fields, "multi_query", True) else num_heads
+    num_kv_heads = hf_config.integer(fields, "num_kv_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_kv_heads ({num_kv_heads})"
+        )
+    return num_kv_heads
+
+
+def _num_block_norms(fields: dict[str, Any], *, is_new: bool) -> int:
+    count = hf_config.integer(fields, "num_ln_in_parallel_attn", 2 if is_new else 1)
+    if count > (2 if is_new else 1):
+        raise CheckpointError(
+            "config.json: num_ln_in_parallel_attn must be 1, or 2 with new_decoder_architecture, "
+            f"got {count} with {is_new}"
+        )
+    return count
+
+
+def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
+    """Falcon scales the biases with the scores, and has slopes in bfloat16 whatever it is served in.
+
+    transformers rounds the products of slopes and positions too, which changes scores far back by up to 0.4%.
+    """
+    return tuple(float(slope) * head_dim**-0.5 for slope in np.asarray(alibi_slopes(num_heads), jnp.bfloat16))
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    norms = PRE_NORMS
+    if config.use_parallel_residual:
+        together, apart = {"attention_norm": "input_layernorm"}, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+        norms = apart if config.num_block_norms == 2 else together
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.bias,
+            out_bias=config.bias,
+            by_kv_head=True,
+            inputs=("query_key_value",),
+            output="dense",
+        ),
+        mlp=functools.partial(
+            mlp_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            up="dense_h_to_4h",
+            down="dense_4h_to_h",
+            bias=config.bias,
+        ),
+        norm=layer_norm_specs,
+        norms=norms,
+        names=Names(
+            embed="transformer.word_embeddings",
+            layers="transformer.h",
+            attention="self_attention",
+            norm="transformer.ln_f",
+        ),
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
+    rotation = None if config.rope is None else rotations(config.rope, batch.positions)
+    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, alibi_slopes=slopes)
+    feed_forward = functools.partial(mlp, activation=config.activation)
+    block = functools.partial(
+        parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm
+    )
+    x = embed(params["embed"], batch.token_ids)
+    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    return norm(x, params["norm"]), kv_cache
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

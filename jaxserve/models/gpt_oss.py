@@ -1,0 +1,185 @@
+"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): experts with a clamped SwiGLU, and heads that may attend to nothing.
+
+Every other layer has a sliding window; each head has a sink, a logit that joins its softmax without a value. Where
+experts are stored as MXFP4, `loading.mxfp4` makes of them the tensors that are declared here.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import decoder, decoder_specs
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.mlp import ClampedSwiGLU
+from jaxserve.layers.moe import Routing
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""How positions are stretched where config.json says nothing of it."""
+
+FEATURES = ("sinks",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one GPT-OSS; `intermediate_size` is that of one expert."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    swiglu_alpha: float
+    swiglu_limit: float
+    routing: Routing
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        hf_config.require(fields, "hidden_act", "silu")
+        num_layers = hf_config.integer(fields, "num_hidden_layers")
+        window = hf_config.optional_integer(fields, "sliding_window", 128)
+        alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
+        kinds = hf_config.layer_types(fields, alternating)
+        says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
+        positions = {"rope_parameters": YARN} if says_nothing else {}
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim({"head_dim": 64} | fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias", True),
+            sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            swiglu_alpha=hf_config.number(fields, "swiglu_alpha", 1.702),
+            swiglu_limit=hf_config.number(fields, "swiglu_limit", 7.0),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                scores="softmax_of_chosen",
+            ),
+            rope=hf_config.rope(fields | positions, theta=150_000.0),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(_attention_specs, config=config),
+        mlp=functools.partial(_moe_specs, config=config),
+    )
+
+
+def _attention_specs(prefix: str, *, config: Config) -> Params:
+    specs = attention_specs(
+        prefix,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+    # In float32 as the scores that they meet.
+    sinks = ParamSpec(shape=(config.num_heads,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
+    return specs | {"sinks": sinks}
+
+
+def _moe_specs(prefix: str, *, config: Config) -> Params:
+    """As `moe.moe_specs`, of tensors that have all experts, inputs before outputs, and gate and up by turns."""
+    X, E, F = config.routing.num_experts, config.hidden_size, config.intermediate_size
+    return {
+        "router": ParamSpec(shape=(X, E), axes=(None, "embed"), source=(f"{prefix}.router.weight",)),
+        "router_bias": ParamSpec(shape=(X,), axes=(None,), source=(f"{prefix}.router.bias",), init_scale=0.0),
+        "experts": {
+            "gate_up": ParamSpec(
+                shape=(X, 2, F, E),
+                axes=("experts", None, "ffn", "embed"),
+                source=(f"{prefix}.experts.gate_up_proj",),
+                source_shapes=((X, E, 2 * F),),
+                transform=lambda tensor: tensor.reshape(X, E, F, 2).transpose(0, 3, 2, 1),
+                quantize=True,
+            ),
+            "gate_up_bias": ParamSpec(
+                shape=(X, 2, F),
+                axes=("experts", None, "ffn"),
+                source=(f"{prefix}.experts.gate_up_proj_bias",),
+                source_shapes=((X, 2 * F),),
+                transform=lambda tensor: tensor.reshape(X, F, 2).transpose(0, 2, 1),
+                init_scale=0.0,
+            ),
+            "down": ParamSpec(
+                shape=(X, E, F),
+                axes=("experts", "embed", "ffn"),
+                source=(f"{prefix}.experts.down_proj",),
+                source_shapes=((X, F, E),),
+                transform=lambda tensor: tensor.transpose(0, 2, 1),
+                quantize=True,
+            ),
+            "down_bias": ParamSpec(
+                shape=(X, E),
+                axes=("experts", "embed"),
+                source=(f"{prefix}.experts.down_proj_bias",),
+                init_scale=0.0,
+            ),
+        },
+    }
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    return decoder(
+        params,
+        embed(params["embed"], batch.token_ids),
+        batch,
+        kv_cache,
+        attention=attention,
+        activation=ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit),
+        rope=config.rope,
+        norm_eps=config.norm_eps,
+        sliding_windows=config.sliding_windows,
+        routing=config.routing,
+    )
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

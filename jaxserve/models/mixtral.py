@@ -1,0 +1,116 @@
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts in place of the feed-forward of each layer."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import Names, decoder, decoder_specs
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config
+
+NAMES = Names(mlp="block_sparse_moe")
+EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of one Mixtral; `intermediate_size` is that of one expert."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    routing: Routing
+    rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        return cls(
+            vocab_size=hf_config.integer(fields, "vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "intermediate_size"),
+            num_layers=hf_config.integer(fields, "num_hidden_layers"),
+            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            num_kv_heads=hf_config.num_kv_heads(fields),
+            head_dim=hf_config.head_dim(fields),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "rms_norm_eps"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            sliding_window=hf_config.optional_integer(fields, "sliding_window", None),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok", 2),
+                is_normalized=True,
+            ),
+            rope=hf_config.rope(fields, theta=1e6),
+        )
+
+
+def param_specs(config: Config) -> Params:
+    """The declaration of every weight."""
+    return decoder_specs(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention=functools.partial(
+            attention_specs,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        ),
+        mlp=functools.partial(
+            moe_specs,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_experts=config.routing.num_experts,
+            names=EXPERT_NAMES,
+        ),
+        names=NAMES,
+    )
+
+
+def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+    """What each layer caches."""
+    return (KVSpec(config.num_kv_heads, config.head_dim, config.sliding_window),) * config.num_layers
+
+
+def forward(
+    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    return decoder(
+        params,
+        embed(params["embed"], batch.token_ids),
+        batch,
+        kv_cache,
+        attention=attention,
+        activation=config.activation,
+        rope=config.rope,
+        norm_eps=config.norm_eps,
+        sliding_windows=(config.sliding_window,) * config.num_layers,
+        routing=config.routing,
+    )
+
+
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+    """Logits in float32."""
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)

@@ -1,0 +1,57 @@
+"""Which layers share blocks and pools, for the shapes of known models, and what that costs."""
+
+import pytest
+
+from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.layers.attention import KVSpec
+
+
+def layout_of(windows, **options):
+    return kv_layout(tuple(KVSpec(1, 8, window) for window in windows), **{"max_model_len": 32768} | options)
+
+
+def period(num_layers, every, window=512):
+    return [window if (index + 1) % every else None for index in range(num_layers)]
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_layers_of_one_kind_are_one_group_with_a_pool_each(window):
+    layout = layout_of([window] * 5)
+    assert layout.windows == (window,)
+    assert layout.group_of_layer == (0,) * 5
+    assert layout.pool_of_layer == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("windows", "size", "num_full", "num_local"),
+    [
+        (period(26, 6), 4, 1, 6),  # Gemma 3 1B: 4 and 22
+        (period(34, 6), 5, 1, 6),
+        (period(48, 6), 8, 1, 5),
+        (period(62, 6), 11, 1, 5),
+        (period(26, 2, 4096), 13, 1, 1),  # Gemma 2 2B
+        ([None] * 28 + [512] * 52, 28, 1, 2),  # as Qwen 2 may be
+        ([None] + [512] * 3, 1, 1, 3),
+    ],
+)
+def test_groups_of_equal_size(windows, size, num_full, num_local):
+    layout = layout_of(windows)
+    assert len(layout.pool_specs) == size
+    assert (layout.windows.count(None), len(layout.windows) - layout.windows.count(None)) == (num_full, num_local)
+    places = list(zip(layout.group_of_layer, layout.pool_of_layer, strict=True))
+    assert len(set(places)) == len(windows), "two layers in one place"
+    assert [layout.windows[group] for group, _ in places] == windows
+    assert len(layout.windows) * size <= 1.1 * len(windows)
+    assert layout.layers_by_window == {window: windows.count(window) for window in windows}
+
+
+def test_a_window_that_no_sequence_outgrows_is_none():
+    assert layout_of(period(6, 2), max_model_len=512).windows == (None,)
+    assert set(layout_of(period(6, 2), max_model_len=513).windows) == {None, 512}
+
+
+@pytest.mark.parametrize(("windows", "widest"), [((512, None), None), ((512, 1024), 1024)])
+def test_layers_of_different_shapes_give_back_what_none_of_them_sees(windows, widest):
+    specs = (KVSpec(1, 8, windows[0]), KVSpec(2, 8, windows[1]))
+    layout = kv_layout(specs, max_model_len=32768)
+    assert (layout.windows, layout.pool_specs, layout.pool_of_layer) == ((widest,), specs, (0, 1))

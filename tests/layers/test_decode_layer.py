@@ -1,0 +1,105 @@
+"""The decode steps with fused matmuls against the decoder in its usual form; here both in plain XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.bench.workloads import LLAMA_100M
+from jaxserve.layers import decode_layer
+from jaxserve.layers.attention import paged_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
+from jaxserve.layers.params import init_params
+from jaxserve.models import get_family
+from pallas_kernels import small_matmul
+from pallas_kernels.deviceless import compile_for_h200
+
+FIELDS = LLAMA_100M | {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+def make_batch(lens, kernels="xla"):
+    num_rows = len(lens)
+    tables = np.arange(num_rows * 3, dtype=np.int32).reshape(num_rows, 3)
+    positions = np.array(lens, np.int32) - 1
+    return Batch(
+        token_ids=jnp.arange(num_rows, dtype=jnp.int32),
+        positions=jnp.asarray(positions),
+        write_index=jnp.asarray(
+            tables[np.arange(num_rows), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        ),
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        seq_lens=jnp.asarray(lens, jnp.int32),
+        block_tables=jnp.asarray(tables),
+        num_decode_rows=jnp.int32(num_rows),
+        num_rows=jnp.int32(num_rows),
+        is_decode_only=True,
+        kernels=kernels,
+    )
+
+
+def make_model(model_type):
+    fields = FIELDS | {"model_type": model_type, "head_dim": 16}
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    params = init_params(family.param_specs(config), dtype=np.dtype("float32"), mesh=mesh, seed=1)
+    params = jax.tree.map(lambda x: jax.device_get(x) * np.float32(3), params)  # so that no layer does next to nothing
+    return family, config, jax.tree.map(jnp.asarray, params)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_equals_the_decoder(monkeypatch, model_type):
+    family, config, params = make_model(model_type)
+    rng = np.random.default_rng(0)
+    pools = [
+        tuple(jnp.asarray(rng.standard_normal((NUM_BLOCKS, 2, BLOCK_SIZE, 16)), jnp.float32) for _ in range(3))
+        for _ in range(2)
+    ]
+    batch = make_batch([5, 1, 12, 8])
+    forward = functools.partial(family.forward, params, config, batch, KVCache(*pools), paged_attention)
+    want = forward()
+    monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    got = forward()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    np.testing.assert_raises(
+        AssertionError, np.testing.assert_allclose, got[1].k[1], pools[0][1]
+    )  # something is written
+
+
+def test_what_it_takes():
+    _, _, params = make_model("llama")
+    layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
+    x = jnp.zeros((16, 64), jnp.bfloat16)
+    batch = make_batch([1, 2, 3, 4] * 4, "sm90")
+    supports = functools.partial(decode_layer.supports, activation="silu")
+    assert supports(layers, x, batch)
+    assert not supports(layers, x, batch.replace(kernels="xla"))
+    assert not supports(layers, x, batch.replace(is_decode_only=False))
+    for num_rows in (1, 15, 65):
+        assert not supports(layers, jnp.zeros((num_rows, 64), jnp.bfloat16), batch)
+    assert not supports(params["layers"], x.astype(jnp.float32), batch)
+    halves = [jax.tree.map(lambda x: x.astype(jnp.float16), layer) for layer in layers]
+    assert not supports(halves, x.astype(jnp.float16), batch)
+    biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(64, jnp.bfloat16)}} for layer in layers]
+    assert not supports(biased, x, batch)
+    assert not supports(layers, x, batch, activation="relu")
+
+
+@pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))
+def test_the_kernels_compute_the_activations(name):
+    x = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
+    run = functools.partial(small_matmul.matmul, activation=ACTIVATIONS[name], implementation="sm90")
+    assert compile_for_h200(run, x, weight).spill_bytes == 0
