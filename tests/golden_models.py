@@ -60,16 +60,20 @@ def relative_error(logits, expected):
 
 def print_table():
     """One line a family: its goldens, and the worst error among them without and with paged KV."""
-    errors = collections.defaultdict(list)
+    families = collections.defaultdict(list)
     for path in GOLDENS:
-        golden = load_golden(path)
-        expected = golden[3]["logits"]
-        paged = max(relative_error(logits, expected) for logits in paged_chunk_logits(golden))
-        errors[load_config(path)["model_type"]].append((relative_error(full_logits(golden), expected), paged))
+        families[load_config(path)["model_type"]].append(path)
     print(f"{'family':<14}{'goldens':>8}{'full':>10}{'paged':>10}   (error, of the largest logit, in float32)")  # noqa: T201
-    for model_type, rows in sorted(errors.items()):
-        full, paged = np.max(rows, axis=0)
-        print(f"{model_type:<14}{len(rows):>8}{full:>10.1e}{paged:>10.1e}")  # noqa: T201
+    for model_type, paths in sorted(families.items()):
+        full, paged = np.max([errors(load_golden(path)) for path in paths], axis=0)
+        print(f"{model_type:<14}{len(paths):>8}{full:>10.1e}{paged:>10.1e}", flush=True)  # noqa: T201
+
+
+def errors(golden):
+    """Of one golden: the worst without paged KV and with it."""
+    expected = golden[3]["logits"]
+    paged = max(relative_error(logits, expected) for logits in paged_chunk_logits(golden))
+    return relative_error(full_logits(golden), expected), paged
 
 
 if __name__ == "__main__":

@@ -6,12 +6,17 @@ continuation of the first `prompt_length` tokens. The seed draws dimensions, wei
 """
 
 import argparse
+import json
 import pathlib
 import shutil
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 SEQUENCE_LENGTH = 41
 PROMPT_LENGTH = 24
@@ -34,13 +39,33 @@ FAMILIES = {
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
     "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
     "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
     "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM),
+    "falcon": (transformers.FalconConfig, transformers.FalconForCausalLM),
 }
-HAVE_HEAD_DIM = {"llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4"}
+HAVE_HEAD_DIM = {
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+}
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
 """Families whose checkpoints hold the gains of norms less 1."""
@@ -61,9 +86,11 @@ FIELD_NAMES = {
     "stablelm": {"rms_norm_eps": "layer_norm_eps"},
     "gptj": GPT_NAMES,
     "opt": {"intermediate_size": "ffn_dim"},
+    "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
+    "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
 }
 """What a family calls a field, where it is not what most do."""
-HAVE_NO_KV_HEADS = {"gpt2", "gpt_neox", "gptj", "opt"}
+HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -72,6 +99,21 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+
+SHORT_YARN = YARN | {"original_max_position_embeddings": 16, "rope_theta": 300.0}
+DEEPSEEK = {
+    "vocab_size": 40,
+    "intermediate_size": 12,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 6,
 }
 
 # name: (family, (query heads, kv heads, head dim), the rest of the config)
@@ -304,7 +346,244 @@ CASES = {
             "layer_norm_elementwise_affine": False,
         },
     ),
+    "mixtral_window": (
+        "mixtral",
+        (4, 2, 10),
+        {"intermediate_size": 19, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    ),
+    "mixtral_tied": (
+        "mixtral",
+        (3, 3, 8),
+        {
+            "tie_word_embeddings": True,
+            "intermediate_size": 26,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "qwen2_moe_tied": (
+        "qwen2_moe",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 22,
+        },
+    ),
+    "qwen2_moe_windows_some_dense": (
+        "qwen2_moe",
+        (3, 1, 12),
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 21,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 18,
+            "shared_expert_intermediate_size": 13,
+        },
+    ),
+    "qwen3_moe_normalised": (
+        "qwen3_moe",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "qwen3_moe_biases_window_some_dense": (
+        "qwen3_moe",
+        (6, 3, 8),
+        {
+            "num_hidden_layers": 3,
+            "intermediate_size": 22,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 17,
+        },
+    ),
+    "gpt_oss_clamped": (
+        "gpt_oss",
+        (4, 2, 8),
+        {
+            "hidden_size": 26,
+            "intermediate_size": 11,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.8,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 16, "truncate": False, "rope_theta": 300.0},
+        },
+    ),
+    "gpt_oss_mxfp4": (
+        "gpt_oss",
+        (4, 1, 12),
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        (4, 4, 4),
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "q_lora_rank": 7,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": SHORT_YARN | {"mscale": 0.9, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v2_greedy": (
+        "deepseek_v2",
+        (3, 3, 5),
+        DEEPSEEK
+        | {
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "topk_method": "greedy",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "deepseek_v3_groups": (
+        "deepseek_v3",
+        (4, 4, 4),
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "q_lora_rank": 7,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        (3, 3, 5),
+        DEEPSEEK
+        | {
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "bloom_tied": ("bloom", (3, 3, 4), {"vocab_size": 43, "tie_word_embeddings": True, "seq_length": 64}),
+    "bloom_normed_residual": (
+        "bloom",
+        (6, 6, 3),
+        {
+            "vocab_size": 41,
+            "num_hidden_layers": 1,
+            "apply_residual_connection_post_layernorm": True,
+            "slow_but_exact": True,
+        },
+    ),
+    "falcon_multi_query": ("falcon", (5, 1, 4), {"vocab_size": 45, "tie_word_embeddings": True}),
+    "falcon_grouped": (
+        "falcon",
+        (4, 2, 6),
+        {
+            "vocab_size": 41,
+            "num_hidden_layers": 1,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "bias": True,
+        },
+    ),
+    "falcon_grouped_one_norm": (
+        "falcon",
+        (6, 2, 4),
+        {
+            "vocab_size": 42,
+            "num_hidden_layers": 1,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "parallel_attn": True,
+            "ffn_hidden_size": None,
+            "activation": "relu",
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+        },
+    ),
+    # With such heads all products of slopes and positions are exact in bfloat16, to which transformers rounds them. Its
+    # eager attention adds the biases twice.
+    "falcon_alibi": (
+        "falcon",
+        (6, 6, 3),
+        {
+            "vocab_size": 44,
+            "num_hidden_layers": 1,
+            "attn_implementation": "sdpa",
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+        },
+    ),
 }
+MXFP4 = {"gpt_oss_mxfp4"}
+"""Goldens whose experts are written as MXFP4."""
+
+# What a config says about rotary embedding, and the length of the text for which its base is computed.
+ROPES = {
+    "yarn": (YARN, None),
+    "yarn_truncate": (YARN | {"truncate": False, "factor": 32.0, "beta_fast": 20.0, "beta_slow": 1.5}, None),
+    "yarn_attention_factor": (YARN | {"attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.7}, None),
+    "yarn_mscale": (YARN | {"mscale": 1.3, "mscale_all_dim": 0.7}, None),
+    "yarn_mscale_all_dim": (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, None),
+    "yarn_ratio_of_contexts": (YARN | {"factor": None}, None),
+    "yarn_no_stretch": (YARN | {"factor": 1.0}, None),
+    "yarn_tiny_context": (YARN | {"original_max_position_embeddings": 5}, None),
+    "yarn_all_in_one_pair": (YARN | {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}, None),
+    "dynamic_short": ({"rope_type": "dynamic", "factor": 2.0}, 100),
+    "dynamic_long": ({"rope_type": "dynamic", "factor": 2.0}, 3000),
+    "dynamic_at_the_end": ({"rope_type": "dynamic", "factor": 4.0}, 1024),
+}
+
 SHARDED = {"llama_untied", "qwen2_tied"}
 """Goldens whose weights are written as several files with an index."""
 
@@ -326,6 +605,7 @@ def draw_config(family, heads, extras, rng):
         "eos_token_id": None,
         "pad_token_id": None,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",
         "tie_word_embeddings": False,
     }
     if family in HAVE_HEAD_DIM:
@@ -337,9 +617,13 @@ def draw_config(family, heads, extras, rng):
 
 
 def randomise(model, rng):
-    """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units."""
+    """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units.
+
+    All are bfloat16 numbers, so that they can be written in half the bytes.
+    """
     gain = 0.0 if model.config.model_type in STORED_LESS_ONE else 1.0
-    for name, parameter in model.named_parameters():
+    routing_biases = [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *routing_biases]:
         is_norm = "norm" in name or ".ln_" in name
         if is_norm and name.endswith("weight"):
             center, spread = gain, 0.3
@@ -348,11 +632,37 @@ def randomise(model, rng):
         else:
             center, spread = (
                 0.0,
-                1.0 if "embed" in name or ".wte." in name or ".wpe." in name else 1.5 * parameter.shape[1] ** -0.5,
+                1.0 if "embed" in name or ".wte." in name or ".wpe." in name else 1.5 * parameter.shape[-1] ** -0.5,
             )
         values = center + spread * rng.standard_normal(tuple(parameter.shape))
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+            parameter.copy_(torch.from_numpy(values).bfloat16())
+
+
+@torch.no_grad()
+def draw_mxfp4(model, rng):
+    """Random blocks and scales, by the names that they have in files; the model gets what they stand for."""
+    stored = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            num_experts, num_inputs, num_outputs = parameter.shape
+            grid = (num_experts, num_outputs, num_inputs // 32)
+            blocks = torch.from_numpy(rng.integers(256, size=(*grid, 16), dtype=np.uint8))
+            scales = torch.from_numpy(rng.integers(120, 125, size=grid, dtype=np.uint8))
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales))
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return stored
+
+
+def store_mxfp4(path, stored):
+    """Put blocks and scales into a saved model, in place of the tensors that they stand for."""
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    whole = {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in whole}
+    safetensors.torch.save_file(kept | stored, path / "model.safetensors")
+    fields = json.loads((path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 @torch.no_grad()
@@ -377,6 +687,7 @@ def make_golden(directory, name, seed):
     config = draw_config(family, heads, extras, rng)
     model = FAMILIES[family][1](config).float().eval()
     randomise(model, rng)
+    stored = draw_mxfp4(model, rng) if name in MXFP4 else {}
     for _ in range(100):
         token_ids = rng.integers(config.vocab_size, size=SEQUENCE_LENGTH)
         greedy, margin = continue_greedily(model, token_ids[:PROMPT_LENGTH])
@@ -385,7 +696,11 @@ def make_golden(directory, name, seed):
     else:
         raise RuntimeError(f"{name}: no prompt has a clear greedy continuation")
     logits = compute_logits(model, token_ids)
-    model.save_pretrained(directory / name, max_shard_size="60KB" if name in SHARDED else "1GB")
+    model.bfloat16().save_pretrained(directory / name, max_shard_size="30KB" if name in SHARDED else "1GB")
+    config_json = directory / name / "config.json"
+    config_json.write_text(config_json.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
+    if stored:
+        store_mxfp4(directory / name, stored)
     (directory / name / "generation_config.json").unlink(missing_ok=True)
     for path in (directory / name).iterdir():
         path.chmod(0o644)
@@ -400,6 +715,25 @@ def make_golden(directory, name, seed):
     print(f"{name}: max |logit| {np.abs(logits).max():.1f}, smallest greedy margin {margin:.1e}")
 
 
+def make_ropes(path, seed):
+    """Frequencies and factors of scaled rotary embeddings, as JSON."""
+    rng = np.random.default_rng(seed)
+    ropes = {}
+    for name, (parameters, length) in ROPES.items():
+        fields = {"max_position_embeddings": 1024, "head_dim": 2 * int(rng.integers(4, 20))}
+        parameters = parameters | {"rope_theta": round(float(10 ** rng.uniform(2, 6)), 1)}
+        config = transformers.LlamaConfig(**fields, rope_parameters=dict(parameters))
+        frequencies, length_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length)
+        ropes[name] = {
+            "fields": fields | {"rope_parameters": parameters},
+            "length": length,
+            "frequencies": frequencies.tolist(),
+            "attention_factor": length_factor,
+            "score_factor": yarn_apply_mscale(parameters, 1.0) if parameters["factor"] else None,
+        }
+    path.write_text(json.dumps(ropes, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
@@ -410,6 +744,7 @@ def main():
     for name in (name for name in CASES if name.startswith(arguments.only)):
         shutil.rmtree(arguments.output / name, ignore_errors=True)
         make_golden(arguments.output, name, arguments.seed)
+    make_ropes(arguments.output / "ropes.json", arguments.seed)
 
 
 if __name__ == "__main__":
