@@ -1,11 +1,14 @@
-"""Model names to directories: the first thing that happens to a `model` argument. No jax.
+"""Model names to directories and files: the first thing that happens to a `model` argument. No jax.
 
 The built-in models lie in `checkpoints/` of a source tree and in `jaxserve/_checkpoints/` of an installed wheel.
 """
 
+import dataclasses
 import pathlib
 
-from jaxserve.errors import CheckpointError
+from jaxserve.config import EngineConfig
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.loading import hub
 
 DEFAULT_MODEL = "scribe-15m"
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
@@ -14,24 +17,68 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
 
-def resolve_model(name: str) -> str:
-    """The directory of the model that a user calls `name`: a path, a built-in name, or "" for the default model.
+def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfig:
+    """`config` with paths for the names of its model and tokenizer. Raises as `resolve_model` does."""
+    with_weights = config.load_format != "dummy"
+    model = resolve_model(config.model, revision=config.revision, with_weights=with_weights, progress=progress)
+    tokenizer = None if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
+    return dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer)
+
+
+def resolve_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    with_weights: bool = True,
+    progress: bool = True,
+    is_offline: bool = False,
+) -> str:
+    """The directory or GGUF file of the model that a user calls `name`, "" for the default.
 
     A built-in name means the built-in model even where a directory of that name exists; `./name` means the directory.
-    Raises CheckpointError if there is no such model.
+    What exists at a path is that path; else "org/name" is a model of the hub, at `revision` (a branch, a tag or a
+    commit, which may follow the name after an "@"). It is downloaded unless it is cached, its config and tokenizer only
+    if not `with_weights`; `is_offline` takes it from the cache only. Raises CheckpointError if there is no such model,
+    and ConfigError for a revision of any other.
     """
     name = name or DEFAULT_MODEL
+    if hub_name := _on_hub(name, revision):
+        return hub.download(hub_name, with_weights=with_weights, progress=progress, is_offline=is_offline)
     if name in BUILTIN_MODELS:
         for root in _CHECKPOINT_ROOTS:
             if (root / name / "config.json").is_file():
                 return str(root / name)
         raise CheckpointError(f"the built-in model {name} is not part of this installation; name a model directory")
     path = pathlib.Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path)
     if (path / "config.json").is_file():
         return str(path)
     if path.is_dir():
         raise CheckpointError(f"{name} holds no config.json, so it is not a model directory")
     if path.exists():
-        raise CheckpointError(f"{name} is a file; a model is a directory that holds config.json")
+        raise CheckpointError(f"{name} is a file; a model is a .gguf file or a directory that holds config.json")
     builtin = ", ".join(BUILTIN_MODELS)
-    raise CheckpointError(f"no model {name!r}: it is neither a directory nor a built-in model ({builtin})")
+    raise CheckpointError(
+        f"no model {name!r}: it is no .gguf file, neither a directory nor a built-in model ({builtin}), and no id of "
+        "the hub (org/name)"
+    )
+
+
+def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
+    """The same for a model whose tokenizer alone is wanted; a directory need not have more."""
+    if name not in BUILTIN_MODELS and pathlib.Path(name).expanduser().is_dir():
+        return str(pathlib.Path(name).expanduser())
+    return resolve_model(name, with_weights=False, is_offline=is_offline)
+
+
+def _on_hub(name: str, revision: str | None) -> hub.HubName | None:
+    """The model of the hub that is meant, if one is."""
+    found = None if pathlib.Path(name).expanduser().exists() else hub.parse_name(name)
+    if revision is None:
+        return found
+    if found is None:
+        raise ConfigError(f"revision is {revision!r}, but only models of the hub have one, and {name} is none")
+    if found.revision not in (None, revision):
+        raise ConfigError(f"revision is {revision!r}, but the model is {name}")
+    return dataclasses.replace(found, revision=revision)

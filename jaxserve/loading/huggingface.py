@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from tqdm import tqdm
 from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, num_bytes, shardings
+from jaxserve.loading import mxfp4
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
+PICKLES = ("*.bin", "*.pt", "*.pth")
 
 # Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
 # LM head where it is tied to the embedding (where it is not, the family declares it and it is no extra).
@@ -36,6 +39,15 @@ KNOWN_EXTRAS = (
     "lm_head.weight",
     "embed_out.weight",
 )
+
+
+@runtime_checkable
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, not yet read."""
+
+    def read(self) -> np.ndarray:
+        """Its values, in the host's memory."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +63,14 @@ class _Stored:
     def header(self) -> Any:
         return self.file.get_slice(self.name)
 
+    def complaint(self, shape: tuple[int, ...]) -> str | None:
+        """Why this is no tensor of such a shape that can be read, if it is none."""
+        header = self.header()
+        found, dtype = tuple(header.get_shape()), header.get_dtype()
+        if found == shape and dtype in FLOAT_TYPES:
+            return None
+        return f"is {dtype} {list(found)} and not a float of {list(shape)}"
+
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """The fields of `path`/config.json. Raises CheckpointError if there is no such file, or no JSON object in it.
@@ -61,8 +81,10 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
     fields = _read_json(directory / "config.json")
-    if fields.get("quantization_config"):
-        raise CheckpointError(f"{directory}: quantized checkpoints are not supported")
+    quantization = fields.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization and method != "mxfp4":
+        raise CheckpointError(f"{directory}: quantized checkpoints are not supported, other than mxfp4: it is {method}")
     return fields
 
 
@@ -88,63 +110,117 @@ def load_params(
     """The weights that `specs` declare, from the directory `path`, cast to `dtype` and laid out over `mesh`.
 
     `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming all of them, if
-    tensors are missing, unexpected, of another shape or not floats of 16 or 32 bits, and ConfigError if a weight does
-    not divide over the mesh; then no device memory has been touched.
+    files are missing or truncated, or tensors missing, unexpected, of another shape or not floats of 16 or 32 bits, and
+    ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
     """
     directory = pathlib.Path(path)
     layout = shardings(specs, mesh)
     with contextlib.ExitStack() as stack:
-        expected = {
-            name: shape
-            for spec in jax.tree.leaves(specs)
-            for name, shape in zip(spec.source, spec.source_shapes, strict=True)
-        }
-        tensors = _with_model_prefix(_open_tensors(directory, stack), expected)
-        _check(directory, expected, tensors)
-        bar = stack.enter_context(
-            tqdm(
-                total=num_bytes(specs, dtype=dtype),
-                desc="loading weights",
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                disable=not progress,
-            )
-        )
+        expected = source_shapes(specs)
+        opened = _open_tensors(directory, stack)
+        tensors = _with_model_prefix(opened.tensors, expected)
+        _check(directory, expected, tensors, opened)
+        return read_to_devices(specs, layout, tensors, dtype=dtype, progress=progress)
 
-        def load(spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
-            sources = [tensors[name].read() for name in spec.source]
-            weight = sources[0] if spec.transform is None else spec.transform(*sources)
-            array = jax.device_put(weight.astype(spec.dtype_in(dtype), copy=False), sharding)
-            # Transfers that are still under way would keep their tensors on the host.
-            bar.update(array.block_until_ready().nbytes)
-            return array
 
+def read_to_devices(
+    specs: Params, layout: Params, tensors: Mapping[str, StoredTensor], *, dtype: np.dtype, progress: bool
+) -> Params:
+    """The weights that `specs` declare, made of `tensors` one by one, each on the devices before the next is read."""
+    bar = tqdm(
+        total=num_bytes(specs, dtype=dtype),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress,
+    )
+
+    def load(spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        array = jax.device_put(_weight(spec, tensors, spec.dtype_in(dtype)), sharding)
+        # Transfers that are still under way would keep their tensors on the host.
+        bar.update(array.block_until_ready().nbytes)
+        return array
+
+    with bar:
         return jax.tree.map(load, specs, layout)
 
 
-def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
-    """Each tensor in its open file; `stack` closes the files."""
+def _weight(spec: ParamSpec, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
+    """One weight in `dtype`. Matrices are cast before they are fused, which moves their values only: float32 sources
+    beside a float32 weight and its cast would be five times that cast, and so are twice.
+    """
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name].read()
+        return tensor.astype(dtype, copy=False) if tensor.ndim > 1 else tensor
+
+    sources = map(read, spec.source)
+    weight = next(sources) if spec.transform is None else spec.transform(*sources)
+    return weight.astype(dtype, copy=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """The tensors of a directory, each in its open file; what is wrong with files; and the tensors lost with them."""
+
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor]
+    problems: list[str]
+    lost: set[str]
+
+
+def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Opened:
+    """Open every file of the checkpoint; `stack` closes them."""
+    shard_of: dict[str, str] = {}
     if (directory / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif (directory / "model.safetensors.index.json").is_file():
-        weight_map = _read_json(directory / "model.safetensors.index.json").get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{directory}/model.safetensors.index.json has no weight_map")
-        names = sorted(set(weight_map.values()))
+        shard_of = _read_json(directory / "model.safetensors.index.json").get("weight_map") or {}
+        if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
+            raise CheckpointError(f"{directory}/model.safetensors.index.json has no weight_map of tensors to files")
+        names = sorted(set(shard_of.values()))
     else:
-        raise CheckpointError(f"neither model.safetensors nor model.safetensors.index.json in {directory}")
+        raise CheckpointError(_without_safetensors(directory))
     tensors: dict[str, _Stored] = {}
+    unreadable: dict[str, str] = {}
+    twice: set[str] = set()
     for name in names:
         try:
             file = stack.enter_context(safe_open(directory / name, framework="numpy"))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {directory / name}: {error}") from error
-        tensors |= {tensor: _Stored(file, tensor) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
-    return tensors
+            is_there = (directory / name).is_file()
+            unreadable[name] = f"{name} ({str(error).splitlines()[0]})" if is_there else f"{name} (no such file)"
+            continue
+        found = {tensor: _Stored(file, tensor) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
+        twice |= tensors.keys() & found.keys()
+        tensors |= found
+    problems = [f"cannot read {', '.join(unreadable.values())}"] if unreadable else []
+    if twice:
+        problems.append(f"in several files: {', '.join(sorted(twice))}")
+    return _Opened(
+        mxfp4.join_pairs(tensors), problems, {tensor for tensor, file in shard_of.items() if file in unreadable}
+    )
 
 
-def _with_model_prefix(tensors: dict[str, _Stored], expected: Mapping[str, tuple[int, ...]]) -> dict[str, _Stored]:
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and pathlib.PurePath(value).name == value
+
+
+def _without_safetensors(directory: pathlib.Path) -> str:
+    """Why a directory without safetensors is not read."""
+    pickled = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    if not pickled:
+        return f"neither model.safetensors nor model.safetensors.index.json in {directory}"
+    shown = pickled[0] if len(pickled) == 1 else f"{pickled[0]} and {len(pickled) - 1} more"
+    return (
+        f"{directory} has pickled weights only ({shown}), which are not read: a pickle can run any code. Where you "
+        "trust it, make safetensors of it with transformers and torch: "
+        f"AutoModelForCausalLM.from_pretrained({str(directory)!r})"
+        ".save_pretrained(NEW_DIRECTORY)"
+    )
+
+
+def _with_model_prefix[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, ...]]) -> dict[str, T]:
     """The tensors by the names of the model with its head.
 
     Checkpoints of the model without (GPT-2's first ones are) leave out its name: "h.0.ln_1" for "transformer.h.0.ln_1".
@@ -157,22 +233,52 @@ def _with_model_prefix(tensors: dict[str, _Stored], expected: Mapping[str, tuple
     }
 
 
-def _check(directory: pathlib.Path, expected: Mapping[str, tuple[int, ...]], tensors: dict[str, _Stored]) -> None:
-    missing = [name for name in expected if name not in tensors]
-    unexpected = [name for name in tensors if name not in expected and not name.endswith(KNOWN_EXTRAS)]
-    mismatched = []
-    for name in expected.keys() & tensors.keys():
-        header = tensors[name].header()
-        shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if shape != expected[name] or dtype not in FLOAT_TYPES:
-            mismatched.append(f"{name} is {dtype} {list(shape)} and not a float of {list(expected[name])}")
-    problems = [
-        f"{kind}: {', '.join(sorted(names))}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong", mismatched))
-        if names
-    ]
+def _check(
+    directory: pathlib.Path,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor],
+    opened: _Opened,
+) -> None:
+    """Raises CheckpointError with everything that is wrong; a tensor lost with its file is not called missing too."""
+    found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
+    missing = [name for name in expected if name not in found]
+    further_layers = _further_layers(directory)
+    unexpected = [name for name in tensors if name not in expected and not _is_extra(name, further_layers)]
+    complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
+    mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
+    problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
     if problems:
-        raise CheckpointError(f"{directory} does not fit its config.json; tensors " + "; ".join(problems))
+        raise CheckpointError(f"{directory} does not fit its config.json; " + "; ".join(problems))
+
+
+def _further_layers(directory: pathlib.Path) -> range:
+    """The layers behind the last one, by which DeepSeek V3 predicts further tokens (`num_nextn_predict_layers`)."""
+    path = directory / "config.json"
+    fields = _read_json(path) if path.exists() else {}
+    first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
+    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
+
+
+def _is_extra(name: str, further_layers: range) -> bool:
+    """Whether checkpoints carry such a tensor though no model reads it."""
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return name.endswith(KNOWN_EXTRAS) or (layer is not None and int(layer[1]) in further_layers)
+
+
+def source_shapes(specs: Params) -> dict[str, tuple[int, ...]]:
+    """Every tensor that `specs` are made of, and its shape."""
+    return {
+        name: shape
+        for spec in jax.tree.leaves(specs)
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+
+
+def describe_tensors(*, missing: list[str], unexpected: list[str], wrong: list[str]) -> list[str]:
+    """A complaint for each kind of wrong tensors, all of which it names; empty if there are none."""
+    kinds = (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
+    problems = [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
+    return [f"tensors {problems[0]}", *problems[1:]] if problems else []
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Reading Hugging Face directories: dtypes, shards, sharded devices, and one clear complaint about a wrong one."""
 
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,24 @@ def test_every_dtype_into_every_dtype(tmp_path, stored, served):
     assert params["norm"].dtype == np.float32
 
 
+def test_memory_of_fused_and_cast_weights(tmp_path):
+    parts = {name: np.ones((256, 1024), np.float32) for name in "abcd"}
+    save_file(parts, tmp_path / "model.safetensors")
+    spec = ParamSpec(
+        shape=(1024, 1024),
+        axes=(None, None),
+        source=tuple(parts),
+        source_shapes=((256, 1024),) * 4,
+        transform=lambda *tensors: np.concatenate(tensors),
+    )
+    tracemalloc.start()
+    try:
+        params = load_params(tmp_path, {"w": spec}, dtype=np.dtype(jnp.bfloat16), mesh=make_mesh(1), progress=False)
+        assert tracemalloc.get_traced_memory()[1] < 3 * params["w"].nbytes + 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def save_shards(path, tensors):
     names = sorted(tensors)
     shards = {"model-1.safetensors": names[:2], "model-2.safetensors": names[2:]}
@@ -82,6 +101,18 @@ def test_known_extras_are_ignored_and_others_are_not(tmp_path):
     save_file(make_tensors() | {"up.bias": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected: up\.bias"):
         load(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
+    behind = {f"model.layers.{index}.eh_proj.weight": np.ones(4, np.float32) for index in (3, 4)}
+    save_file(make_tensors() | behind, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text('{"num_hidden_layers": 3, "num_nextn_predict_layers": 2}')
+    load(tmp_path)
+    for fields in ('{"num_hidden_layers": 3, "num_nextn_predict_layers": 1}', '{"num_hidden_layers": 3}'):
+        config.write_text(fields)
+        with pytest.raises(CheckpointError, match=r"unexpected: .*model\.layers\.4\.eh_proj\.weight"):
+            load(tmp_path)
 
 
 def test_checkpoint_of_the_model_without_its_head(tmp_path):
@@ -133,15 +164,59 @@ def test_truncated_and_absent_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* in "):
         load(tmp_path)
     save_shards(tmp_path, make_tensors())
-    (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read .*model-2\.safetensors"):
-        load(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no weight_map"):
-        load(tmp_path)
+    for index in (
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "../other.safetensors"}}',
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(CheckpointError, match="no weight_map of tensors to files"):
+            load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
-    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"cannot read model\.safetensors \(.*header"):
         load(tmp_path)
+
+
+def test_damaged_shards_and_tensors_in_one_message_before_the_device_is_touched(tmp_path, monkeypatch):
+    files = {
+        "absent": ["up.weight"],
+        "truncated": ["a"],
+        "whole": ["b", "surprise"],
+        "again": ["b"],
+    }
+    tensors = make_tensors() | {"surprise": np.ones(2, np.float32), "b": np.ones(9, np.float32)}
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / f"{file}.safetensors")
+    weight_map = {name: f"{file}.safetensors" for file, names in files.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"surprise": "whole.safetensors"} | weight_map})
+    )
+    (tmp_path / "absent.safetensors").unlink()
+    whole = (tmp_path / "truncated.safetensors").read_bytes()
+    (tmp_path / "truncated.safetensors").write_bytes(whole[:-4])
+    monkeypatch.setattr(jax, "device_put", None)
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "cannot read absent.safetensors (no such file), truncated.safetensors (" in message
+    assert "in several files: b;" in message
+    assert "; tensors missing: norm; unexpected: surprise; wrong: b is F32 [9] and not a float of [8]" in message
+    assert "\n" not in message
+
+
+def test_pickles_are_refused(tmp_path):
+    for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"):
+        (tmp_path / name).write_bytes(b"\x80\x02.")
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "pickled weights only (pytorch_model-00001-of-00002.bin and 1 more)" in message
+    assert "can run any code" in message
+    assert f"AutoModelForCausalLM.from_pretrained('{tmp_path}').save_pretrained(" in message
+    assert "\n" not in message
+    save_file(make_tensors(), tmp_path / "model.safetensors")
+    load(tmp_path)
 
 
 def test_load_config(tmp_path):
@@ -158,7 +233,7 @@ def test_load_config(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     assert load_config(tmp_path) == {"quantization_config": None}
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    with pytest.raises(CheckpointError, match="quantized checkpoints are not supported"):
+    with pytest.raises(CheckpointError, match="quantized checkpoints are not supported, other than mxfp4: it is awq"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert load_config(str(tmp_path)) == {"model_type": "llama"}

@@ -1,0 +1,103 @@
+"""`jaxserve convert`: a model into a store that loads without conversion (`loading.orbax_store`)."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+
+from jaxserve.config import DType
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.hub import parse_name
+from jaxserve.loading.huggingface import PICKLES, resolve_dtype
+from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
+from jaxserve.loading.weights import load_config, load_weights
+from jaxserve.models import get_family
+from jaxserve.tokenizer import Tokenizer
+
+WEIGHT_FILES = ("*.safetensors", "*.gguf", *PICKLES)
+_LARGEST_COPIED = 64 * 2**20
+"""Bytes of a tokenizer file; what is larger is no part of a model but its weights."""
+
+
+def convert(
+    source: str,
+    destination: str | pathlib.Path,
+    *,
+    revision: str | None = None,
+    dtype: DType = "auto",
+    force: bool = False,
+    progress: bool = True,
+) -> Manifest:
+    """Write the store `destination` from the model `source`, by any name that `serve` takes.
+
+    "auto" keeps its dtype, and makes bfloat16 of what a GGUF file has quantized; its tokenizer is written as JSON. All
+    weights are in the host's memory meanwhile. Raises StartupError: CheckpointError if the source cannot be read or
+    there is something at the destination already, which `force` replaces if it is a store.
+    """
+    check_destination(destination, force=force)
+    path = pathlib.Path(resolve_model(source, revision=revision, progress=progress))
+    if is_store(path):
+        raise CheckpointError(f"{source} is a store already: convert the original")
+    fields = load_config(path)
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices("cpu")[:1])
+    params = load_weights(path, specs, dtype=weights_dtype, mesh=mesh, progress=progress)
+    with tempfile.TemporaryDirectory() as folder:
+        return write_store(
+            destination,
+            params,
+            dtype=np.dtype(weights_dtype),
+            config=fields,
+            source=Source(name=_origin(source, path), sha256=_digests(path)),
+            copied=_tokenizer_files(path, pathlib.Path(folder)) if path.is_file() else _companions(path),
+            force=force,
+        )
+
+
+def _origin(source: str, path: pathlib.Path) -> str:
+    """The name of the directory or file; of a model of the hub its id with the commit."""
+    on_hub = None if pathlib.Path(source).expanduser().exists() else parse_name(source)
+    if on_hub is None:
+        return path.resolve().name
+    commit = path.as_posix().rpartition("/snapshots/")[2].partition("/")[0]
+    return str(dataclasses.replace(on_hub, revision=commit))
+
+
+def _digests(path: pathlib.Path) -> dict[str, str]:
+    """SHA-256 of each file of weights, as the hub shows it."""
+    digests = {}
+    for weights in GGUFFile(path).paths if path.is_file() else sorted(path.glob("*.safetensors")):
+        with weights.open("rb") as file:
+            digests[weights.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _tokenizer_files(path: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
+    """The tokenizer of a GGUF file as Hugging Face's files in `folder`, and what ends a generation."""
+    tokenizer = Tokenizer.load(path)
+    tokenizer.save(folder)
+    eos = {"eos_token_id": list(tokenizer.eos_token_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(eos) + "\n", encoding="utf-8")
+    return sorted(folder.iterdir())
+
+
+def _companions(directory: pathlib.Path) -> list[pathlib.Path]:
+    """What belongs to a model besides weights and config.json: tokenizer, chat template, generation config, license."""
+    weights = {path for pattern in WEIGHT_FILES for path in directory.glob(pattern)}
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path not in weights
+        and path.name != "config.json"
+        and not path.name.endswith(".index.json")
+        and path.stat().st_size <= _LARGEST_COPIED
+    ]

@@ -1,0 +1,35 @@
+"""Blocks of ggml's quantized types to float32, by the `gguf` package, in pieces and on several threads.
+
+The package makes several copies of what it is given at once; pieces keep them small and in the cache.
+"""
+
+import concurrent.futures
+import os
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize as dequantize_at_once
+from jaxtyping import Float, UInt8
+
+QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PIECE = 2**18
+"""Values that a thread dequantizes at a time: 1 MiB of float32."""
+
+
+def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarray, " values"]:
+    """The values of whole blocks of one of QUANTIZED_TYPES, bit-equal to what the `gguf` package makes of them."""
+    ggml_type = GGMLQuantizationType[kind]
+    values_per_block, bytes_per_block = GGML_QUANT_SIZES[ggml_type]
+    num_blocks = len(blocks) // bytes_per_block
+    values = np.empty(num_blocks * values_per_block, np.float32)
+    step = PIECE // values_per_block
+
+    def run(first: int) -> None:
+        last = min(first + step, num_blocks)
+        piece = blocks[first * bytes_per_block : last * bytes_per_block]
+        values[first * values_per_block : last * values_per_block] = dequantize_at_once(piece[None], ggml_type)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(run, range(0, num_blocks, step)):  # raises what a thread has raised
+            pass
+    return values

@@ -1,0 +1,196 @@
+"""GGUF files, llama.cpp's format, whole or in parts: the metadata, and each tensor when it is asked for. No jax.
+
+Versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the `gguf`
+package takes seconds for a vocabulary of 150,000 tokens, of which this one is read by each process that needs it.
+"""
+
+import dataclasses
+import math
+import mmap
+import pathlib
+import re
+import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.dequantization import QUANTIZED_TYPES, dequantize
+
+FLOAT_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Codes of `struct` for the format's value types; the two others are 8, a string, and 9, an array."""
+STRING, ARRAY = 8, 9
+MAX_DIMENSIONS = 4
+
+_TRUNCATED = "the file ends within its header: it is truncated"
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a mapped file: its `shape` in NumPy's order, what ggml calls its type, where its bytes begin."""
+
+    file: mmap.mmap
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+
+    def complaint(self, shape: tuple[int, ...]) -> str | None:
+        """Why this is no tensor of such a shape that can be read, if it is none."""
+        if self.kind not in (*FLOAT_TYPES, *QUANTIZED_TYPES):
+            return f"is {self.kind}, known are {', '.join((*FLOAT_TYPES, *QUANTIZED_TYPES))}"
+        if self.shape != shape:
+            return f"is {self.kind} {list(self.shape)} and not {list(shape)}"
+        block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][0]
+        if self.shape[-1] % block:
+            return f"is {self.kind} {list(self.shape)}, whose rows are no whole blocks of {block}"
+        end = self.offset + self._num_bytes
+        if end > len(self.file):
+            return f"ends at byte {end} of a file of {len(self.file)}: it is truncated"
+        return None
+
+    def read(self) -> np.ndarray:
+        """A copy: floats as they are stored, what is quantized as float32."""
+        stored = np.frombuffer(self.file, np.uint8, self._num_bytes, self.offset)
+        if self.kind in FLOAT_TYPES:
+            return stored.view(FLOAT_TYPES[self.kind]).reshape(self.shape).copy()
+        return dequantize(stored, self.kind).reshape(self.shape)
+
+    @property
+    def _num_bytes(self) -> int:
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return math.prod(self.shape) // values * size
+
+
+class GGUFFile:
+    """A model in mapped GGUF files, mostly one: llama-gguf-split makes NAME-00001-of-00003.gguf and so on of it.
+
+    Attributes:
+        metadata: every key of the first file with its value; arrays are lists.
+        tensors: every tensor by its name.
+        problems: what is wrong with the other files; their tensors may be missing.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        """Open a file, and all others of its model. Raises CheckpointError if the first of them cannot be read."""
+        self.path = pathlib.Path(path)
+        named = _PART.fullmatch(self.path.name)
+        names = [self.path.name] if named is None else _part_names(named[1], int(named[2]))
+        first = _Header(self.path.with_name(names[0]))
+        self.metadata, self.tensors = first.metadata, dict(first.tensors)
+        self.problems: list[str] = []
+        self.paths = [first.path]
+        count = self.require("split.count", int) if "split.count" in self.metadata else 1
+        if count < 2:
+            return
+        if count != len(names):
+            raise CheckpointError(
+                f"{first.path} is one of {count} files, which must be called NAME-00001-of-{count:05}.gguf"
+            )
+        for number, name in enumerate(names[1:], 1):
+            try:
+                part = _Header(self.path.with_name(name))
+            except CheckpointError as error:
+                self.problems.append(str(error))
+                continue
+            if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+                self.problems.append(f"{name} is not part {number + 1} of {count}")
+            elif twice := sorted(self.tensors.keys() & part.tensors.keys()):
+                self.problems.append(f"in several files: {', '.join(twice)}")
+            self.tensors |= part.tensors
+            self.paths.append(part.path)
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the family."""
+        return self.require("general.architecture", str)
+
+    def require(self, key: str, kind: type) -> Any:
+        """The value of a key. Raises CheckpointError if it is missing or of another type."""
+        value = self.metadata.get(key)
+        if not isinstance(value, kind):
+            raise CheckpointError(f"{self.path}: {key} must be of type {kind.__name__}, got {value!r:.100}")
+        return value
+
+
+def _part_names(name: str, count: int) -> list[str]:
+    return [f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+class _Header:
+    """The metadata and the tensors of one file. Raises CheckpointError for what is none, or has a damaged header."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._position = 0
+            self._read()
+        except struct.error as error:
+            raise CheckpointError(f"cannot read {path}: {_TRUNCATED}") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    def _read(self) -> None:
+        if self._map[:4] != b"GGUF":
+            raise ValueError("it does not begin as a GGUF file does")
+        self._position = 4
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} of the format, known are 2 and 3, little-endian")
+        num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("I"))
+        table = [self._tensor() for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        start = -(-self._position // alignment) * alignment
+        self.tensors = {name: GGUFTensor(self._map, shape, kind, start + offset) for name, shape, kind, offset in table}
+        if len(self.tensors) < num_tensors:
+            raise ValueError("several tensors have the same name")
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
+        name, num_dimensions = self._string(), self._scalar("I")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]  # ggml counts from the innermost
+        kind = GGMLQuantizationType(self._scalar("I")).name
+        return name, shape, kind, self._scalar("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._scalar(SCALARS[kind])
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise ValueError(f"there is a value of the unknown type {kind}")
+        element, count = self._scalar("I"), self._scalar("Q")
+        if element == STRING:
+            return [self._string() for _ in range(count)]
+        if element not in SCALARS:
+            raise ValueError(f"there is an array of the unknown type {element}")
+        size = struct.calcsize(SCALARS[element])
+        return [value for (value,) in struct.iter_unpack(f"<{SCALARS[element]}", self._bytes(count * size))]
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._map, self._position)
+        self._position += struct.calcsize(code)
+        return value
+
+    def _string(self) -> str:
+        return self._bytes(self._scalar("Q")).decode()
+
+    def _bytes(self, count: int) -> bytes:
+        end = self._position + count
+        if end > len(self._map):
+            raise ValueError(_TRUNCATED)
+        found = self._map[self._position : end]
+        self._position = end
+        return found

@@ -1,0 +1,206 @@
+"""Tokenizers of GGUF files, built for the `tokenizers` library from the vocabulary in their metadata. No jax.
+
+Two kinds: "gpt2" is byte-level BPE with merges, "llama" is sentencepiece's BPE with scores, and with bytes for what it
+has no token for. Which token is special, the file says.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.gguf import GGUFFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens; there are also 5, unused, and 6, a byte."""
+
+_SPACE = "\u2581"  # sentencepiece's
+
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_STARCODER = (r"\p{N}", *_GPT2)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
+_QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+
+SPLITS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "starcoder": _STARCODER,
+}
+"""How a text is split before merges, by `tokenizer.ggml.pre`: by each pattern, and its pieces by the next one."""
+
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+"""Control tokens that end a generation although many files name only one of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GGUFTokenizer:
+    """A tokenizer as a file describes it; `special` are bos_token, eos_token, unk_token and pad_token where known."""
+
+    backend: Tokenizer
+    special: dict[str, str | None]
+    chat_template: str | None
+    end_token_ids: tuple[int, ...]
+
+
+def read_tokenizer(path: str | Path) -> GGUFTokenizer:
+    """The tokenizer of a GGUF file. Raises CheckpointError, naming what is missing or unknown."""
+    file = GGUFFile(path)
+    try:
+        return build_tokenizer(file.metadata)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+    """From the keys `tokenizer.*`. Raises CheckpointError, naming what is missing or unknown."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"unknown tokenizer.ggml.model {kind!r}; known are gpt2, llama")
+    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    types = _types(metadata) or [NORMAL] * len(tokens)
+    if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{len(tokens)} tokens, {len(set(tokens))} different ones, {len(types)} types of tokens")
+    special = {
+        f"{name}_token": _token(metadata, tokens, f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, types, special)
+    added = [
+        AddedToken(token, normalized=False, special=token_type != USER_DEFINED)
+        for token, token_type in zip(tokens, types, strict=True)
+        if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(kind, metadata))
+    before = [special["bos_token"]] if adds_bos and special["bos_token"] else []
+    after = [special["eos_token"]] if metadata.get("tokenizer.ggml.add_eos_token") and special["eos_token"] else []
+    around = sorted({*before, *after})
+    if around:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(token, tokens.index(token)) for token in around],
+        )
+    template = metadata.get("tokenizer.chat_template")
+    return GGUFTokenizer(
+        backend=backend,
+        special=special,
+        chat_template=template if isinstance(template, str) else None,
+        end_token_ids=end_token_ids(metadata),
+    )
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """What ends a generation: EOS, ends of turns and messages, and control tokens that are known to be such."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens", []), _types(metadata)
+    known = [
+        token_id
+        for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
+        if token_type == CONTROL and token in _END_OF_TURN
+    ]
+    return tuple(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    split = _pre_tokenizer(metadata)
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "tokenizer.ggml.merges", str)]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if unknown := [merge for merge in merges if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}]:
+        raise CheckpointError(f"{len(unknown)} of tokenizer.ggml.merges do not merge tokens, such as {unknown[0]}")
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=SPLITS[split] is _LLAMA3))
+    if SPLITS[split] is _QWEN2:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[split]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], special: Mapping[str, str | None]
+) -> Tokenizer:
+    scores = _list(metadata, "tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    normal = {token: scores[i] for i, token in enumerate(tokens) if types[i] == NORMAL}
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(normal, vocabulary),
+            unk_token=special["unk_token"],
+            fuse_unk=True,
+            byte_fallback=all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)),
+        )
+    )
+    begins_with_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = [normalizers.Prepend(_SPACE)] if begins_with_space else []
+    strip = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges(scores: Mapping[str, float], order: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every pair of tokens that make a token, the one that makes the best token first.
+
+    Sentencepiece merges the neighbours that make the token of the highest score (arXiv:1808.06226), without a list.
+    """
+    found = [
+        (-score, order[token], order[token[:cut]], order[token[cut:]], cut, token)
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    return [(token[:cut], token[cut:]) for *_, cut, token in sorted(found)]
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    """`tokenizer.ggml.pre`, without which only GPT-2's files are sure to mean GPT-2's."""
+    split = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata.get("general.architecture") == "gpt2" else None)
+    if split not in SPLITS:
+        raise CheckpointError(f"unknown tokenizer.ggml.pre {split!r}; known are {', '.join(SPLITS)}")
+    return split
+
+
+def _adds_bos(kind: str, metadata: Mapping[str, Any]) -> bool:
+    """What llama.cpp does where a file does not say it."""
+    return kind == "llama" or SPLITS[_pre_tokenizer(metadata)] is _LLAMA3
+
+
+def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | None:
+    token_id = metadata.get(key)
+    if token_id is None:
+        return None
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise CheckpointError(f"{key} is {token_id!r}, but there are {len(tokens)} tokens")
+    return tokens[token_id]
+
+
+def _types(metadata: Mapping[str, Any]) -> list[int]:
+    key = "tokenizer.ggml.token_type"
+    return _list(metadata, key, int) if key in metadata else []
+
+
+def _list(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = metadata.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise CheckpointError(f"{key} must be a list of type {kind.__name__}")
+    return values

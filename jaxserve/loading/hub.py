@@ -1,0 +1,202 @@
+"""Models of the Hugging Face hub: the files that serving needs, downloaded once into the hub's own cache. No jax.
+
+`huggingface_hub` does the work, so that its settings hold: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A connection
+that breaks goes on where it was; a download that was ended keeps the files that were complete.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
+)
+"""What serving reads of a repository besides weights, as patterns; none of it lies in a subfolder."""
+
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[^@]+))?", re.ASCII
+)
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+@dataclasses.dataclass(frozen=True)
+class HubName:
+    """A model of the hub: "org/name", or "org/name/file.gguf", each with "@" and a branch, a tag or a commit."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo + (f"/{self.file}" if self.file else "") + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_name(name: str) -> HubName | None:
+    """The model that `name` means, if it can be one of the hub: no path that begins with ".", "~" or "/" can."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else HubName(**match.groupdict())
+
+
+def download(name: HubName, *, with_weights: bool = True, progress: bool = True, is_offline: bool = False) -> str:
+    """The local directory, or the GGUF file, of a model, for which only what is not cached yet is downloaded.
+
+    Of weights that is `model.safetensors`, or the files that `model.safetensors.index.json` names; without weights
+    config and tokenizer alone. `is_offline` looks into the cache only. Raises CheckpointError if there is no such
+    model, or it is out of reach.
+    """
+    with _explained(name):
+        if name.file is not None:
+            return _gguf_file(name, name.file, progress=progress, is_offline=is_offline)
+        folder = _snapshot(name, SMALL_FILES, ignored="*/*", progress=False, is_offline=is_offline)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
+        if with_weights:
+            commit = dataclasses.replace(name, revision=folder.name)
+            _add_weights(commit, folder, progress=progress, is_offline=is_offline)
+        return str(folder)
+
+
+def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_offline: bool) -> None:
+    """Download what is missing of a snapshot; `commit` stays the same even if its branch has moved meanwhile."""
+    files = _weight_files(folder)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if not missing:
+        return
+    if is_offline:
+        raise CheckpointError(
+            f"the cache has not all of {commit.repo}: {', '.join(missing)} would have to be downloaded"
+        )
+    _check_room(commit, files)
+    _snapshot(commit, files, progress=progress)
+    if not any((folder / file).is_file() for file in files):
+        instead = _there_are(commit, ".bin") or _there_are(commit, ".gguf")
+        raise CheckpointError(f"{commit.repo} has no safetensors{instead}")
+
+
+def _gguf_file(name: HubName, file: str, *, progress: bool, is_offline: bool = False) -> str:
+    """The path of a GGUF file, beside which lie the others if it is one of several."""
+    part = _SPLIT.search(file)
+    files = f"{file[: part.start()]}-*-of-{part[1]}.gguf" if part else file
+    if not is_offline:
+        _check_room(name, [files])
+    path = _snapshot(name, [files], progress=progress, is_offline=is_offline) / file
+    if not path.is_file():
+        raise CheckpointError(f"{name.repo} has no {file}{_there_are(name, '.gguf')}")
+    return str(path)
+
+
+def _snapshot(
+    name: HubName, files: Sequence[str], *, ignored: str | None = None, progress: bool, is_offline: bool = False
+) -> pathlib.Path:
+    from huggingface_hub import snapshot_download  # takes a third of a second, for those who use the hub
+
+    folder = snapshot_download(
+        name.repo,
+        revision=name.revision,
+        allow_patterns=list(files),
+        ignore_patterns=ignored,
+        local_files_only=is_offline,
+        tqdm_class=None if progress else _no_bar(),
+    )
+    return pathlib.Path(folder)
+
+
+def _weight_files(folder: pathlib.Path) -> list[str]:
+    """The files that loading will open. An index that cannot be read is complained about there."""
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+        weight_map = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        return sorted({file for file in weight_map.values() if isinstance(file, str)})
+    return ["model.safetensors"]
+
+
+def _check_room(name: HubName, files: Sequence[str]) -> None:
+    """Raises CheckpointError if the disk has no room for what is not cached."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        found = snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=list(files), dry_run=True, tqdm_class=_no_bar()
+        )
+    except DryRunError:  # without a network: the download itself says what is missing
+        return
+    needed = sum(file.file_size or 0 for file in found if file.will_download)
+    free = shutil.disk_usage(constants.HF_HUB_CACHE).free
+    if needed > free:
+        raise CheckpointError(
+            f"{name.repo} needs {needed / 2**30:.1f} GiB more in {constants.HF_HUB_CACHE}, where "
+            f"{free / 2**30:.1f} GiB are free: HF_HOME names another place"
+        )
+
+
+def _there_are(name: HubName, suffix: str) -> str:
+    """What there is instead: ", only a.gguf, b.gguf". Empty if there is none, or nobody can say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        files = [file for file in HfApi().list_repo_files(name.repo, revision=name.revision) if file.endswith(suffix)]
+    except (OSError, OfflineModeIsEnabled):
+        return ""
+    if not files:
+        return ""
+    if suffix == ".gguf":
+        return f", but GGUF files: name one of them, such as {name.repo}/{files[0]}"
+    return f", but pickled weights ({files[0]}), which are not read: a pickle can run any code"
+
+
+@contextlib.contextmanager
+def _explained(name: HubName) -> Iterator[None]:
+    """Whatever goes wrong on the way, as a CheckpointError of one line."""
+    from huggingface_hub import constants, errors
+
+    where = f"{constants.ENDPOINT}/{name.repo}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise CheckpointError(f"{name.repo} is gated: ask for access at {where}, and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"no model {name.repo!r}: nothing lies at this path, and {where} is not there, or private and without an "
+            "HF_TOKEN that may read it"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name.repo} has no revision {name.revision!r}") from error
+    except errors.LocalEntryNotFoundError as error:
+        absent = f"nothing lies at the path {name}, the cache has not all of such a model"
+        if constants.HF_HUB_OFFLINE or error.__cause__ is None:
+            raise CheckpointError(f"{absent}, and HF_HUB_OFFLINE forbids to look for it") from error
+        raise CheckpointError(f"{absent}, and {where} is out of reach: {_first_line(error.__cause__)}") from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{name.repo!r} is no id of the hub: {_first_line(error)}") from error
+    except (OSError, errors.HTTPError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise CheckpointError(f"no space left in {constants.HF_HUB_CACHE}: HF_HOME names another place") from error
+        raise CheckpointError(f"cannot download {name} from {constants.ENDPOINT}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@functools.cache
+def _no_bar() -> Any:
+    """A progress bar that shows nothing."""
+    from tqdm.asyncio import tqdm  # half of what `import jaxserve.cli` would cost
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"disable": True})
+
+    return NoBar

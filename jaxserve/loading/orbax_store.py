@@ -1,0 +1,339 @@
+"""Stores made by `jaxserve convert`: weights as the models want them, from mapped files straight onto any mesh.
+
+A store is a complete model directory: config.json, the tokenizer, weights/ (an Orbax checkpoint), and a manifest that
+says what it was made of. The manifest is what a damaged store is found by before a device is touched.
+
+Orbax writes a weight as one uncompressed chunk of Zarr, which is a file of its bytes. They are read by mapping these
+files, without the seconds and the copies that Orbax needs; each device gets its share of a weight without the rest.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.params import Params, ParamSpec, abstract_params, num_bytes
+from jaxserve.loading.huggingface import DTYPES
+
+MANIFEST = "jaxserve_manifest.json"
+FORMAT_VERSION = 1
+
+_WEIGHTS = "weights"
+
+# Fields of config.json that may be edited in a store: no weight is laid out by them.
+_FREE_FIELDS = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "max_position_embeddings",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+class Source(msgspec.Struct, kw_only=True, frozen=True):
+    """What a store was made of: the name of its directory, and the SHA-256 of each file of weights there."""
+
+    name: str
+    sha256: dict[str, str]
+
+
+class Weight(msgspec.Struct, kw_only=True, frozen=True):
+    """Shape and dtype of a stored weight."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Manifest(msgspec.Struct, kw_only=True, frozen=True):
+    """What a store holds and where it comes from; `file_sizes` are bytes of the files under weights/."""
+
+    format_version: int
+    model_type: str
+    dtype: str
+    source: Source
+    versions: dict[str, str]
+    config: dict[str, Any]
+    weights: dict[str, Weight]
+    file_sizes: dict[str, int]
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def is_store(directory: str | pathlib.Path) -> bool:
+    """Whether this is a directory that `write_store` made."""
+    return (pathlib.Path(directory) / MANIFEST).is_file()
+
+
+def read_manifest(directory: str | pathlib.Path) -> Manifest:
+    """Raises CheckpointError if it cannot be read, or is of a version that this jaxserve does not know."""
+    path = pathlib.Path(directory) / MANIFEST
+    try:
+        text = path.read_bytes()
+        version = msgspec.json.decode(text, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format_version is {version}, this jaxserve reads {FORMAT_VERSION}: convert the original again"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def load_store(
+    directory: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
+) -> Params:
+    """The weights that `specs` declare, cast to `dtype` and laid out over `mesh`; a device reads its own share only.
+
+    `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that is
+    wrong, if the store is damaged or was made for another config, and ConfigError if a weight does not divide over the
+    mesh; then no device memory has been touched.
+    """
+    directory = pathlib.Path(directory)
+    target = abstract_params(specs, dtype=dtype, mesh=mesh)
+    manifest = read_manifest(directory)
+    problems = [
+        *_config_problems(directory, manifest),
+        *_weight_problems(manifest, _flat(specs)),
+        *_file_problems(directory / _WEIGHTS, manifest),
+    ]
+    if problems:
+        raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(problems))
+
+    def load(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        name = _name(path)
+        stored = np.memmap(
+            directory / _WEIGHTS / _file_of(name, abstract.shape),
+            dtype=jnp.dtype(manifest.weights[name].dtype),
+            mode="r",
+            shape=abstract.shape,
+        )
+        shares = [
+            jax.device_put(_share(stored[index], abstract.dtype, device), device)
+            for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items()
+        ]
+        array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, shares)
+        bar.update(array.block_until_ready().nbytes)  # what is under way would stay on the host
+        return array
+
+    bar = tqdm(
+        total=num_bytes(specs, dtype=dtype),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress,
+    )
+    with bar:
+        return jax.tree_util.tree_map_with_path(load, target)
+
+
+def write_store(
+    destination: str | pathlib.Path,
+    params: Params,
+    *,
+    dtype: np.dtype,
+    config: dict[str, Any],
+    source: Source,
+    copied: list[pathlib.Path],
+    force: bool = False,
+) -> Manifest:
+    """Write `params`, the files `copied` beside them, and config.json with the fields `config`.
+
+    It is written next to `destination` and renamed when complete. Raises CheckpointError if there is something at
+    `destination` already; `force` replaces it, if it is a store or empty.
+    """
+    destination = pathlib.Path(destination).absolute()
+    check_destination(destination, force=force)
+    config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": str(dtype)}
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        try:
+            new = folder / "new"
+            new.mkdir()
+            for path in copied:
+                shutil.copyfile(path, new / path.name)
+            (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            _write_weights(new / _WEIGHTS, params)
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                model_type=config["model_type"],
+                dtype=str(dtype),
+                source=source,
+                versions={name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "orbax-checkpoint")},
+                config=config,
+                weights={name: Weight(shape=leaf.shape, dtype=str(leaf.dtype)) for name, leaf in _flat(params).items()},
+                file_sizes=_file_sizes(new / _WEIGHTS),
+            )
+            text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+            (new / MANIFEST).write_bytes(text + b"\n")
+            if destination.exists():
+                destination.rename(folder / "old")
+            new.rename(destination)
+        finally:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {destination}: {error}") from error
+    return manifest
+
+
+def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
+    """Raises CheckpointError if a store must not be written there."""
+    path = pathlib.Path(destination)
+    if not path.exists() and not path.is_symlink():
+        return
+    if not force:
+        raise CheckpointError(f"{path} exists already: --force replaces it")
+    if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not is_store(path)):
+        raise CheckpointError(f"{path} is not a store of jaxserve, so it is not replaced: remove it yourself")
+
+
+def _write_weights(path: pathlib.Path, params: Params) -> None:
+    """One file a weight, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading."""
+    import orbax.checkpoint as ocp  # takes a second to import, for those who write a store
+
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(params))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns of what is no concern of a single process that stores each weight on its own."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _share(mapped: np.ndarray, dtype: np.dtype, device: Any) -> np.ndarray:
+    """What a device gets: the file itself, unless it is a CPU, whose weights would stay at the mercy of that file."""
+    if device.platform != "cpu" and mapped.dtype == dtype:
+        return np.asarray(mapped)
+    return _copy(mapped, dtype)
+
+
+def _copy(mapped: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy in memory, cast to `dtype`.
+
+    It begins at a multiple of 64 bytes, where XLA wants arrays on a CPU: it takes such a one without copying again.
+    """
+    size = mapped.size * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + size].view(dtype).reshape(mapped.shape)
+    if mapped.dtype == dtype:  # NumPy moves integers at once, and bfloat16 one by one
+        bits = f"u{dtype.itemsize}"
+        copy.view(bits)[...] = mapped.view(bits)
+    else:
+        copy[...] = mapped
+    return copy
+
+
+def _name(path: Any) -> str:
+    """What Orbax calls the leaf at this path, such as layers.0.mlp.down."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _flat(tree: Params) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _file_of(name: str, shape: tuple[int, ...]) -> str:
+    """Where Zarr puts the one chunk of an array."""
+    return f"{name}/{'.'.join('0' * len(shape))}"
+
+
+def _file_sizes(folder: pathlib.Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _config_problems(directory: pathlib.Path, manifest: Manifest) -> list[str]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"config.json cannot be read ({error})"]
+    names = (config.keys() | manifest.config.keys()) - _FREE_FIELDS
+    changed = sorted(name for name in names if config.get(name) != manifest.config.get(name))
+    return [f"changed since in config.json: {', '.join(changed)}"] if changed else []
+
+
+def _weight_problems(manifest: Manifest, specs: Mapping[str, ParamSpec]) -> list[str]:
+    stored = manifest.weights
+    wrong = [
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not a float of {list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in stored and (stored[name].shape != spec.shape or stored[name].dtype not in DTYPES)
+    ]
+    return _listed(
+        {
+            "missing weights": sorted(specs.keys() - stored.keys()),
+            "unexpected weights": sorted(stored.keys() - specs.keys()),
+            "wrong weights": sorted(wrong),
+        }
+    )
+
+
+def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
+    found = _file_sizes(folder)
+    resized = [
+        f"{name} has {found[name]} bytes and not {size}"
+        for name, size in manifest.file_sizes.items()
+        if name in found and found[name] != size
+    ]
+    # A manifest that somebody has edited may promise what the files are not.
+    unlike = [
+        name
+        for name, weight in manifest.weights.items()
+        if weight.dtype in DTYPES and not _is_plain(folder, name, weight, found)
+    ]
+    return _listed(
+        {
+            "missing files": [name for name in manifest.file_sizes if name not in found],
+            "truncated or changed files": resized,
+            "not stored as one plain array": unlike,
+        }
+    )
+
+
+def _is_plain(folder: pathlib.Path, name: str, weight: Weight, found: Mapping[str, int]) -> bool:
+    """Whether the file of a weight has nothing but the bytes of such an array, if both its files are there."""
+    file, header = _file_of(name, weight.shape), f"{name}/.zarray"
+    if file not in found or header not in found:
+        return True
+    try:
+        array = json.loads((folder / header).read_text(encoding="utf-8"))
+        stored_as = {name: array[name] for name in ("shape", "chunks", "compressor", "filters", "order")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    shape = list(weight.shape)
+    plain = {"shape": shape, "chunks": shape, "compressor": None, "filters": None, "order": "C"}
+    return stored_as == plain
+
+
+def _listed(kinds: Mapping[str, list[str]]) -> list[str]:
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]

@@ -1,0 +1,30 @@
+"""The config and the weights of a model, whatever they are stored in: a directory or a GGUF file."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.layers.params import Params
+from jaxserve.loading import gguf_model, huggingface, orbax_store
+
+
+def load_config(path: str | pathlib.Path) -> dict[str, Any]:
+    """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read."""
+    return gguf_model.load_config(path) if pathlib.Path(path).is_file() else huggingface.load_config(path)
+
+
+def load_weights(
+    path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
+) -> Params:
+    """The weights that `specs` declare, cast to `dtype` and laid out over `mesh`.
+
+    `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that
+    is wrong, and ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
+    """
+    if pathlib.Path(path).is_file():
+        return gguf_model.load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+    if orbax_store.is_store(path):
+        return orbax_store.load_store(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+    return huggingface.load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)

@@ -1,0 +1,303 @@
+"""Models in GGUF files: the logits of their safetensors, and one clear complaint about what does not fit."""
+
+import dataclasses
+import json
+import pathlib
+
+import gguf
+import gguf_files
+import jax
+import numpy as np
+import pytest
+from golden_models import full_logits, relative_error
+from safetensors.numpy import load_file
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.rope import LinearScaling
+from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.gguf_model import ARCHITECTURES
+from jaxserve.loading.weights import load_config, load_weights
+from jaxserve.models import get_family
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+FLOAT32 = np.dtype(np.float32)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def load(path):
+    fields = load_config(path)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    return (
+        load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False),
+        config,
+        family,
+        mesh,
+    )
+
+
+def tensors_of(golden):
+    """Of all files: some goldens are in shards. In float32, as the `gguf` package knows no bfloat16."""
+    return {
+        name: x.astype(np.float32)
+        for path in (GOLDENS / golden).glob("*.safetensors")
+        for name, x in load_file(path).items()
+    }
+
+
+def random_llama():
+    family = get_family(LLAMA)
+    specs = family.param_specs(family.Config.from_hf(LLAMA))
+    rng = np.random.default_rng(3)
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for spec in jax.tree.leaves(specs)
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+
+
+TESTED = (
+    *("gemma_tied", "gpt2_tied", "llama_tied_llama3_rope", "llama_untied"),
+    *("phi3_fused", "phi3_long_factors", "qwen2_tied", "qwen3_tied"),
+)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_logits_of_the_safetensors(tmp_path, name):
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name))
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    expected = np.load(GOLDENS / name / "golden.npz")
+    assert relative_error(full_logits((params, config, family, expected, mesh)), expected["logits"]) < 1e-5
+
+
+FIELDS_COMPARED = {
+    "gemma2_caps": {},
+    "gemma3_two_thetas": {
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.rope.freq_base_swa": 50.0,
+        "gemma3.attention.sliding_window_pattern": 2,
+    },
+    "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
+}
+"""Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
+
+
+@pytest.mark.parametrize("name", FIELDS_COMPARED)
+def test_config_and_weights_of_the_safetensors(tmp_path, name):
+    """A GGUF file cannot say what a Gemma divides scores by, so that such a golden's logits are out of reach."""
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED[name])
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    fields |= {key: float(np.float32(fields[key])) for key in ("rms_norm_eps", "norm_epsilon") if key in fields}
+    assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
+    whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
+
+
+@pytest.mark.parametrize(("name", "num_layers", "period"), [("gemma2", 46, 2), ("gemma3_text", 62, 6)])
+def test_what_llama_cpp_knows_of_the_largest_gemmas(tmp_path, name, num_layers, period):
+    fields = LLAMA | {"model_type": name, "num_hidden_layers": num_layers, "head_dim": 8, "sliding_window": 12}
+    fields["attn_logit_softcapping"] = 50.0 if name == "gemma2" else None
+    embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, embedding)
+    found = load_config(tmp_path / "m.gguf")
+    assert found["query_pre_attn_scalar"] == 64 // 4
+    full = [index for index, kind in enumerate(found["layer_types"]) if kind == "full_attention"]
+    assert full == list(range(period - 1, num_layers, period))
+    assert found["sliding_window"] == 12
+
+
+def test_a_period_of_no_layers(tmp_path):
+    fields = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 12}
+    embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
+    metadata = {"gemma3.attention.sliding_window_pattern": 0}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, embedding, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"gemma3\.attention\.sliding_window_pattern must be positive, got 0"):
+        load_config(tmp_path / "m.gguf")
+
+
+def test_every_architecture_is_tested():
+    assert {name.partition("_")[0] for name in [*TESTED, *FIELDS_COMPARED]} == set(ARCHITECTURES)
+
+
+def test_linear_rope_and_biases(tmp_path):
+    name = "llama_biases_linear_rope"
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    rope = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    tensors = tensors_of(name)
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=rope)
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    expected = family.Config.from_hf(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
+    assert config.rope == expected.rope
+    whole = load_weights(GOLDENS / name, family.param_specs(expected), dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_rope_is_linear_unless_the_file_says_otherwise(tmp_path, key):
+    embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata={f"llama.{key}": 4.0})
+    config = get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf"))
+    assert config.rope.scaling == LinearScaling(factor=4.0)
+    plain = {f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=plain)
+    assert get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf")).rope.scaling is None
+
+
+def test_quantized_weights_are_put_in_order_too(tmp_path):
+    tensors = random_llama()
+    converted = gguf_files.convert_tensors(LLAMA, tensors)
+    kinds = {name: "Q8_0" for name, tensor in converted.items() if tensor.ndim == 2}
+    kinds |= {"blk.0.attn_v.weight": "Q5_1", "blk.0.ffn_up.weight": "Q4_0"}
+    gguf_files.write_model(tmp_path / "quantized.gguf", LLAMA, tensors, kinds=kinds)
+    rounded = {}
+    for name, tensor in converted.items():
+        kind = gguf.GGMLQuantizationType[kinds.get(name, "F32")]
+        rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
+    keys = {f"llama.{name}": value for name, value in gguf_files.convert_fields(LLAMA).items()}
+    gguf_files.write(tmp_path / "rounded.gguf", "llama", keys, rounded)
+    quantized, expected = load(tmp_path / "quantized.gguf")[0], load(tmp_path / "rounded.gguf")[0]
+    jax.tree.map(np.testing.assert_array_equal, quantized, expected)
+    assert load_config(tmp_path / "quantized.gguf")["dtype"] == "bfloat16"
+    assert load_config(tmp_path / "rounded.gguf")["dtype"] == "float32"
+
+
+def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    tensors = random_llama()
+    del tensors["model.layers.0.mlp.gate_proj.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
+    tensors["model.layers.0.self_attn.v_proj.weight"] = np.ones((64, 32), np.float32)
+    tensors["model.layers.0.self_attn.o_proj.weight"] = np.ones((64, 64), np.int32)
+    last = "model.layers.0.mlp.down_proj.weight"
+    gguf_files.write_model(path, LLAMA, tensors | {last: tensors.pop(last)})
+    path.write_bytes(path.read_bytes()[:-64])
+    family = get_family(LLAMA)
+    specs = family.param_specs(family.Config.from_hf(LLAMA))
+    monkeypatch.setattr(jax, "device_put", None)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    with pytest.raises(CheckpointError) as error:
+        load_weights(path, specs, dtype=FLOAT32, mesh=mesh)
+    message = str(error.value)
+    assert "missing: blk.0.ffn_gate.weight" in message
+    assert "unexpected: blk.0.attn_q.bias" in message
+    assert "blk.0.attn_v.weight is F32 [64, 32] and not [32, 64]" in message
+    assert "blk.0.attn_output.weight is I32, known are F32, F16, BF16, Q4_0" in message
+    assert "blk.0.ffn_down.weight ends at byte" in message
+    assert message.count("blk.") == 5
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "linear"}, "factor is missing"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor 2.0 is not supported"),
+        ({"llama.attention.causal": False}, "llama.attention.causal False is not supported"),
+        ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window 8 is not supported"),
+        ({"llama.attention.value_length": 8}, "keys and values of different lengths"),
+        ({"llama.block_count": "one"}, "llama.block_count must be of type int, got 'one'"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count must be positive"),
+        ({"llama.rope.dimension_count": 8}, "partial_rotary_factor other than 1 is not supported"),
+    ],
+)
+def test_what_is_not_served_is_named(tmp_path, metadata, message):
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama(), metadata=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_unknown_architecture(tmp_path):
+    gguf_files.write(tmp_path / "m.gguf", "mamba", {}, {"x": np.ones(3, np.float32)})
+    with pytest.raises(
+        CheckpointError, match="unknown architecture 'mamba'; known are gemma, gemma2, gemma3, gpt2, llama"
+    ):
+        load_config(tmp_path / "m.gguf")
+    gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
+        load_config(tmp_path / "m.gguf")
+
+
+def test_partial_rotation_survives_rounding():
+    for head_dim in range(2, 513, 2):
+        for rotated in range(2, head_dim + 1, 2):
+            assert int(head_dim * float(np.nextafter(rotated / head_dim, 2.0))) == rotated
+
+
+def split(path, names, **damage):
+    """Two files of one, with the tensors `names` in the second."""
+    file = GGUFFile(path)
+    keys = {name: value for name, value in file.metadata.items() if name != "general.architecture"}
+    parts = [path.with_name(f"split-0000{number}-of-00002.gguf") for number in (1, 2)]
+    for number, part in enumerate(parts):
+        tensors = {name: x.read() for name, x in file.tensors.items() if (name in names) == bool(number)}
+        own = keys if number == 0 else {}
+        gguf_files.write(part, "llama", own | {"split.count": 2, "split.no": number} | damage, tensors)
+    return parts
+
+
+def test_split_files(tmp_path):
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama())
+    parts = split(tmp_path / "m.gguf", ("blk.0.attn_q.weight", "output_norm.weight"))
+    expected = load(tmp_path / "m.gguf")[0]
+    for part in parts:
+        jax.tree.map(np.testing.assert_array_equal, load(part)[0], expected)
+    assert GGUFFile(parts[0]).paths == parts
+
+
+def test_damaged_parts_in_one_message(tmp_path):
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama() | {"model.norm.weight": np.ones(3, np.float32)})
+    first, second = split(tmp_path / "m.gguf", ("blk.0.attn_q.weight", "blk.0.attn_k.weight"))
+    whole = second.read_bytes()
+    for content, complaint in (
+        (whole[:60], "cannot read .*split-00002-of-00002.gguf: the file ends within its header"),
+        (None, "cannot read .*split-00002-of-00002.gguf: .*No such file"),
+    ):
+        second.unlink()
+        if content:
+            second.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{complaint}.*; tensors wrong: output_norm.weight is F32") as error:
+            load(first)
+        assert "missing:" not in str(error.value)
+    second.write_bytes(whole[:-64])
+    with pytest.raises(CheckpointError, match=r"attn_k\.weight ends at byte .* truncated, output_norm.weight is F32"):
+        load(first)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf is not part 2 of 2"):
+        load(first)
+    with pytest.raises(CheckpointError, match=r"is one of 3 files, which must be called NAME-00001-of-00003\.gguf"):
+        load(split(tmp_path / "m.gguf", (), **{"split.count": 3})[0])
+
+
+def test_the_published_story(test_data):
+    folder = test_data / "models" / "stories260K"
+    path = folder / "stories260K-f32.gguf"
+    params, config, family, mesh = load(path)
+    del params["lm_head"]  # the file repeats the embedding there
+    specs = family.param_specs(dataclasses.replace(config, tie_word_embeddings=True))
+    whole = load_weights(folder, specs, dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    options = {"warmup": False, "max_num_batched_tokens": 8, "kv_cache_memory": 2**24, "max_num_seqs": 1}
+    with LLM(str(path), max_model_len=128, progress=False, **options) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=100)
+        (output,) = llm.generate("Once upon a time", greedy, use_tqdm=False)
+    text = output.prompt + output.outputs[0].text
+    assert len(text) > 230
+    assert text in (folder / "GOLDEN.md").read_text()

@@ -1,0 +1,137 @@
+"""Tokenizers of GGUF files against those that the same models have elsewhere."""
+
+import json
+
+import gguf_files
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.gguf_tokenizer import build_tokenizer
+from jaxserve.tokenizer import Tokenizer
+
+SEPARATOR = "\n__ggml_vocab_test__\n"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def metadata_of(tokenizer_json, **others):
+    """What llama.cpp's converter writes of a byte-level tokenizer.json."""
+    fields = json.loads(tokenizer_json.read_text())
+    ids = fields["model"]["vocab"] | {token["content"]: token["id"] for token in fields["added_tokens"]}
+    special = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in fields["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in fields["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [special.get(token, NORMAL) for token in tokens],
+        "tokenizer.ggml.merges": merges,
+    } | {f"tokenizer.ggml.{name}": value for name, value in others.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors", "others"),
+    [
+        ("llama3", "ggml-vocab-llama-bpe.gguf", {"pre": "llama-bpe", "bos_token_id": 128000}),
+        ("qwen2", "ggml-vocab-qwen2.gguf", {"pre": "qwen2", "eos_token_id": 151645}),
+    ],
+)
+def test_vectors_of_llama_cpp(test_data, name, vectors, others):
+    folder = test_data / "tokenizers"
+    read = build_tokenizer(metadata_of(folder / f"{name}.tokenizer.json", **others))
+    texts = (folder / "vectors" / f"{vectors}.inp").read_bytes().decode().split(SEPARATOR)
+    lines = (folder / "vectors" / f"{vectors}.out").read_text().split("\n")
+    assert len(texts) == len(lines) == 47
+    for text, line in zip(texts, lines, strict=True):
+        ids = [int(word) for word in line.split()]
+        assert read.backend.encode(text, add_special_tokens=False).ids == ids
+        with_bos = [128000, *ids] if name == "llama3" else ids
+        assert read.backend.encode(text).ids == with_bos
+        assert read.backend.decode(ids) == text
+    assert 151645 in read.end_token_ids if name == "qwen2" else read.special["bos_token"] == "<|begin_of_text|>"
+
+
+def test_scores_give_the_merges_of_the_tokenizer_json(test_data):
+    folder = test_data / "models" / "stories260K"
+    ours, theirs = Tokenizer.load(folder / "stories260K-f32.gguf"), Tokenizer.load(folder)
+    texts = (test_data / "tokenizers/vectors/ggml-vocab-qwen2.gguf.inp").read_bytes().decode().split(SEPARATOR)
+    for text in [*texts, "Once upon a time, there was a little girl named Lily.", "", "a<s>b</s> c", "  x"]:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    for name in ("eos_token_ids", "bos_token_id", "special_token_ids", "vocab_size", "adds_bos", "strips_first_space"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def tiny_metadata(**others):
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\u2581a", "<end_of_turn>", "  ", "\u2581ab"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * 5, CONTROL, USER_DEFINED, NORMAL]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    metadata = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": types + [BYTE] * 256,
+        "scores": [0.0, 0.0, 0.0, -5.0, -6.0, -7.0, -1.0, -2.0, 0.0, 0.0, -3.0, *[0.0] * 256],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    } | others
+    return {f"tokenizer.ggml.{name}": value for name, value in metadata.items() if value is not None}
+
+
+def test_scores_spaces_and_added_tokens():
+    backend = build_tokenizer(tiny_metadata()).backend
+    # "ab" is better than "\u2581a", so that it is made first; "  " is a token of its own before merges.
+    assert backend.encode("ab").ids == [1, 10]
+    assert backend.encode("a  b", add_special_tokens=False).ids == [7, 9, 3, 5]
+    assert backend.encode("c", add_special_tokens=False).ids == [3, 11 + ord("c")]
+    assert backend.decode([10, 9, 5]) == "ab  b"
+    without = build_tokenizer(tiny_metadata(add_space_prefix=False, add_bos_token=False, add_eos_token=True)).backend
+    assert without.encode("ab").ids == [6, 2]
+    assert without.decode([10]) == " ab"
+
+
+def test_ends_and_template_of_a_whole_file(tmp_path):
+    template = "{% for message in messages %}{{ bos_token }}{{ message.content }}{% endfor %}"
+    metadata = tiny_metadata(eot_token_id=6) | {"tokenizer.chat_template": template}
+    gguf_files.write(tmp_path / "m.gguf", "llama", metadata, {"x": np.ones(3, np.float32)})
+    tokenizer = Tokenizer.load(tmp_path / "m.gguf")
+    assert tokenizer.eos_token_ids == (2, 6, 8)
+    assert tokenizer.special_token_ids == {0, 1, 2, 8}
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.render_chat_template([{"role": "user", "content": "ab"}]) == "<s>ab"
+    assert resolve_model(str(tmp_path / "m.gguf")) == str(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"model": "bert"}, r"unknown tokenizer\.ggml\.model 'bert'; known are gpt2, llama"),
+        ({"model": None}, r"unknown tokenizer\.ggml\.model None"),
+        ({"model": "gpt2", "pre": "tekken"}, r"unknown tokenizer\.ggml\.pre 'tekken'; known are default, gpt-2"),
+        ({"model": "gpt2"}, r"unknown tokenizer\.ggml\.pre None"),
+        ({"model": "gpt2", "pre": "qwen2", "merges": ["a b", "x y"]}, r"1 of tokenizer\.ggml\.merges"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "2 tokens, 1 different ones"),
+        ({"token_type": [1]}, "267 tokens, 267 different ones, 1 types"),
+        ({"scores": [1.0]}, r"267 tokens, but 1 tokenizer\.ggml\.scores"),
+        ({"tokens": "a"}, r"tokenizer\.ggml\.tokens must be a list of type str"),
+        ({"bos_token_id": 1000}, r"tokenizer\.ggml\.bos_token_id is 1000, but there are 267 tokens"),
+    ],
+)
+def test_what_is_not_known_is_named(tmp_path, others, message):
+    gguf_files.write(tmp_path / "m.gguf", "llama", tiny_metadata(**others), {"x": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match=message) as error:
+        Tokenizer.load(tmp_path / "m.gguf")
+    assert "m.gguf" in str(error.value)
+
+
+def test_each_digit_by_itself_where_the_model_wants_it():
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    keys = {"model": "gpt2", "pre": "starcoder", "tokens": tokens, "merges": []}
+    backend = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}).backend
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    expected = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    for text in ("def f2(x):  \n\treturn  x*10 + 365", " 7  8", "it's\n\n 42nd!"):
+        assert backend.pre_tokenizer.pre_tokenize_str(text) == expected.pre_tokenize_str(text)

@@ -1,0 +1,200 @@
+"""Stores: what `convert` writes, every mesh and dtype reads, and a damaged one is told about in one message."""
+
+import hashlib
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxserve.convert import convert
+from jaxserve.errors import CheckpointError
+from jaxserve.loading import orbax_store
+from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.loading.orbax_store import MANIFEST, is_store, load_store, read_manifest
+from jaxserve.loading.weights import load_weights
+from jaxserve.models import get_family
+from jaxserve.tokenizer import Tokenizer
+
+
+def make_mesh(size):
+    return jax.make_mesh((size,), ("tensor",), devices=jax.devices()[:size])
+
+
+def specs_of(path):
+    fields = load_config(path)
+    family = get_family(fields)
+    return family.param_specs(family.Config.from_hf(fields))
+
+
+def assert_equal(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.fixture(scope="module")
+def stories(test_data):
+    return test_data / "models" / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def store(stories, tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / "stories"
+    convert(str(stories), path, progress=False)
+    return path
+
+
+@pytest.fixture
+def damaged(store, tmp_path):
+    """A copy of the store, to be damaged."""
+    return shutil.copytree(store, tmp_path / "damaged")
+
+
+@pytest.mark.parametrize(("devices", "dtype"), [(1, jnp.float32), (4, jnp.float32), (2, jnp.bfloat16)])
+def test_a_store_is_read_onto_any_mesh_in_any_dtype(stories, store, devices, dtype):
+    mesh, dtype = make_mesh(devices), np.dtype(dtype)
+    expected = load_params(stories, specs_of(stories), dtype=dtype, mesh=mesh, progress=False)
+    got = load_weights(store, specs_of(store), dtype=dtype, mesh=mesh)
+    assert_equal(got, expected)
+    same = jax.tree.map(lambda a, b: (a.dtype, a.sharding) == (b.dtype, b.sharding), got, expected)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_stored_in_the_dtype_that_is_asked_for(stories, tmp_path, dtype):
+    path = tmp_path / "narrow"
+    assert convert(str(stories), path, dtype=dtype, progress=False).dtype == dtype
+    assert load_config(path)["dtype"] == dtype
+    size = sum(file.stat().st_size for file in (path / "weights").rglob("*") if file.parent.name.startswith("layers"))
+    assert size < 0.7 * (stories / "model.safetensors").stat().st_size
+    expected = load_params(stories, specs_of(stories), dtype=np.dtype(dtype), mesh=make_mesh(1), progress=False)
+    assert_equal(load_store(path, specs_of(path), dtype=np.dtype(dtype), mesh=make_mesh(1)), expected)
+    wider = load_store(path, specs_of(path), dtype=np.dtype("float32"), mesh=make_mesh(1))
+    assert_equal(wider, jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), expected))
+
+
+def test_a_store_is_a_whole_model_directory_that_says_what_it_was_made_of(stories, store):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (store / name).read_bytes() == (stories / name).read_bytes()
+    assert not list(store.glob("*.safetensors"))
+    assert not list(store.glob("*.gguf"))
+    assert not list(store.parent.glob(".*"))  # what it was written in
+    manifest = read_manifest(store)
+    assert manifest.source.name == "stories260K"
+    assert len(manifest.source.sha256["model.safetensors"]) == 64
+    assert (manifest.model_type, manifest.dtype) == ("llama", "float32")
+    assert manifest.versions.keys() == {"jaxserve", "jax", "orbax-checkpoint"}
+    assert manifest.config == load_config(store)
+    assert manifest.weights["layers.4.attention.qkv"].shape == (4, 4, 8, 64)
+
+
+def test_a_gguf_file_becomes_a_store(stories, tmp_path):
+    path = stories / "stories260K-f32.gguf"
+    manifest = convert(str(path), tmp_path / "store", progress=False)
+    assert manifest.source.name == path.name
+    assert manifest.source.sha256 == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    specs = specs_of(tmp_path / "store")
+    expected = load_weights(path, specs, dtype=np.dtype("float32"), mesh=make_mesh(1), progress=False)
+    got = load_weights(tmp_path / "store", specs, dtype=np.dtype("float32"), mesh=make_mesh(1), progress=False)
+    assert_equal(got, expected)
+    written, original = Tokenizer.load(tmp_path / "store"), Tokenizer.load(path)
+    assert written.eos_token_ids == original.eos_token_ids
+    for text in ("Once upon a time", "  Lily's dog\n ünï 漢 <s></s>", ""):
+        assert written.encode(text) == original.encode(text)
+        assert written.decode(written.encode(text)) == original.decode(original.encode(text))
+
+
+def test_orbax_itself_reads_a_store(store):
+    expected = load_store(store, specs_of(store), dtype=np.dtype("float32"), mesh=make_mesh(1), progress=False)
+    target = ocp.checkpoint_utils.construct_restore_args(expected)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        restored = checkpointer.restore(
+            store / "weights", args=ocp.args.PyTreeRestore(item=expected, restore_args=target)
+        )
+    assert_equal(restored, expected)
+
+
+def test_loaded_weights_do_not_stay_in_the_file(damaged):
+    params = load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
+    before = np.array(params["embed"])
+    with (damaged / "weights/embed/0.0").open("r+b") as file:
+        file.write(bytes(before.nbytes))
+    np.testing.assert_array_equal(params["embed"], before)
+
+
+def test_everything_that_is_wrong_in_one_message_before_the_device_is_touched(damaged, monkeypatch):
+    monkeypatch.setattr(jax, "device_put", None)
+    manifest = json.loads((damaged / MANIFEST).read_text())
+    del manifest["weights"]["embed"]
+    manifest["weights"]["more"] = {"shape": [3], "dtype": "float32"}
+    manifest["weights"]["norm"]["shape"] = [65]
+    (damaged / MANIFEST).write_text(json.dumps(manifest))
+    config = load_config(damaged) | {"rope_theta": 5.0, "eos_token_id": 3}
+    (damaged / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(damaged / "weights/layers.0.mlp.down")
+    file = damaged / "weights/layers.1.mlp.down/0.0"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as error:
+        load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
+    message = str(error.value)
+    assert "; changed since in config.json: rope_theta;" in message
+    assert (
+        "missing weights: embed; unexpected weights: more; wrong weights: norm is float32 [65] and not a float of [64]"
+        in message
+    )
+    assert "missing files: layers.0.mlp.down/.zarray, layers.0.mlp.down/0.0" in message
+    assert f"layers.1.mlp.down/0.0 has {file.stat().st_size} bytes and not {file.stat().st_size + 1}" in message
+    assert "\n" not in message
+
+
+def test_arrays_that_are_not_stored_plainly(damaged):
+    for name, change in {"norm": {"compressor": {"id": "zstd"}}, "embed": {"chunks": [8, 64]}}.items():
+        file = damaged / f"weights/{name}/.zarray"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (damaged / "weights/layers.0.mlp_norm/.zarray").write_text("[]")
+    with pytest.raises(CheckpointError) as error:
+        load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
+    assert "not stored as one plain array: embed, layers.0.mlp_norm, norm" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "cannot read .*jaxserve_manifest.json"),
+        ("[]", "cannot read .*jaxserve_manifest.json"),
+        ('{"format_version": 1}', "missing required field"),
+        ('{"format_version": 2}', "format_version is 2, this jaxserve reads 1"),
+    ],
+)
+def test_unreadable_manifests(damaged, text, complaint):
+    (damaged / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_weights(damaged, {}, dtype=np.dtype("float32"), mesh=make_mesh(1))
+
+
+def test_what_is_there_is_replaced_only_when_told_to_and_if_it_is_a_store(stories, store, damaged, tmp_path):
+    with pytest.raises(CheckpointError, match="exists already: --force"):
+        convert(str(stories), damaged, progress=False)
+    (damaged / "weights/norm/.zarray").unlink()
+    convert(str(stories), damaged, force=True, progress=False)
+    load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/diary.txt").write_text("dear diary")
+    with pytest.raises(CheckpointError, match="is not a store of jaxserve"):
+        convert(str(stories), tmp_path / "mine", force=True, progress=False)
+    with pytest.raises(CheckpointError, match="is a store already"):
+        convert(str(store), tmp_path / "again", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "mine"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(stories, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(orbax_store, "_write_weights", fail)
+    with pytest.raises(CheckpointError, match=r"cannot write .*store: no space left"):
+        convert(str(stories), tmp_path / "store", progress=False)
+    assert not list(tmp_path.iterdir())
+    assert not is_store(tmp_path / "store")
