@@ -1,4 +1,4 @@
-"""What a request needs from the sampler, as a set of bits. No jax.
+"""What a request needs of a step besides the model and an argmax, as a set of bits. No jax.
 
 The runner ORs the bits of a step's rows and uploads the result: what no row needs is not run.
 """
@@ -9,7 +9,7 @@ from jaxserve.request import EngineRequest
 
 
 class Feature(enum.IntFlag):
-    """One bit for each part of the sampler that can be left out."""
+    """One bit for each part of a step that can be left out."""
 
     RANDOM = 1
     TOP_K = 2
@@ -21,9 +21,13 @@ class Feature(enum.IntFlag):
     BAD_WORDS = 128
     MIN_TOKENS = 256
     LOGPROBS = 512
+    LAST_POOLING = 4096  # the hidden state of the last token is read
+    MEAN_POOLING = 8192  # those of all prompt tokens are summed
 
     PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
     FILTERS = TOP_K | TOP_P | MIN_P
+    PLAIN = RANDOM | FILTERS  # what a step without the other parts can do
+    POOLING = LAST_POOLING | MEAN_POOLING
 
 
 def features(request: EngineRequest) -> int:
@@ -42,7 +46,7 @@ def features(request: EngineRequest) -> int:
         needed |= Feature.PENALTIES
     if params.logit_bias:
         needed |= Feature.LOGIT_BIAS
-    if params.allowed_token_ids is not None:
+    if params.allowed_token_ids is not None or request.grammar:  # a grammar's tokens are allowed anew in each step
         needed |= Feature.ALLOWED_TOKENS
     if request.bad_word_ids:
         needed |= Feature.BAD_WORDS
@@ -50,6 +54,8 @@ def features(request: EngineRequest) -> int:
         needed |= Feature.MIN_TOKENS
     if params.logprobs is not None:
         needed |= Feature.LOGPROBS
+    if request.pooling is not None:
+        needed |= Feature.MEAN_POOLING if request.pooling == "mean" else Feature.LAST_POOLING
     return int(needed)
 
 

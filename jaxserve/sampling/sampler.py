@@ -6,15 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.sampling.features import Feature
-from jaxserve.sampling.filters import filter_weights
 from jaxserve.sampling.processors import process
-from jaxserve.sampling.state import RowParams, SamplingState, unpack_rows
-
-# Tokens whose weights are summed before the prefix sum over the vocabulary, and among which a second draw decides.
-_BLOCK = 512
+from jaxserve.sampling.state import SamplingState, unpack_rows
+from pallas_kernels import sampling as kernels
 
 
 class SampledTokens(NamedTuple):
@@ -31,41 +29,58 @@ def sample(
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
     *,
-    greedy_only: bool = False,
+    plain: bool = False,
+    implementation: kernels.Implementation = "xla",
 ) -> SampledTokens:
     """Choose the next token of each row, by the parameters of its slot.
 
     `num_output_tokens` are the tokens generated before this one, those the host has not seen included: with the seed
     they determine the draw, so that a row's token does not depend on the rows beside it. `features` are the bits that
-    some row needs (see `Feature`); what is not in them is not run. `greedy_only` (static) compiles nothing but an
-    argmax of the raw logits. The order is that of Hugging Face transformers: processors, temperature, top-k, top-p,
-    min-p. Ties go to the lowest id when greedy, and all tokens that tie at a filter's threshold are kept.
+    some row needs (see `Feature`); what is not in them is not run. `plain` (static) leaves the processors out
+    altogether, for steps in which no row needs them. The order is that of Hugging Face transformers: processors,
+    temperature, top-k, top-p, min-p. Ties go to the lowest id when greedy, and all tokens that tie at a filter's
+    threshold are kept.
     """
-    # The maximum carries everything that makes a softmax fail: NaN, +inf, and -inf if all are. Such a row may go
-    # through all that follows: nothing there looks across rows.
-    is_corrupted = ~jnp.isfinite(jnp.max(logits, axis=1))
-    if greedy_only:
-        return SampledTokens(jnp.where(is_corrupted, 0, _argmax(logits)), is_corrupted)
     params = unpack_rows(state, slot_ids)
-    logits = lax.cond(
-        features & Feature.PROCESSORS != 0,
-        lambda x: process(
-            x,
-            params,
-            state.extras,
-            slot_ids=slot_ids,
-            num_output_tokens=num_output_tokens,
-            features=features,
-        ),
-        lambda x: x,
-        logits,
+    processed = logits
+    if not plain:
+        processed = lax.cond(
+            features & Feature.PROCESSORS != 0,
+            lambda x: process(
+                x,
+                params,
+                state.extras,
+                slot_ids=slot_ids,
+                num_output_tokens=num_output_tokens,
+                features=features,
+            ),
+            lambda x: x,
+            logits,
+        )
+
+    def if_needed(feature: Feature, column: Array, otherwise: float) -> Array:
+        """Rows of padding have some slot's parameters, which must not make work."""
+        return jnp.where(features & feature != 0, column, jnp.asarray(otherwise, column.dtype))
+
+    def draw(logits: Float[Array, "B V"], parameters: dict[str, Array]) -> tuple[Array, Array]:
+        return kernels.sample(logits, **parameters, implementation=implementation)
+
+    mesh = jax.typeof(processed).sharding.mesh
+    if implementation != "xla" and not mesh.empty:
+        everywhere = PartitionSpec()  # each device draws all tokens for itself
+        draw = jax.shard_map(draw, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    token_ids, maximum = draw(
+        processed,
+        {
+            "temperature": if_needed(Feature.RANDOM, params.temperature, 0),
+            "top_k": if_needed(Feature.TOP_K, params.top_k, 0),
+            "top_p": if_needed(Feature.TOP_P, params.top_p, 1),
+            "min_p": if_needed(Feature.MIN_P, params.min_p, 0),
+            "uniform": uniforms(params.seed, num_output_tokens),
+        },
     )
-    token_ids = lax.cond(
-        features & Feature.RANDOM != 0,
-        lambda x: jnp.where(params.temperature > 0, _draw(x, params, num_output_tokens, features), _argmax(x)),
-        _argmax,
-        logits,
-    )
+    # The largest of the raw logits carries everything that makes a softmax fail: NaN, +inf, and -inf if all are.
+    is_corrupted = ~jnp.isfinite(maximum if plain else jnp.max(logits, axis=1))
     return SampledTokens(jnp.where(is_corrupted, 0, token_ids), is_corrupted)
 
 
@@ -94,30 +109,6 @@ def record(
     return dataclasses.replace(state, extras=extras)
 
 
-def _argmax(logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest id among the largest logits. In two passes, which vectorise where `jnp.argmax` on CPU does not."""
-    vocab_size = logits.shape[1]
-    ids = jnp.arange(vocab_size, dtype=jnp.int32)[None]
-    is_largest = logits == jnp.max(logits, axis=1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, ids, vocab_size), axis=1)
-
-
-def _draw(
-    logits: Float[Array, "B V"], params: RowParams, counters: Int32[Array, " B"], features: Int32[Array, ""]
-) -> Int32[Array, " B"]:
-    """A token from each row's distribution after temperature and filters. Greedy rows get any token."""
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
-    # Subtracting first keeps the quotient from overflowing upwards, however low the temperature.
-    distance = (jnp.max(logits, axis=1, keepdims=True) - logits) / temperature
-    weights = lax.cond(
-        features & Feature.FILTERS != 0,
-        lambda d: filter_weights(d, params, features),
-        lambda d: jnp.exp(-d),
-        distance,
-    )
-    return draw_by_weight(weights, uniforms(params.seed, counters))
-
-
 def uniforms(seed: UInt32[Array, "B 2"], counters: Int32[Array, " B"]) -> Float[Array, "B 2"]:
     """Two numbers in [0, 1) for each row, a function of its seed and counter alone (Threefry 2x32)."""
 
@@ -126,26 +117,3 @@ def uniforms(seed: UInt32[Array, "B 2"], counters: Int32[Array, " B"]) -> Float[
         return jax.random.uniform(jax.random.fold_in(key, counter), (2,), jnp.float32)
 
     return jax.vmap(of_row)(seed, counters)
-
-
-def draw_by_weight(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int32[Array, " B"]:
-    """Token i of a row with probability weights[i] / sum(weights), by inverting the distribution function in two
-    steps: the block of tokens, then the token in it. Never one of weight 0.
-
-    One float32 prefix sum over a vocabulary would lose the rare tokens at its end: they are smaller than its rounding
-    errors, and than the steps of one uniform number.
-    """
-    num_rows, vocab_size = weights.shape
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab_size % _BLOCK))).reshape(num_rows, -1, _BLOCK)
-    block = _invert(jnp.sum(weights, axis=2), uniform[:, 0])
-    within = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + _invert(within, uniform[:, 1])
-
-
-def _invert(weights: Float[Array, "B n"], uniform: Float[Array, " B"]) -> Int32[Array, " B"]:
-    """The first entry where the running sum exceeds its share `uniform` of the total, among those with weight."""
-    cumulative = jnp.cumsum(weights, axis=1)
-    has_weight = weights > 0
-    is_reached = has_weight & (cumulative > uniform[:, None] * cumulative[:, -1:])
-    last = weights.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=1)  # if rounding has kept all from being reached
-    return jnp.where(jnp.any(is_reached, axis=1), jnp.argmax(is_reached, axis=1), last).astype(jnp.int32)

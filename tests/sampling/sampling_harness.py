@@ -12,7 +12,7 @@ from jaxserve.sampling import admit, admit_extras, features, has_extras, pack_ex
 VOCAB = 77
 NUM_SLOTS = 6
 
-jit_sample = jax.jit(sample, static_argnames="greedy_only")
+jit_sample = jax.jit(sample, static_argnames=("plain", "implementation"))
 jit_record = jax.jit(record)
 jit_admit = jax.jit(admit)
 jit_admit_extras = jax.jit(admit_extras)

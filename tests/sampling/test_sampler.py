@@ -19,7 +19,8 @@ from sampling_harness import (
 )
 from scipy import stats
 
-from jaxserve.sampling import init_state, record, sample
+from jaxserve.sampling import NUM_SCALARS, init_state, record, sample
+from pallas_kernels.deviceless import compile_for_h200
 
 
 def test_the_state_is_never_copied():
@@ -36,6 +37,31 @@ def test_the_state_is_never_copied():
     memory = lowered.compile().memory_analysis()
     smallest_leaf = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.temp_size_in_bytes < smallest_leaf
+
+
+def test_the_host_has_no_part_in_it_on_a_gpu():
+    """What is needed is decided on the device: branches lie in the step's command buffer, and a plain step has none."""
+
+    def step(logits, state, slot_ids, num_output_tokens, features, *, plain):
+        sampled = sample(logits, state, slot_ids, num_output_tokens, features, plain=plain, implementation="sm90")
+        return sampled, record(state, slot_ids, sampled.token_ids, ~sampled.is_corrupted, features)
+
+    rows = jax.ShapeDtypeStruct((4,), jnp.int32)
+    args = (
+        jax.ShapeDtypeStruct((4, 1000), jnp.float32),
+        jax.eval_shape(lambda: init_state(NUM_SLOTS, 1000)),
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    full, plain = (
+        compile_for_h200(functools.partial(step, plain=plain), *args, donate_argnums=(1,)) for plain in (False, True)
+    )
+    assert full.thunks == {"kCommandBuffer": 1}
+    assert " conditional(" in full.compiled.as_text()
+    assert plain.thunks == {"kCommandBuffer": 1}
+    assert " conditional(" not in plain.compiled.as_text()
+    assert " sort(" not in plain.compiled.as_text()
 
 
 def numpy_distribution(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -145,34 +171,34 @@ def test_seeds_differ_in_every_bit():
     assert len({tuple(text) for text in np.stack(texts, axis=1)}) == len(seeds)
 
 
-@pytest.mark.parametrize("greedy_only", [True, False])
-def test_greedy_takes_the_lowest_of_equals(greedy_only):
+@pytest.mark.parametrize("plain", [True, False])
+def test_greedy_takes_the_lowest_of_equals(plain):
     logits = np.zeros((3, VOCAB), np.float32)
     logits[0, [9, 40]] = 5
     logits[2, [VOCAB - 1]] = 1e-6
     state = init_state(NUM_SLOTS, VOCAB)
     for slot in range(3):
         state = put(state, slot, make_request(temperature=0.0))
-    got = jit_sample(jnp.asarray(logits), state, ints(0, 1, 2), ints(0, 0, 0), ints(0)[0], greedy_only=greedy_only)
+    got = jit_sample(jnp.asarray(logits), state, ints(0, 1, 2), ints(0, 0, 0), ints(0)[0], plain=plain)
     assert list(got.token_ids) == [9, 0, VOCAB - 1]
     assert got.token_ids.dtype == jnp.int32
     assert not got.is_corrupted.any()
 
 
-@pytest.mark.parametrize("greedy_only", [True, False])
-def test_corrupted_rows_are_told_and_harm_nobody(greedy_only):
+@pytest.mark.parametrize("plain", [True, False])
+def test_corrupted_rows_are_told_and_harm_nobody(plain):
     logits = np.random.default_rng(3).standard_normal((6, VOCAB)).astype(np.float32)
     healthy = logits.copy()
     logits[1, 5] = np.nan
     logits[2] = -np.inf
     logits[3, 7] = np.inf
     logits[4, :-1] = -np.inf  # unusual, but one token is possible
-    temperature = 0.0 if greedy_only else 0.8
+    temperature = 0.0 if plain else 0.8
     requests = [make_request(temperature=temperature, top_p=0.9, seed=i) for i in range(6)]
     state = init_state(NUM_SLOTS, VOCAB)
     for slot, request in enumerate(requests):
         state = put(state, slot, request)
-    run = functools.partial(jit_sample, greedy_only=greedy_only)
+    run = functools.partial(jit_sample, plain=plain)
     step = (state, jnp.arange(6), jnp.zeros(6, jnp.int32), union(*requests))
     got, want = run(jnp.asarray(logits), *step), run(jnp.asarray(healthy), *step)
     assert list(got.is_corrupted) == [False, True, True, True, False, False]
@@ -213,3 +239,7 @@ def test_runs_on_a_mesh(axis_type):
     with jax.set_mesh(mesh):
         on_mesh = tokens(jax.NamedSharding(mesh, jax.P()))
     jax.tree.map(np.testing.assert_array_equal, alone, on_mesh)
+
+
+def test_scalars_are_few_words():
+    assert NUM_SCALARS <= 16  # they are uploaded for every admission, extras only for the few that need them

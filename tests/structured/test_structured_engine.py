@@ -1,0 +1,311 @@
+"""Requests with a grammar, in the engine's loop: greedy tokens equal those of full forward passes under the same masks,
+whatever the engine does to be fast.
+"""
+
+import json
+import re
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+from engine.harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
+from llguidance import LLMatcher, LLParserLimits
+from structured.tiny_model import ascii_tokenizer
+
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
+from jaxserve.structured.grammar import make_grammar
+from jaxserve.structured.matchers import Matchers
+from jaxserve.structured.vocabulary import grammar_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 5},
+        "size": {"type": "integer", "minimum": -50, "maximum": 500},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "cc"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+WISHES = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "regex": StructuredOutputs(regex="(ab|cd){2,6}-[0-9]{3}"),
+    "choice": StructuredOutputs(choice=["yes", "no", "yesterday"]),
+    "grammar": StructuredOutputs(grammar='start: "<" inner ">"\ninner: /[x-z]/ inner? | "(" inner ")"'),
+}
+GRAMMARS = {name: make_grammar(wish) for name, wish in WISHES.items()}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return Model("llama_tied_llama3_rope")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ascii_tokenizer()
+
+
+@pytest.fixture
+def start(llama, tokenizer):
+    """Start an engine; all are closed at the end, their runner stays."""
+    all_matchers = []
+
+    def start(*, overlap=True, kind="continuous", load=lambda: tokenizer, enable_prefix_caching=True, **limits):
+        limits = {
+            "num_blocks": llama.runner.num_blocks,
+            "block_size": llama.runner.block_size,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_model_len": MAX_MODEL_LEN,
+        } | limits
+        scheduler = make_scheduler(
+            kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"
+        )
+        all_matchers.append(Matchers(load, vocab_size=llama.vocab_size))
+        return Engine(scheduler, llama.runner, overlap=overlap, matchers=all_matchers[-1])
+
+    yield start
+    for matchers in all_matchers:
+        matchers.close()
+
+
+def asks(name, prompt, max_tokens, grammar, params=GREEDY, *, eos, **fields):
+    return request(name, prompt, max_tokens, params, grammar=grammar, stop_token_ids=frozenset([eos]), **fields)
+
+
+def run(engine, requests):
+    engine.add(list(requests))
+    return drain(engine, {r.request_id: Result() for r in requests})
+
+
+def naive(model, tokenizer, prompt, max_tokens, grammar):
+    """Greedy tokens under a grammar, a full forward pass each."""
+    (eos,) = tokenizer.eos_token_ids
+    matcher = LLMatcher(grammar_tokenizer(tokenizer, vocab_size=model.vocab_size), grammar)
+    output = []
+    while len(output) < max_tokens:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        logprobs = model.naive_logprobs([*prompt, *output])[-1]
+        output.append(int(np.argmax(np.where(bits[: model.vocab_size], logprobs, -np.inf))))
+        if output[-1] == eos:
+            break
+        assert matcher.consume_token(output[-1])
+    return output
+
+
+def prompts(model, lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def asked(llama):
+    """Some of each kind, and some without a grammar beside them."""
+    kinds = [*GRAMMARS, *GRAMMARS, *GRAMMARS, "", "", ""]
+    lengths = [1, 3, 5, 9, 17, 33, 40, 12, 7, 2, 25, 4, 6, 18, 1]
+    return {
+        f"{kind or 'free'}{i}": (prompt, 12 + 2 * i, GRAMMARS.get(kind, ""))
+        for i, (kind, prompt) in enumerate(zip(kinds, prompts(llama, lengths), strict=True))
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(llama, tokenizer, asked):
+    return {
+        name: naive(llama, tokenizer, *job) if job[2] else llama.naive(job[0], job[1]) for name, job in asked.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": True},
+        {"overlap": False},
+        {"max_num_batched_tokens": 7},
+        {"num_blocks": 30},
+        {"max_num_seqs": 2, "enable_prefix_caching": False},
+        {"kind": "static"},
+    ],
+    ids=["overlap", "no overlap", "chunks", "preemption", "few slots", "static"],
+)
+def test_tokens_equal_those_of_full_passes(start, tokenizer, asked, expected, options):
+    (eos,) = tokenizer.eos_token_ids
+    engine = start(**options)
+    free = [request(name, *job[:2]) for name, job in asked.items() if not job[2]]
+    bound = [asks(name, *job, eos=eos) for name, job in asked.items() if job[2]]
+    results = run(engine, bound + free)
+    for name, (_, max_tokens, _) in asked.items():
+        assert results[name].token_ids == expected[name], name
+        finished = "stop" if results[name].token_ids[-1] == eos else "length"
+        assert results[name].finish_reason == finished
+        assert finished == "stop" or len(results[name].token_ids) == max_tokens
+    assert (engine.stats().num_preemptions > 0) == (options.get("num_blocks") == 30)
+    assert engine.stats().num_waiting == 0
+
+
+def test_a_prefix_hit_changes_nothing(start, llama, tokenizer):
+    (eos,) = tokenizer.eos_token_ids
+    (prompt,) = prompts(llama, [21])
+    engine = start()
+    first = run(engine, [asks("a", prompt, 40, GRAMMARS["json"], eos=eos)])["a"]
+    again = run(engine, [asks("b", prompt, 40, GRAMMARS["json"], eos=eos)])["b"]
+    assert again.num_cached_tokens > 0 == first.num_cached_tokens
+    assert first.token_ids == again.token_ids == naive(llama, tokenizer, prompt, 40, GRAMMARS["json"])
+
+
+def test_siblings_differ_and_all_are_valid(start, llama, tokenizer):
+    (eos,) = tokenizer.eos_token_ids
+    params = SamplingParams(temperature=2.0, n=6, logprobs=3)
+    (prompt,) = prompts(llama, [9])
+    requests = [asks(f"s{i}", prompt, 30, GRAMMARS["regex"], params, eos=eos, group_id="s0", seed=i) for i in range(6)]
+    results = run(start(), requests)
+    texts = [tokenizer.decode(result.token_ids[:-1]) for result in results.values()]
+    assert len(set(texts)) > 1
+    for result, text in zip(results.values(), texts, strict=True):
+        assert result.finish_reason == "stop"
+        assert re.fullmatch(WISHES["regex"].regex, text)
+        assert len(result.logprobs) == len(result.token_ids)
+
+
+def decoded(tokenizer, result):
+    return tokenizer.decode([i for i in result.token_ids if i not in tokenizer.eos_token_ids])
+
+
+class TestOtherWishes:
+    """What else a request may want gives way where the grammar leaves no choice, and only there."""
+
+    @pytest.fixture
+    def write(self, start, tokenizer):
+        (eos,) = tokenizer.eos_token_ids
+        engine = start()
+
+        def write(grammar, params, max_tokens=20, stop=(), **fields):
+            params = msgspec.structs.replace(params, temperature=0.0)
+            job = request(
+                "r", [3, 4], max_tokens, params, grammar=grammar, stop_token_ids=frozenset([eos, *stop]), **fields
+            )
+            return run(engine, [job])["r"]
+
+        return write
+
+    def test_min_tokens_goes_on_while_the_grammar_can(self, write, tokenizer):
+        grammar = make_grammar(StructuredOutputs(regex="[ab]{1,8}"))
+        result = write(
+            grammar, SamplingParams(min_tokens=5, max_tokens=None, logit_bias={tokenizer.eos_token_ids[0]: 100})
+        )
+        assert len(decoded(tokenizer, result)) == 5
+        result = write(grammar, SamplingParams(min_tokens=15, max_tokens=None))
+        assert len(decoded(tokenizer, result)) == 8
+        assert result.finish_reason == "stop"
+
+    def test_ignore_eos_ends_when_nothing_else_can_follow(self, write, tokenizer):
+        result = write(
+            make_grammar(StructuredOutputs(regex="[ab]{1,8}")),
+            SamplingParams(ignore_eos=True, logit_bias={tokenizer.eos_token_ids[0]: 100}),
+        )
+        assert len(decoded(tokenizer, result)) == 8
+        assert result.finish_reason == "stop"
+
+    def test_allowed_tokens(self, write, tokenizer):
+        (b,) = tokenizer.encode("b")
+        allowed = SamplingParams(allowed_token_ids=[b], ignore_eos=True)
+        assert decoded(tokenizer, write(make_grammar(StructuredOutputs(regex="[ab]{4}")), allowed)) == "bbbb"
+        assert decoded(tokenizer, write(make_grammar(StructuredOutputs(regex="a[ab]a")), allowed)) == "aba"
+
+    def test_bad_words_and_bias(self, write, tokenizer):
+        (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+        grammar = make_grammar(StructuredOutputs(regex="[ab]{4}"))
+        result = write(grammar, SamplingParams(logit_bias={a: 100}), bad_word_ids=((a, a),))
+        assert decoded(tokenizer, result) == "abab"
+        result = write(make_grammar(StructuredOutputs(regex="aaaa")), SamplingParams(), bad_word_ids=((a,), (b,)))
+        assert decoded(tokenizer, result) == "aaaa"
+
+    def test_a_stop_token_ends_it(self, write, tokenizer):
+        (dash,) = tokenizer.encode("-")
+        result = write(GRAMMARS["regex"], SamplingParams(), max_tokens=40, stop=[dash])
+        assert result.finish_reason == "stop"
+        assert result.stop_reason == dash
+
+    def test_repetition_penalty(self, write, tokenizer):
+        result = write(GRAMMARS["choice"], SamplingParams(repetition_penalty=5.0, presence_penalty=2.0))
+        assert decoded(tokenizer, result) in WISHES["choice"].choice
+
+
+class TestFailures:
+    def test_a_grammar_that_the_engine_cannot_compile_is_refused(self, start, tokenizer):
+        (eos,) = tokenizer.eos_token_ids
+        bad = json.dumps({"grammars": [{"lark_grammar": "start: <|nobody|>"}]})
+        engine = start()
+        results = run(engine, [asks("bad", [1], 5, bad, eos=eos), asks("good", [1], 5, GRAMMARS["choice"], eos=eos)])
+        assert results["bad"].finish_reason == "error"
+        assert "nobody" in results["bad"].error
+        assert results["good"].finish_reason == "stop"
+        assert not engine.has_work
+
+    def test_a_grammar_that_grows_too_complex_ends_its_request_only(self, start, tokenizer, monkeypatch):
+        (eos,) = tokenizer.eos_token_ids
+        monkeypatch.setattr("jaxserve.structured.matchers.parser_limits", lambda: LLParserLimits(step_max_items=2))
+        prompt = [1, 2, 3]
+        engine = start()
+        results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"], eos=eos), request("free", prompt, 8)])
+        assert results["deep"].finish_reason == "error"
+        assert results["free"].finish_reason == "length"
+
+    def test_without_an_end_of_text_there_is_no_grammar(self, start, tokenizer):
+        engine = start(load=lambda: ascii_tokenizer(has_eos=False))
+        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"], eos=0)]).values()
+        assert result.finish_reason == "error"
+        assert "end-of-text" in result.error
+
+    def test_an_engine_without_matchers_refuses(self, llama, tokenizer):
+        with pytest.raises(InvalidRequest, match="follows no grammars"):
+            llama.engine().add([asks("r", [1], 5, GRAMMARS["choice"], eos=0)])
+
+    def test_a_request_that_waits_for_its_grammar_can_be_aborted(self, start, tokenizer):
+        is_wanted = threading.Event()
+
+        def load():
+            assert is_wanted.wait(10)
+            return tokenizer
+
+        engine = start(load=load)
+        engine.add([asks("r", [1], 5, GRAMMARS["choice"], eos=0), request("free", [1, 2], 4)])
+        assert engine.num_waiting == 2
+        results = {"free": Result()}
+        while results["free"].finish_reason is None:  # nobody waits for the grammar
+            for output in engine.step():
+                results[output.request_id].add(output)
+        assert engine.step() == []
+        assert engine.has_work
+        engine.abort(["r"])
+        assert not engine.has_work
+        is_wanted.set()
+
+    def test_a_grammar_that_takes_too_long_is_refused(self, start, tokenizer, monkeypatch):
+        is_over = threading.Event()
+        monkeypatch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", 0.05)
+        engine = start(load=lambda: is_over.wait(10) and tokenizer)
+        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"], eos=0)]).values()
+        is_over.set()
+        assert result.finish_reason == "error"
+        assert "too long" in result.error
+
+
+def test_an_abort_in_the_middle_leaves_nothing(start, tokenizer):
+    (eos,) = tokenizer.eos_token_ids
+    engine = start()
+    engine.add([asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos)])
+    results = {"r": Result()}
+    while len(results["r"].token_ids) < 4:
+        for output in engine.step():
+            results[output.request_id].add(output)
+    engine.abort(["r"])
+    drain(engine, results)
+    again = run(engine, [asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos)])["r"]  # the same id begins anew
+    assert again.token_ids[:4] == results["r"].token_ids[:4]
+    assert again.finish_reason == "stop"
