@@ -1,7 +1,7 @@
 """EngineClient: what the server and LLM hold of an engine, wherever it runs. No jax here.
 
-`local.LocalEngineClient` runs the engine in a thread of this process; a client of an engine in another process has the
-same five calls. Text lives on this side of the line, token ids on the other.
+`local.LocalEngineClient` runs the engine in a thread of this process, `remote.RemoteEngineClient` speaks to one in a
+process of its own. Text lives on this side of the line, token ids on the other.
 """
 
 import abc
@@ -10,8 +10,29 @@ from collections.abc import Callable
 import msgspec
 
 from jaxserve.request import EngineOutput, EngineRequest
+from jaxserve.scheduling.snapshot import RequestSnapshot
 
 OutputSink = Callable[[list[EngineOutput]], None]
+
+
+def window_name(window: int | None) -> str:
+    """What layers are called that look so far back."""
+    return "full" if window is None else f"window of {window}"
+
+
+class KVKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that look equally far back, None: to the beginning. `bytes_per_token` is what a token takes that they
+    still see, in all of them.
+    """
+
+    window: int | None
+    num_layers: int
+    bytes_per_token: int
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return window_name(self.window)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,12 +40,22 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    """Of the weights that every step reads: all but the embedding, unless it is the LM head too, and of the experts
+    those of one token.
+    """
+    kv_kinds: tuple[KVKind, ...]
+
+    def kv_bytes(self, num_tokens: float) -> float:
+        """Bytes of KV that a request of so many tokens holds, and that a step reads for it."""
+        return sum(kind.bytes_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +66,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: float = 0.0
     kv_tokens_held: int = 0
     kv_positions_allocated: int = 0
+    kv_bytes_held: dict[str, int] = {}
+    """Of running requests, by `KVKind.name`."""
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -44,6 +77,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     step_time_seconds: float = 0.0
     num_step_tokens: int = 0
+    step_time_counts: tuple[int, ...] = ()
+    """Steps in each bucket of `metrics.STEP_TIMES`, those beyond the last left out; empty if there were none."""
+    step_tokens_counts: tuple[int, ...] = ()
+    """Likewise of `metrics.STEP_TOKENS`."""
+    hbm_bandwidth_utilization: float = 0.0
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's inside at one moment: who runs, who waits, and what every KV block is used for.
+
+    `waiting` has the first few of `stats.num_waiting`. `blocks` is as `BlocksSnapshot.runs` has it. `num_output_tokens`
+    counts since the start.
+    """
+
+    stats: EngineStats
+    num_output_tokens: int
+    running: list[RequestSnapshot]
+    waiting: list[RequestSnapshot]
+    blocks: list[int]
 
 
 class EngineClient(abc.ABC):
@@ -58,7 +110,8 @@ class EngineClient(abc.ABC):
         request's last output has a `finish_reason`. When the engine dies, `is_alive` turns false first; then every
         unfinished request gets a last output with finish_reason "error" and the cause.
 
-        Raises EngineDead, QueueFull or InvalidRequest; then none of `requests` was queued.
+        Raises EngineDead, QueueFull or InvalidRequest; then none of `requests` was queued. A client of an engine in
+        another process cannot always know so soon: then each request's only output is an "error" with the `refusal`.
         """
 
     @abc.abstractmethod
@@ -72,12 +125,27 @@ class EngineClient(abc.ABC):
         """The latest snapshot; never waits for a step."""
 
     @abc.abstractmethod
+    def snapshot(self) -> EngineSnapshot:
+        """What the engine holds, copied between two steps: waits for the one that runs. Raises EngineDead."""
+
+    @abc.abstractmethod
     def is_alive(self) -> bool:
         """Whether the engine still steps."""
 
     @abc.abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block that no request holds. Returns whether it could be done (no request is running)."""
+
+    @abc.abstractmethod
+    def start_profile(self, directory: str) -> None:
+        """Record what device and host do, into a directory of the engine's machine, until `stop_profile`.
+
+        Raises InvalidRequest if it is being recorded already.
+        """
+
+    @abc.abstractmethod
+    def stop_profile(self) -> None:
+        """Write the recording. Raises InvalidRequest if there is none."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,16 +1,25 @@
 """Engine: joins scheduler and runner. `step` plans step N + 1, starts it, then handles the tokens of step N."""
 
+import bisect
 import contextlib
+import functools
+import itertools
 import time
 from collections import deque
 
 import jax
+import numpy as np
 
-from jaxserve.engine.client import EngineStats
+from jaxserve.engine.bandwidth import BandwidthMeter
+from jaxserve.engine.client import EngineStats, window_name
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
-from jaxserve.request import EngineOutput, EngineRequest, TokenLogprobs
+from jaxserve.execution.slots import Masks
+from jaxserve.metrics import STEP_TIMES, STEP_TOKENS
+from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
+from jaxserve.structured.matchers import Matchers
 
 
 class Engine:
@@ -19,34 +28,75 @@ class Engine:
     Not thread-safe: one thread owns it (`local.LocalEngineClient`).
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        matchers: Matchers | None = None,
+        bandwidth: BandwidthMeter | None = None,
+    ):
+        """`matchers` follow the grammars of requests that have one; without them such a request is refused. Without a
+        `bandwidth` meter the share of the memory's bandwidth is 0.
+        """
         self.scheduler = scheduler
         self.runner = runner
+        self._matchers = matchers
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
         self._num_prompt_logprobs: dict[str, int] = {}
         self._num_corrupted = 0
         self._num_steps = 0
         self._num_step_tokens = 0
-        self.seconds = {"schedule": 0.0, "wait": 0.0, "update": 0.0, "total": 0.0}
+        self._step_time_counts = [0] * (len(STEP_TIMES) + 1)
+        self._step_tokens_counts = [0] * (len(STEP_TOKENS) + 1)
+        self.num_output_tokens = 0
+        self._bandwidth = bandwidth or BandwidthMeter(weight_bytes=0, bytes_per_position=0, peak=None)
+        self.seconds = {"schedule": 0.0, "wait": 0.0, "masks": 0.0, "update": 0.0, "total": 0.0}
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work or self._num_compiling > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have yet to run, or to run again. From any thread."""
+        return self.scheduler.num_waiting + self._num_compiling
+
+    @property
+    def _num_compiling(self) -> int:
+        return 0 if self._matchers is None else self._matchers.num_compiling
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Queue requests, all or none. Raises what `Scheduler.add` raises."""
-        self.scheduler.add(requests)
+        """Queue requests, all or none; those with a grammar wait apart until it is compiled.
+
+        Raises what `Scheduler.add` raises.
+        """
+        constrained = [request for request in requests if request.grammar]
+        if constrained and self._matchers is None:
+            raise InvalidRequest("this engine follows no grammars", param="structured_outputs")
+        self.scheduler.add([request for request in requests if not request.grammar])
+        if self._matchers is not None:
+            for _, group in itertools.groupby(constrained, lambda request: request.group_id):
+                self._matchers.start(list(group))
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests; their blocks are free for the next step."""
         self.scheduler.abort(request_ids)
         for request_id in request_ids:
             self._num_prompt_logprobs.pop(request_id, None)
+        if self._matchers is not None:
+            self._matchers.forget(request_ids)
 
     def step(self) -> list[EngineOutput]:
-        """Start the next step, then return what the one before it has brought."""
+        """Start the next step, then return what the one before it has brought.
+
+        A step in which a request follows a grammar starts when the one before it has brought its tokens: they decide
+        what may come next. It is planned and packed by then, and the older step's outputs are still handled behind it.
+        """
+        outputs = self._add_compiled() if self._num_compiling else []
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         self.seconds["schedule"] += time.perf_counter() - start
@@ -54,13 +104,20 @@ class Engine:
             for request in plan.admitted:
                 if request.queue_seconds is None:
                     request.queue_seconds = time.monotonic() - request.request.arrival_time
-            self._in_flight.append(self.runner.dispatch(plan))
+            failed: dict[Request, str] = {}
+            constrained = [row.request for row in plan.rows if row.samples and row.request.request.grammar]
+            masks = functools.partial(self._masks, constrained, failed) if constrained else None
+            self._in_flight.append(self.runner.dispatch(plan, masks=masks))
+            outputs += [self._fail(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
-        outputs = []
         while self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._finish(self._in_flight.popleft())
-        self.seconds["total"] += time.perf_counter() - start
+        spent = time.perf_counter() - start
+        self.seconds["total"] += spent
+        if plan is not None:
+            self._step_time_counts[bisect.bisect_left(STEP_TIMES, spent)] += 1
+            self._step_tokens_counts[bisect.bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
         return outputs
 
     def close(self) -> None:
@@ -70,16 +127,22 @@ class Engine:
                 pending.token_ids()
                 pending.is_corrupted()
         self.runner.close()
+        if self._matchers is not None:
+            self._matchers.close()
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
         scheduler = self.scheduler.stats()
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self._num_compiling,
             kv_cache_usage=scheduler.kv_cache_usage,
             kv_tokens_held=scheduler.kv_tokens_held,
             kv_positions_allocated=scheduler.kv_positions_allocated,
+            kv_bytes_held={
+                window_name(window): count * self.runner.bytes_per_block
+                for window, count in scheduler.held_blocks.items()
+            },
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
@@ -89,7 +152,56 @@ class Engine:
             num_steps=self._num_steps,
             step_time_seconds=self.seconds["total"],
             num_step_tokens=self._num_step_tokens,
+            step_time_counts=tuple(self._step_time_counts[:-1]),
+            step_tokens_counts=tuple(self._step_tokens_counts[:-1]),
+            hbm_bandwidth_utilization=self._bandwidth.ratio(
+                num_steps=self._num_steps, seconds=self.seconds["total"], num_positions=scheduler.kv_tokens_held
+            ),
         )
+
+    def _add_compiled(self) -> list[EngineOutput]:
+        """Queue the requests whose grammar is there by now; returns the ends of those whose grammar cannot be had."""
+        assert self._matchers is not None
+        is_idle = not self._in_flight and not self.scheduler.has_work
+        compiled, refused = self._matchers.take_compiled(wait=is_idle)
+        for group in compiled:
+            self.scheduler.add(group)
+        return [
+            EngineOutput(
+                request_id=request.request_id, finish_reason="error", error=str(error), refusal=Refusal.of(error)
+            )
+            for group, error in refused
+            for request in group
+        ]
+
+    def _masks(self, requests: list[Request], failed: dict[Request, str]) -> Masks:
+        """What these requests may draw in the step that is about to start. Waits for the tokens of those in flight, and
+        notes in `failed` who cannot go on, and why.
+        """
+        assert self._matchers is not None
+        start = time.perf_counter()
+        drawn: dict[str, list[int]] = {}
+        for step in self._in_flight:
+            for row, token_id, is_corrupted in zip(step.plan.rows, step.token_ids(), step.is_corrupted(), strict=True):
+                if row.samples and row.request.request.grammar and not is_corrupted:
+                    drawn.setdefault(row.request.request_id, []).append(token_id)
+        waited = time.perf_counter()
+        words, reasons = self._matchers.masks(requests, drawn)
+        failed.update(reasons)
+        self.seconds["wait"] += waited - start
+        self.seconds["masks"] += time.perf_counter() - waited
+        return Masks(np.array([request.slot for request in requests], np.int32), words)
+
+    def _fail(self, request: Request, reason: str) -> EngineOutput:
+        self.scheduler.fail(request)
+        self._forget(request)
+        return EngineOutput(request_id=request.request_id, finish_reason="error", error=reason)
+
+    def _forget(self, request: Request) -> None:
+        """Drop what is kept here of a request that has ended."""
+        self._num_prompt_logprobs.pop(request.request_id, None)
+        if self._matchers is not None and request.request.grammar:
+            self._matchers.forget((request.request_id,))
 
     def _finish(self, pending: PendingStep) -> list[EngineOutput]:
         start = time.perf_counter()
@@ -97,6 +209,7 @@ class Engine:
         waited = time.perf_counter()
         self.seconds["wait"] += waited - start
         outputs = self._update(pending, token_ids, corrupted)
+        self.num_output_tokens += sum(len(output.new_token_ids) for output in outputs)
         self.seconds["update"] += time.perf_counter() - waited
         return outputs
 
@@ -106,6 +219,7 @@ class Engine:
         outcomes = self.scheduler.update(plan, token_ids, ok)
         logprobs = pending.logprobs()
         prompt_logprobs = pending.prompt_logprobs()
+        embeddings = pending.embeddings()
         outputs = []
         first_token = 0
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
@@ -122,7 +236,7 @@ class Engine:
                 )
             elif outcome is RowOutcome.FAILED:
                 self._num_corrupted += 1
-                self._num_prompt_logprobs.pop(row.request.request_id, None)
+                self._forget(request)
                 outputs.append(
                     EngineOutput(
                         request_id=request.request_id,
@@ -130,6 +244,17 @@ class Engine:
                         error="the model's output for this request was not a number",
                     )
                 )
+            elif request.request.pooling is not None:
+                if outcome is RowOutcome.LAST_TOKEN and embeddings is not None:
+                    outputs.append(
+                        EngineOutput(
+                            request_id=request.request_id,
+                            finish_reason="stop",
+                            embedding=embeddings[index].astype("<f4").tobytes(),
+                            num_cached_tokens=request.num_cached_tokens,
+                            queue_seconds=request.queue_seconds or 0.0,
+                        )
+                    )
             elif outcome is not RowOutcome.DROPPED:
                 params = request.request.params
                 of_prompt = of_token = None
@@ -152,7 +277,7 @@ class Engine:
                         )
                     )
                 if outcome is RowOutcome.LAST_TOKEN:
-                    self._num_prompt_logprobs.pop(request.request_id, None)
+                    self._forget(request)
             first_token += row.num_tokens
         return outputs
 

@@ -1,7 +1,7 @@
 """Frontend: everything between text and EngineClient, shared by LLM and the server. No jax here.
 
 `prepare` turns a prompt and its SamplingParams into validated EngineRequests; `generate` (a thread that waits) and
-`submit` (asyncio) run them and bring back text.
+`run` (asyncio) run them and bring back text.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.embedding import POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
-from jaxserve.engine.stream import Dispatcher, RequestStream
+from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -23,9 +24,11 @@ from jaxserve.request import (
     SEED_LIMIT,
     EngineOutput,
     EngineRequest,
+    Pooling,
     RequestOutput,
     SamplingParams,
 )
+from jaxserve.structured.grammar import make_grammar
 from jaxserve.tokenizer import Tokenizer
 
 _ALIVE_CHECK_SECONDS = 1.0
@@ -85,30 +88,31 @@ class Frontend:
         cache_salt: str = "",
         truncate_prompt_tokens: int | None = None,
         shorten_output: bool = False,
+        grammar: str | None = None,
+        visible_special_tokens: frozenset[int] = frozenset(),
     ) -> RequestGroup:
         """Tokenize and validate: afterwards only the engine itself can refuse the request.
 
         `prompt_text` is what RequestOutput shows as the prompt where `prompt` is token ids (a rendered chat, say).
         `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 as many as leave room for the output.
-        `shorten_output` cuts a max_tokens that the context has no room for, instead of refusing the request.
+        `shorten_output` cuts a max_tokens that the context has no room for, instead of refusing the request. `grammar`
+        is what the output must be, as `structured.grammar` writes it; None takes it from `params.structured_outputs`,
+        whose check may take seconds. `visible_special_tokens` are in the text even if special tokens are skipped.
 
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
-        vocab_size = self.client.info.vocab_size
-        _check_params(params, vocab_size)
-        if isinstance(prompt, str):
-            prompt_text, token_ids = prompt, self.tokenizer.encode(prompt)
-        else:
-            token_ids = _as_token_ids("prompt", prompt)
-        _check_token_ids("prompt", token_ids, vocab_size)
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+        _check_params(params, self.client.info.vocab_size)
+        text, token_ids = self._tokenize(prompt)
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         stop_token_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
+        if grammar is None:
+            grammar = "" if params.structured_outputs is None else make_grammar(params.structured_outputs)
+        if grammar or not params.ignore_eos:  # a text that is complete must end
             stop_token_ids |= self._eos_token_ids
+        if params.structured_outputs is not None:
+            params = msgspec.structs.replace(params, structured_outputs=None)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         # Prompt logprobs are the same for all siblings: the first computes them.
         sibling_params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -121,13 +125,54 @@ class Frontend:
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 bad_word_ids=bad_word_ids,
+                grammar=grammar,
                 seed=(seed + index * _SIBLING_SEED_STRIDE) % SEED_LIMIT,
                 priority=priority,
                 cache_salt=cache_salt,
             )
             for index in range(params.n)
         ]
-        return RequestGroup(request_id, prompt_text, requests, self.tokenizer)
+        return RequestGroup(
+            request_id,
+            prompt_text if text is None else text,
+            requests,
+            self.tokenizer,
+            visible_special_tokens=visible_special_tokens,
+        )
+
+    def prepare_embedding(
+        self,
+        prompt: str | Iterable[SupportsIndex],
+        *,
+        pooling: Pooling,
+        request_id: str,
+        prompt_text: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        truncate_prompt_tokens: int | None = None,
+    ) -> RequestGroup:
+        """A group of one sequence that brings an `embedding` instead of text; arguments and errors as in `prepare`."""
+        text, token_ids = self._tokenize(prompt)
+        max_model_len = self.client.info.max_model_len
+        limit = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        token_ids = self._truncate(token_ids, POOLING_PARAMS, limit)
+        if len(token_ids) > max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context length is {max_model_len} tokens, but the prompt has {len(token_ids)}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        request = EngineRequest(
+            request_id=f"{request_id}-0",
+            group_id=f"{request_id}-0",
+            prompt_token_ids=token_ids,
+            params=POOLING_PARAMS,
+            max_tokens=1,
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling=pooling,
+        )
+        return RequestGroup(request_id, prompt_text if text is None else text, [request], self.tokenizer)
 
     def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, RequestOutput]]:
         """Run prepared prompts together; yields (group, what is new for it) as it comes, until all have finished.
@@ -154,12 +199,29 @@ class Frontend:
             if rest:
                 self.client.abort(rest)
 
-    async def submit(self, group: RequestGroup) -> RequestStream:
-        """Start a prepared prompt in the running event loop. Raises what `EngineClient.submit` raises."""
+    async def run(self, groups: Sequence[RequestGroup], take: Take) -> None:
+        """Run prepared prompts in the running event loop, until all have finished; cancelling it aborts them.
+
+        `take` is called in the event loop with the index of a prompt and what is new for it. Everything so far is in
+        `group.result()`.
+
+        Raises RequestFailed when the engine could not finish a sequence, EngineDead when it has died, and what `take`
+        and `EngineClient.submit` raise, also where an engine elsewhere has refused the request; what came before is
+        taken first. The other prompts are aborted then.
+        """
         loop = asyncio.get_running_loop()
         if self._dispatcher is None or self._dispatcher.loop is not loop:
             self._dispatcher = Dispatcher(self.client, loop)
-        return self._dispatcher.submit(group)
+        await self._dispatcher.run(groups, take)
+
+    def _tokenize(self, prompt: str | Iterable[SupportsIndex]) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it is one, and its token ids. Raises InvalidRequest."""
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_token_ids("prompt", prompt)
+        _check_token_ids("prompt", token_ids, self.client.info.vocab_size)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return text, token_ids
 
     def _next(self, outputs: queue.SimpleQueue[list[EngineOutput]]) -> list[EngineOutput]:
         while True:
@@ -268,6 +330,8 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         ("stop_token_ids", params.stop_token_ids or ()),
     ):
         _check_token_ids(name, _as_token_ids(name, token_ids), vocab_size)
+    if len(params.allowed_token_ids or ()) > vocab_size:
+        raise InvalidRequest("allowed_token_ids has more entries than the vocabulary", param="allowed_token_ids")
 
 
 def _as_token_ids(name: str, token_ids: Iterable[Any]) -> list[int]:

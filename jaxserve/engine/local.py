@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, override
 
+import jax
+
 from jaxserve.config import EngineConfig
-from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats, OutputSink
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, OutputSink
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
 from jaxserve.request import EngineOutput, EngineRequest
+from jaxserve.scheduling.snapshot import SchedulerSnapshot
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -22,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.02
 """Seconds between two snapshots of the engine's state while it is busy."""
+
+
+MAX_WAITING_SHOWN = 64
+"""Waiting requests that a snapshot has: the queue may be long."""
+
+
+type _TakenSnapshot = concurrent.futures.Future[tuple[EngineStats, int, SchedulerSnapshot]]
 
 
 class _Listener:
@@ -45,11 +55,13 @@ class LocalEngineClient(EngineClient):
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
         self._reset: concurrent.futures.Future[bool] | None = None  # of those who want an empty prefix cache
+        self._snapshots: list[_TakenSnapshot] = []  # that callers wait for
         self._listeners: dict[str, _Listener] = {}  # by id, of the requests that callers regard as unfinished
         self._heard: dict[str, _Listener] = {}  # of those that the engine knows; its thread's own
         self._stats = engine.stats()
         self._published = 0.0
         self._is_closing = False
+        self._is_profiling = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
@@ -72,7 +84,7 @@ class LocalEngineClient(EngineClient):
         with self._condition:
             self._raise_if_dead()
             if self._max_num_waiting is not None:
-                num_waiting = self._engine.scheduler.num_waiting + self._num_submitted
+                num_waiting = self._engine.num_waiting + self._num_submitted
                 if num_waiting + len(requests) > self._max_num_waiting:
                     raise QueueFull(f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may")
             ids = [request.request_id for request in requests]
@@ -98,6 +110,18 @@ class LocalEngineClient(EngineClient):
         return self._stats
 
     @override
+    def snapshot(self) -> EngineSnapshot:
+        taken: _TakenSnapshot = concurrent.futures.Future()
+        with self._condition:
+            self._raise_if_dead()
+            self._snapshots.append(taken)
+            self._condition.notify()
+        stats, num_output_tokens, (running, waiting, blocks) = taken.result()
+        return EngineSnapshot(
+            stats=stats, num_output_tokens=num_output_tokens, running=running, waiting=waiting, blocks=blocks.runs()
+        )
+
+    @override
     def is_alive(self) -> bool:
         return self._error is None and not self._is_closing
 
@@ -108,6 +132,23 @@ class LocalEngineClient(EngineClient):
             reset = self._reset = self._reset or concurrent.futures.Future()
             self._condition.notify()
         return reset.result()
+
+    @override
+    def start_profile(self, directory: str) -> None:
+        with self._condition:
+            self._raise_if_dead()
+            if self._is_profiling:
+                raise InvalidRequest("a profile is being recorded already")
+            jax.profiler.start_trace(directory)
+            self._is_profiling = True
+
+    @override
+    def stop_profile(self) -> None:
+        with self._condition:
+            if not self._is_profiling:
+                raise InvalidRequest("no profile is being recorded")
+            self._is_profiling = False
+        jax.profiler.stop_trace()
 
     @override
     def close(self) -> None:
@@ -140,7 +181,7 @@ class LocalEngineClient(EngineClient):
     def _take_commands(self) -> bool:
         """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""
         with self._condition:
-            while not (self._is_closing or self._commands or self._reset):
+            while not (self._is_closing or self._commands or self._reset or self._snapshots):
                 if self._engine.has_work:
                     return True
                 self._stats = self._engine.stats()
@@ -155,6 +196,11 @@ class LocalEngineClient(EngineClient):
                 self._reset.set_result(self._engine.scheduler.reset_prefix_cache())
                 self._reset = None
             self._stats = self._engine.stats()
+            if self._snapshots:
+                snapshot = self._engine.scheduler.snapshot(max_waiting=MAX_WAITING_SHOWN)
+                for wanted in self._snapshots:
+                    wanted.set_result((self._stats, self._engine.num_output_tokens, snapshot))
+                self._snapshots.clear()
         return True
 
     def _add(self, requests: list[EngineRequest], listeners: dict[str, _Listener]) -> None:
@@ -196,7 +242,9 @@ class LocalEngineClient(EngineClient):
         message = None if self._error is None else f"the engine has stopped: {self._error}"
         with self._condition:
             self._heard = dict(self._listeners)
-            reset = self._reset
+            reset, snapshots = self._reset, self._snapshots
         self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in self._heard])
         if reset is not None:
             reset.set_result(False)
+        for wanted in snapshots:
+            wanted.set_exception(EngineDead(message or "the engine is closed"))

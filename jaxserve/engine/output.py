@@ -12,6 +12,7 @@ from jaxserve.request import (
     EngineRequest,
     FinishReason,
     Logprob,
+    Refusal,
     RequestOutput,
     TokenLogprobs,
 )
@@ -105,7 +106,9 @@ class _Matcher:
 class _Sequence:
     """One of the n continuations: what the engine has brought, and how much of it has been given out."""
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, *, index: int):
+    def __init__(
+        self, request: EngineRequest, tokenizer: Tokenizer, *, index: int, visible_special_tokens: frozenset[int]
+    ):
         params = request.params
         self.request_id = request.request_id
         self.index = index
@@ -123,6 +126,7 @@ class _Sequence:
                 tokenizer,
                 prompt_token_ids=request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
+                visible_special_tokens=visible_special_tokens,
             )
         self._num_given = (0, 0)  # token ids, pieces of text
         self._finish_given = False
@@ -200,17 +204,33 @@ class RequestGroup:
     Attributes:
         requests: what the engine gets, one a sequence.
         error: why the engine could not finish one of the sequences, if so.
+        refusal: the same where the engine has not queued it.
+        embedding: what has come of a pooling request, as the engine has it (`EngineOutput.embedding`).
     """
 
-    def __init__(self, request_id: str, prompt: str | None, requests: list[EngineRequest], tokenizer: Tokenizer):
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineRequest],
+        tokenizer: Tokenizer,
+        *,
+        visible_special_tokens: frozenset[int] = frozenset(),
+    ):
+        """`visible_special_tokens` are in the text even where special tokens are skipped."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.requests = requests
         self.error: str | None = None
+        self.refusal: Refusal | None = None
+        self.embedding: bytes | None = None
         self._tokenizer = tokenizer
         self._sequences = {
-            request.request_id: _Sequence(request, tokenizer, index=index) for index, request in enumerate(requests)
+            request.request_id: _Sequence(
+                request, tokenizer, index=index, visible_special_tokens=visible_special_tokens
+            )
+            for index, request in enumerate(requests)
         }
         wants_prompt_logprobs = requests[0].params.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wants_prompt_logprobs else None
@@ -224,14 +244,19 @@ class RequestGroup:
         for output in outputs:
             sequence = self._sequences[output.request_id]
             if sequence.index == 0:  # the siblings find the prompt in the cache because the first put it there
-                self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
-                self._queue_seconds = max(self._queue_seconds, output.queue_seconds)
+                if output.num_cached_tokens > self._num_cached_tokens:
+                    self._num_cached_tokens = output.num_cached_tokens
+                if output.queue_seconds > self._queue_seconds:
+                    self._queue_seconds = output.queue_seconds
             if self._prompt_logprobs is not None and output.prompt_logprobs:
                 self._prompt_logprobs += [logprob_entry(self._tokenizer, entry) for entry in output.prompt_logprobs]
+            if output.embedding is not None:
+                self.embedding = output.embedding
             if sequence.push(output):
                 stopped.append(output.request_id)
             if output.finish_reason == "error" and self.error is None:
                 self.error = output.error or "the engine could not finish this request"
+                self.refusal = output.refusal
         return stopped
 
     @property
@@ -242,7 +267,10 @@ class RequestGroup:
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
-        return not self.unfinished_ids
+        for sequence in self._sequences.values():  # noqa: SIM110 - asked for with every token: `all` takes thrice as long
+            if sequence.finish_reason is None:
+                return False
+        return True
 
     def take_delta(self) -> RequestOutput | None:
         """What is new since the last call, if anything is; only the sequences that have news are in it.

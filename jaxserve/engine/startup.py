@@ -1,7 +1,6 @@
 """From an EngineConfig to a running Engine: choose devices and sizes, load the weights, compile the steps."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -16,20 +15,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.client import EngineInfo
+from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND, BandwidthMeter
+from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.compile import enable_persistent_cache
-from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, block_bytes, choose_num_blocks
+from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.attention import paged_attention
+from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes
 from jaxserve.layers.sharding import with_explicit_axes
-from jaxserve.loading.builtin import resolve_model
-from jaxserve.loading.huggingface import load_config, load_params, resolve_dtype
-from jaxserve.models import get_family
+from jaxserve.loading.builtin import resolve_names
+from jaxserve.loading.huggingface import resolve_dtype
+from jaxserve.loading.weights import load_config, load_weights
+from jaxserve.models import get_family, max_context, with_context
+from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
-from pallas_kernels.paged_attention import Implementation
+from jaxserve.structured.matchers import Matchers
+from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     devices along one axis, "tensor".
     """
     started = time.perf_counter()
-    path = resolve_model(config.model)
+    config = resolve_names(config, progress=progress)
+    path = config.model
     hf_config = load_config(path)
     family = get_family(hf_config)
     model_config = family.Config.from_hf(hf_config)
@@ -58,15 +62,15 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
     platform = mesh.devices.flat[0].platform
     is_cpu = platform == "cpu"
-    implementation = _attention_implementation(config, is_cpu=is_cpu)
     dtype = resolve_dtype(config.dtype, hf_config, is_cpu=is_cpu)
+    kernels = _kernels(config, mesh, dtype)
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
-    max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 2048)
+    max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
     specs = family.param_specs(model_config)
     # Weights are declared for the context that the model was made for; from here on it is the one that is served, which
-    # decides what LongRoPE does.
-    model_config = dataclasses.replace(model_config, max_position_embeddings=max_model_len)
+    # decides how some rotations stretch.
+    model_config = with_context(model_config, max_model_len)
     params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
     loaded = time.perf_counter()
     runner = Runner(
@@ -75,44 +79,56 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         params=params,
         dtype=dtype,
         mesh=mesh,
-        attention=functools.partial(paged_attention, implementation=implementation),
+        kernels=kernels,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        has_greedy_steps=not is_cpu,
+        has_special_steps=not is_cpu,
     )
-    bytes_per_block = block_bytes(family.kv_specs(model_config), block_size=config.block_size, dtype=dtype)
-    with _closing_on_error(runner):
+    matchers = Matchers(
+        functools.partial(Tokenizer.load, config.tokenizer or path),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=_eos_token_ids(hf_config),
+    )
+    if config.warmup:
+        matchers.warm_up()  # meanwhile, in a thread
+    windows, bytes_per_block = runner.layout.windows, runner.bytes_per_block
+    needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
+    with _closing_on_error(runner), _naming_unsupported():
         memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
-        num_blocks = choose_num_blocks(
-            memory, bytes_per_block, max_model_len=max_model_len, block_size=config.block_size
-        )
+        num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
         runner.num_blocks = num_blocks
+        if kernels != "xla" and not config.warmup:  # which would find it too
+            runner.check_kernels()
         with _naming_out_of_memory("compiling the steps"):
             compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
         with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
             runner.allocate()
 
-    num_positions = num_blocks * config.block_size
+    kinds = _kv_kinds(runner)
     logger.info(
         f"{path}: {num_bytes(specs, dtype=dtype) / 2**30:.2f} GiB of weights ({dtype}) in {loaded - started:.1f} s, "
         f"{runner.num_compiles} step shapes compiled in {compiled:.1f} s, ready after "
-        f"{time.perf_counter() - started:.1f} s; attention: {implementation} on {platform}"
+        f"{time.perf_counter() - started:.1f} s; kernels: {kernels} on {platform}"
     )
     logger.info(
         f"KV cache: {num_blocks * bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {config.block_size}, room "
-        f"for {num_positions} tokens, {num_positions / max_model_len:.1f} requests of {max_model_len} tokens"
+        f"for {needs.num_requests(num_blocks, num_tokens=max_model_len)} requests of {max_model_len} tokens; "
+        + ", ".join(f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kinds)
     )
     info = EngineInfo(
         model=path,
         vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         eos_token_ids=_eos_token_ids(hf_config),
+        weight_bytes=_bytes_of_every_step(specs, model_config, dtype=dtype),
+        kv_kinds=kinds,
     )
     limits = SchedulerLimits(
         num_blocks=num_blocks,
@@ -121,6 +137,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=config.scheduling_policy,
+        windows=windows,
     )
     scheduler = make_scheduler(
         config.scheduler,
@@ -128,7 +145,34 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         enable_prefix_caching=config.enable_prefix_caching,
         model_domain=f"{path} {dtype} {config.load_format} {config.seed}".encode(),
     )
-    return Engine(scheduler, runner, overlap=config.overlap), info
+    peak = PEAK_BYTES_PER_SECOND.get(mesh.devices.flat[0].device_kind)
+    bandwidth = BandwidthMeter(
+        weight_bytes=info.weight_bytes,
+        bytes_per_position=bytes_per_block // config.block_size,
+        peak=None if peak is None else peak * mesh.size,
+    )
+    return Engine(scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=bandwidth), info
+
+
+def _kv_kinds(runner: Runner) -> tuple[KVKind, ...]:
+    """What a token takes in the blocks of each kind of layers, the places included that a group leaves empty."""
+    windows, per_group = runner.layout.windows, runner.bytes_per_block // runner.block_size
+    return tuple(
+        KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)
+        for window, num_layers in runner.layout.layers_by_window.items()
+    )
+
+
+def _bytes_of_every_step(specs: Params, model_config: Any, *, dtype: np.dtype) -> int:
+    """Bytes of weights that a step reads at least. An embedding that is not the LM head too is read by the row, and of
+    the experts those of one token: how many more there are is the router's choice.
+    """
+    used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
+    experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
+    if not experts:
+        return num_bytes(used, dtype=dtype)
+    idle = 1 - model_config.routing.num_experts_per_token / model_config.routing.num_experts
+    return num_bytes(used, dtype=dtype) - round(idle * num_bytes(experts, dtype=dtype))
 
 
 def _make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -139,17 +183,38 @@ def _make_mesh(tensor_parallel_size: int) -> Mesh:
 
 
 def _max_model_len(config: EngineConfig, model_config: Any) -> int:
-    limit = model_config.max_position_embeddings
+    limit = max_context(model_config)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model was made for at most {limit} tokens")
-    return config.max_model_len or limit
+    return config.max_model_len or model_config.max_position_embeddings
 
 
-def _attention_implementation(config: EngineConfig, *, is_cpu: bool) -> Implementation:
-    """Nothing falls back silently: on a GPU the XLA path is slow, and runs only for those who ask for it."""
-    if config.attention == "auto" and not is_cpu:
-        raise ConfigError("there is no attention kernel for this GPU yet: ask for the slow XLA path by --attention xla")
-    return "xla"
+def _kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels:
+    """Nothing falls back silently: on a GPU plain XLA is slow, and runs only for those who ask for it."""
+    if config.kernels == "xla":
+        return "xla"
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        if config.kernels == "auto":
+            return "xla"
+        raise ConfigError(f"kernels is {config.kernels}, but the model runs on a CPU: leave it out, or --kernels xla")
+    if device.compute_capability != "9.0":
+        raise ConfigError(f"there are no kernels for {device.device_kind}: ask for slow, plain XLA by --kernels xla")
+    if dtype.itemsize != 2:
+        raise ConfigError(
+            f"dtype is {dtype}, but there are kernels for bfloat16 and float16 only: choose one of these by --dtype, "
+            "or slow, plain XLA by --kernels xla"
+        )
+    return "sm90"
+
+
+@contextlib.contextmanager
+def _naming_unsupported() -> Iterator[None]:
+    """What a kernel cannot do, as one line."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise ConfigError(f"no kernel for this model: {error}; ask for slow, plain XLA by --kernels xla") from error
 
 
 def _eos_token_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
@@ -171,7 +236,7 @@ def _load(config: EngineConfig, path: str, specs: Params, *, dtype: np.dtype, me
     with _naming_out_of_memory("the weights"):
         if config.load_format == "dummy":
             return jax.block_until_ready(init_params(specs, dtype=dtype, mesh=mesh, seed=config.seed))
-        return load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+        return load_weights(path, specs, dtype=dtype, mesh=mesh, progress=progress)
 
 
 def _available_memory(mesh: Mesh) -> int:

@@ -1,162 +1,180 @@
-"""RequestStream: the asyncio side of the front end, from the engine's thread to one consumer per request.
+"""Dispatcher: the asyncio side of the front end, from what the engine's steps bring to those who wait in an event loop.
 
-The engine calls the sink once a step; one `call_soon_threadsafe` brings the step's outputs into the event loop, where
-they wait for their consumers. Detokenizing happens when a consumer asks, and takes all that has come since.
+The engine calls the sink once a step. Its outputs wait until it is their prompt's turn; then all that has come for the
+prompt becomes text, and is handed on at once, without waking a task.
 """
 
 import asyncio
-from types import TracebackType
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import RequestGroup
-from jaxserve.errors import EngineDead, RequestFailed
+from jaxserve.errors import EngineDead, JaxserveError, RequestFailed
 from jaxserve.request import EngineOutput, RequestOutput
+
+type Take = Callable[[int, RequestOutput], None]
+"""Is called with the index of a prompt and what is new for it."""
+
+PROMPTS_A_TURN = 16
+"""A step has news for hundreds of prompts at once. Between so many of them the event loop looks at its connections, and
+a new prompt goes before them: its first token must not wait for everyone's next one.
+"""
 
 _ALIVE_CHECK_SECONDS = 1.0
 
 
-class RequestStream:
-    """Asynchronous iterator of what is new for one prompt (RequestOutput deltas), until all its sequences finish.
+class _Run:
+    """Prompts that are waited for together. `ended` is done when all have finished, one has failed, or nobody waits."""
 
-    Leaving it early aborts the request in the engine: by `aclose`, by the end of an `async with`, or by cancelling the
-    task that waits for the next delta. Iteration raises RequestFailed when the engine could not finish a sequence, and
-    EngineDead when it has died; what came before is shown first.
-    """
+    __slots__ = ("ended", "num_running", "take")
 
-    def __init__(self, group: RequestGroup, client: EngineClient, dispatcher: "Dispatcher"):
+    def __init__(self, take: Take, *, num_prompts: int, ended: asyncio.Future[None]):
+        self.take = take
+        self.num_running = num_prompts
+        self.ended = ended
+
+    def prompt_finished(self) -> None:
+        self.num_running -= 1
+        if self.num_running == 0 and not self.ended.done():
+            self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+
+class _Prompt:
+    """One prompt of a run, and the outputs that wait for its turn."""
+
+    __slots__ = ("group", "has_begun", "index", "pending", "run")
+
+    def __init__(self, index: int, group: RequestGroup, run: _Run):
+        self.index = index
         self.group = group
-        self._client = client
-        self._dispatcher = dispatcher
-        self._pending: list[EngineOutput] = []
-        self._wakeup = asyncio.Event()
-        self._is_dead = False
-        self._is_closed = False
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._is_closed:
-            if self._pending:
-                if stopped := self.group.push(self._take_pending()):
-                    self._client.abort(stopped)
-                if self.group.error is not None:
-                    self._close()
-                    error = RequestFailed if self._client.is_alive() else EngineDead
-                    raise error(self.group.error)
-                if self.group.is_finished:
-                    self._close()
-                if (delta := self.group.take_delta()) is not None:
-                    return delta
-            elif self._is_dead:
-                self._close()
-                raise EngineDead("the engine has died")
-            else:
-                await self._wait()
-        raise StopAsyncIteration
-
-    def _take_pending(self) -> list[EngineOutput]:
-        """What has come, but not beyond a failure: what came before it is shown first."""
-        errors = (index for index, output in enumerate(self._pending) if output.finish_reason == "error")
-        end = next(errors, len(self._pending)) or 1
-        outputs, self._pending = self._pending[:end], self._pending[end:]
-        return outputs
-
-    async def _wait(self) -> None:
-        self._wakeup.clear()
-        try:
-            await self._wakeup.wait()
-        except asyncio.CancelledError:
-            self._close()
-            raise
-
-    async def result(self) -> RequestOutput:
-        """Wait for the end and return everything. Raises as iteration does."""
-        async with self:
-            async for _ in self:
-                pass
-        return self.group.result()
-
-    async def aclose(self) -> None:
-        """Abort what still runs. Idempotent; iteration ends."""
-        self._close()
-
-    async def __aenter__(self) -> "RequestStream":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._wakeup.set()
-        self._dispatcher.remove(self)
-        if unfinished := self.group.unfinished_ids:
-            self._client.abort(unfinished)
-
-    def deliver(self, output: EngineOutput) -> None:
-        """Take an output from the dispatcher."""
-        self._pending.append(output)
-        self._wakeup.set()
-
-    def engine_died(self) -> None:
-        """Let the consumer know that nothing more will come."""
-        self._is_dead = True
-        self._wakeup.set()
+        self.run = run
+        self.pending: list[EngineOutput] = []
+        self.has_begun = False
 
 
 class Dispatcher:
-    """The sink of all streams of one event loop."""
+    """The sink of all prompts of one event loop."""
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop):
         self.loop = loop
+        self._thread = threading.get_ident()
         self._client = client
-        self._streams: dict[str, RequestStream] = {}
+        self._prompts: dict[str, _Prompt] = {}  # by the id of each of its requests
+        self._due: deque[_Prompt] = deque()  # those with pending outputs, in turn
         self._alive_check: asyncio.TimerHandle | None = None
 
-    def submit(self, group: RequestGroup) -> RequestStream:
-        """Start a prompt. Raises what `EngineClient.submit` raises."""
-        stream = RequestStream(group, self._client, self)
-        for request in group.requests:  # before submitting: the first output may come at once
-            self._streams[request.request_id] = stream
+    async def run(self, groups: Sequence[RequestGroup], take: Take) -> None:
+        """`Frontend.run`."""
+        if not groups:
+            return
+        run = _Run(take, num_prompts=len(groups), ended=self.loop.create_future())
+        submitted: list[RequestGroup] = []
         try:
-            self._client.submit(group.requests, self.sink)
-        except BaseException:
-            self.remove(stream)
-            raise
-        if self._alive_check is None:
-            self._alive_check = self.loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
-        return stream
-
-    def remove(self, stream: RequestStream) -> None:
-        """Forget a stream; outputs that still come for it are dropped."""
-        for request in stream.group.requests:
-            self._streams.pop(request.request_id, None)
+            for index, group in enumerate(groups):
+                prompt = _Prompt(index, group, run)
+                for request in group.requests:  # before submitting: the first output may come at once
+                    self._prompts[request.request_id] = prompt
+                self._client.submit(group.requests, self.sink)
+                submitted.append(group)
+            if self._alive_check is None:
+                self._alive_check = self.loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
+            await run.ended
+        finally:
+            run.ended.cancel()
+            for group in groups:
+                for request in group.requests:
+                    self._prompts.pop(request.request_id, None)
+            if unfinished := [request_id for group in submitted for request_id in group.unfinished_ids]:
+                self._client.abort(unfinished)
 
     def sink(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine's thread, once a step."""
+        """Called once a step: on the engine's thread, or in the event loop if the engine is in another process."""
+        if threading.get_ident() == self._thread:
+            self._deliver(outputs)
+            return
         try:
             self.loop.call_soon_threadsafe(self._deliver, outputs)
-        except RuntimeError:  # the loop is closed, and with it every consumer
+        except RuntimeError:  # the loop is closed, and with it all who waited
             self._client.abort([output.request_id for output in outputs])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Let the prompts of these outputs wait for their turn."""
+        prompts, due = self._prompts, self._due
+        were_due = bool(due)
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.deliver(output)
+            prompt = prompts.get(output.request_id)
+            if prompt is None:
+                continue
+            if not prompt.pending:
+                if prompt.has_begun:
+                    due.append(prompt)
+                else:
+                    prompt.has_begun = True
+                    due.appendleft(prompt)
+            prompt.pending.append(output)
+        if due and not were_due:
+            self.loop.call_soon(self._take_turns)
+
+    def _take_turns(self) -> None:
+        due = self._due
+        try:
+            for _ in range(min(PROMPTS_A_TURN, len(due))):
+                self._advance(due.popleft())
+        finally:  # whatever happens to one prompt, the others have their turn
+            if due:
+                self.loop.call_soon(self._take_turns)
+
+    def _advance(self, prompt: _Prompt) -> None:
+        """Hand on what has come for a prompt; of a failure, what came before it is shown first."""
+        outputs, prompt.pending = prompt.pending, []
+        group, run = prompt.group, prompt.run
+        if run.ended.done():
+            return
+        failure = None
+        if outputs[-1].finish_reason is not None or len(outputs) > 1:
+            outputs, failure = _until_failure(outputs)
+        try:
+            if stopped := group.push(outputs):
+                self._client.abort(stopped)
+            delta = group.take_delta()
+            if delta is not None:
+                run.take(prompt.index, delta)
+        except Exception as error:  # whoever waits for this prompt has it, and nobody else
+            run.fail(error)
+            return
+        if failure is not None:
+            group.push([failure])
+            run.fail(self._error(group))
+        elif delta is not None and delta.finished:
+            run.prompt_finished()
+
+    def _error(self, group: RequestGroup) -> JaxserveError:
+        if group.refusal is not None:
+            return group.refusal.error()
+        assert group.error is not None
+        return RequestFailed(group.error) if self._client.is_alive() else EngineDead(group.error)
 
     def _check_alive(self) -> None:
         """An engine in another process can die without a word: look, as long as someone waits."""
         self._alive_check = None
-        if not self._streams:
+        if not self._prompts:
             return
         if self._client.is_alive():
             self._alive_check = self.loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
             return
-        for stream in list(self._streams.values()):
-            stream.engine_died()
+        for prompt in self._prompts.values():
+            prompt.run.fail(EngineDead("the engine has died"))
+
+
+def _until_failure(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], EngineOutput | None]:
+    """The outputs before the first that says that its sequence has failed, and that one."""
+    for index, output in enumerate(outputs):
+        if output.finish_reason == "error":
+            return outputs[:index], output
+    return outputs, None

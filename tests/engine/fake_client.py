@@ -5,13 +5,17 @@ their stop token ids and at max_tokens, logprobs come if asked for.
 """
 
 import dataclasses
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
 
-from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats, OutputSink
-from jaxserve.errors import EngineDead
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, KVKind, OutputSink
+from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.request import EngineOutput, EngineRequest, TokenLogprobs
+from jaxserve.scheduling.snapshot import RequestSnapshot
+
+HIDDEN_SIZE = 4
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,6 +39,13 @@ def echo(request: EngineRequest) -> Script:
     return Script(token_ids=[prompt[i % len(prompt)] for i in range(request.max_tokens)])
 
 
+def embedding(request: EngineRequest) -> bytes:
+    """The vector of a pooling request: the powers of its last token, or of the mean of all."""
+    token_ids = request.prompt_token_ids
+    base = token_ids[-1] if request.pooling == "last" else sum(token_ids) / len(token_ids)
+    return struct.pack(f"<{HIDDEN_SIZE}f", *(base**i for i in range(HIDDEN_SIZE)))
+
+
 @dataclasses.dataclass
 class _Running:
     request: EngineRequest
@@ -48,7 +59,8 @@ class _Running:
 class FakeEngineClient(EngineClient):
     """`play` is called once a sequence and returns its Script. `step_seconds` is the time between steps.
 
-    Set `refusal` to make `submit` raise it. `submitted`, `aborted` and `num_sink_calls` record what happened.
+    Set `refusal` to make `submit` raise it. `submitted`, `aborted`, `profiles` and `num_sink_calls` record what
+    happened.
     """
 
     def __init__(
@@ -63,18 +75,25 @@ class FakeEngineClient(EngineClient):
         self.info = EngineInfo(
             model="fake",
             vocab_size=vocab_size,
+            hidden_size=HIDDEN_SIZE,
             max_model_len=max_model_len,
             block_size=16,
             num_blocks=1024,
             max_num_seqs=64,
             max_num_batched_tokens=512,
             eos_token_ids=eos_token_ids,
+            weight_bytes=0,
+            kv_kinds=(KVKind(window=None, num_layers=2, bytes_per_token=64),),
         )
         self.refusal: Exception | None = None
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.profiles: list[str] = []
         self.num_sink_calls = 0
         self.num_steps = 0
+        self._num_steps_told = 0
+        self.num_snapshots = 0
+        self.num_output_tokens = 0
         self._play = play
         self._step_seconds = step_seconds
         self._running: dict[str, _Running] = {}
@@ -106,11 +125,49 @@ class FakeEngineClient(EngineClient):
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self._running), num_steps=self.num_steps)
 
+    def snapshot(self) -> EngineSnapshot:
+        if not self._is_alive:
+            raise EngineDead("the engine is dead")
+        self.num_snapshots += 1
+        running = [
+            RequestSnapshot(
+                request_id=entry.request.request_id,
+                slot=slot,
+                priority=0,
+                num_prompt_tokens=len(entry.request.prompt_token_ids),
+                num_cached_tokens=entry.script.num_cached_tokens,
+                num_computed_tokens=len(entry.request.prompt_token_ids) + entry.num_emitted,
+                num_output_tokens=entry.num_emitted,
+                max_tokens=entry.request.max_tokens,
+                num_preemptions=0,
+                block_ids=[slot],
+            )
+            for slot, entry in enumerate(list(self._running.values()))
+        ]
+        num_held, num_blocks = len(running), self.info.num_blocks
+        return EngineSnapshot(
+            stats=self.stats(),
+            num_output_tokens=self.num_output_tokens,
+            running=running,
+            waiting=[],
+            blocks=[1, num_held, 0, num_blocks - num_held],
+        )
+
     def is_alive(self) -> bool:
         return self._is_alive
 
     def reset_prefix_cache(self) -> bool:
         return not self._running
+
+    def start_profile(self, directory: str) -> None:
+        if self.profiles and not self.profiles[-1].endswith("(done)"):
+            raise InvalidRequest("a profile is being recorded already")
+        self.profiles.append(directory)
+
+    def stop_profile(self) -> None:
+        if not self.profiles or self.profiles[-1].endswith("(done)"):
+            raise InvalidRequest("no profile is being recorded")
+        self.profiles[-1] += " (done)"
 
     def close(self) -> None:
         self._end(lambda request: EngineOutput(request_id=request.request_id, finish_reason="abort"))
@@ -130,6 +187,15 @@ class FakeEngineClient(EngineClient):
             if time.monotonic() > deadline:
                 raise TimeoutError("the fake engine's state did not come about")
             time.sleep(0.001)
+
+    def wait_until_told(self) -> None:
+        """Wait until there is nothing more to do, and the sinks have it all. Raises TimeoutError."""
+
+        def is_told() -> bool:
+            with self._changed:
+                return not self._has_work() and self._num_steps_told == self.num_steps
+
+        self.wait_until(is_told)
 
     @property
     def num_running(self) -> int:
@@ -154,7 +220,9 @@ class FakeEngineClient(EngineClient):
                     if output.finish_reason is not None:
                         del self._running[entry.request.request_id]
                 self.num_steps += 1
+                self.num_output_tokens += sum(len(output.new_token_ids) for _, output in news)
             self._send(news)
+            self._num_steps_told += 1
             time.sleep(self._step_seconds)
 
     def _send(self, news: list[tuple[_Running, EngineOutput]]) -> None:
@@ -174,6 +242,8 @@ class FakeEngineClient(EngineClient):
     def _advance(self, entry: _Running) -> EngineOutput:
         request, script = entry.request, entry.script
         common = {"request_id": request.request_id, "num_cached_tokens": script.num_cached_tokens}
+        if request.pooling is not None and not script.error:
+            return EngineOutput(embedding=embedding(request), finish_reason="stop", **common)
         if not entry.prompt_done:
             entry.prompt_done = True
             if request.params.prompt_logprobs is not None:
@@ -209,3 +279,10 @@ class FakeEngineClient(EngineClient):
         """The token is always the second most likely one."""
         top = [(token_id + 1 + i) % self.info.vocab_size if i != 1 else token_id for i in range(num_top)]
         return TokenLogprobs(token_id, -1.5, 2, top, [-0.5 - i for i in range(num_top)])
+
+
+def collect(frontend, *groups):
+    """The results of prompts that a front end generates together."""
+    for _ in frontend.generate(groups):
+        pass
+    return [group.result() for group in groups]

@@ -9,7 +9,7 @@ from naive import naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.attention import paged_attention
+from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family
 from jaxserve.request import EngineRequest, SamplingParams
@@ -21,17 +21,32 @@ MAX_MODEL_LEN = 96
 
 
 class Model:
-    """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay."""
+    """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
-    def __init__(self, name, *, tensor_parallel_size=1, corrupt_token=None, num_blocks=400, has_greedy_steps=False):
+    With `changes` to its config the weights are random ones.
+    """
+
+    def __init__(
+        self,
+        name,
+        *,
+        tensor_parallel_size=1,
+        corrupt_token=None,
+        num_blocks=400,
+        has_special_steps=False,
+        changes=None,
+    ):
         path = GOLDENS / name
-        fields = load_config(path)
+        fields = load_config(path) | (changes or {})
         self.family = get_family(fields)
         self.config = self.family.Config.from_hf(fields)
         self.vocab_size = self.config.vocab_size
         mesh = jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size])
         specs = self.family.param_specs(self.config)
-        self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+        if changes:
+            self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
+        else:
+            self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
         if corrupt_token is not None:
             self.params["embed"] = self.params["embed"].at[corrupt_token].set(np.nan)
         self.runner = Runner(
@@ -40,12 +55,12 @@ class Model:
             params=self.params,
             dtype=np.dtype("float32"),
             mesh=mesh,
-            attention=functools.partial(paged_attention, implementation="xla"),
             block_size=4,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
             max_num_batched_tokens=32,
-            has_greedy_steps=has_greedy_steps,
+            kernels="xla",
+            has_special_steps=has_special_steps,
         )
         self.runner.num_blocks = num_blocks
         self.runner.allocate()
@@ -59,6 +74,7 @@ class Model:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
+            "windows": self.runner.layout.windows,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"

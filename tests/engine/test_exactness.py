@@ -1,5 +1,6 @@
 """Whatever the engine does to be fast, greedy tokens equal those of a full forward pass without a cache."""
 
+import jax
 import numpy as np
 import pytest
 from harness import MAX_MODEL_LEN, Model, Result, drain, request, run
@@ -38,7 +39,7 @@ def test_mixed_lengths_in_chunks(llama, overlap, budget):
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])
 def test_every_bucket_boundary(llama, num_tokens):
     """Steps of one token less than a bucket, as many, and one more: as one prompt, and as that many rows."""
-    assert [bucket.num_tokens for bucket in llama.runner.buckets] == [1, 4, 16, 32]
+    assert [bucket.num_tokens for bucket in llama.runner.buckets] == [1, 4, 8, 16, 32]
     (prompt,) = prompts(llama, [num_tokens], seed=num_tokens)
     asked = {"one": (prompt, 4)}
     assert_naive(llama, run(llama.engine(), [request("one", *asked["one"])]), asked)
@@ -157,7 +158,7 @@ def test_static_scheduler(llama):
 )
 def test_every_family(name):
     # Chunks of at most 16 tokens: fewer shapes to compile. One family takes the steps without a sampler, as on a GPU.
-    model = Model(name, has_greedy_steps=name == "llama_untied")
+    model = Model(name, has_special_steps=name == "llama_untied")
     asked = {f"r{i}": (prompt, 9) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=13))}
     requests = [request(name, *job) for name, job in asked.items()]
     assert_naive(model, run(model.engine(num_blocks=40, max_num_batched_tokens=16), requests), asked)
@@ -168,6 +169,20 @@ def test_tensor_parallel_equals_one_device():
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
     requests = [request(name, *job) for name, job in asked.items()]
     assert_naive(Model("llama_biases_linear_rope"), run(model.engine(num_blocks=40), requests), asked)
+
+
+def test_latents_on_two_devices():
+    """Chunks, prefix hits and preemption, where both devices keep one K for all heads and V is a part of it."""
+    one_device, model = (Model("deepseek_v3_groups", tensor_parallel_size=size) for size in (1, 2))
+    engine = model.engine(num_blocks=20, max_num_batched_tokens=4)  # two shapes to compile
+    asked = {f"r{i}": (prompt, 28) for i, prompt in enumerate(prompts(model, [1, 6, 9, 32], seed=17))}
+    results = run(engine, [request(name, *job) for name, job in asked.items()])
+    assert engine.stats().num_preemptions > 0
+    asked["again"] = (asked["r3"][0] + [1, 2, 3], 5)
+    results |= run(engine, [request("again", *asked["again"])])
+    assert results["again"].num_cached_tokens == 32
+    with jax.set_mesh(one_device.runner.mesh):
+        assert_naive(one_device, results, asked)
 
 
 def test_stop_tokens_end_a_request(llama):

@@ -247,3 +247,33 @@ def test_closing_waits_for_the_step_that_runs(client, monkeypatch):
     monkeypatch.setattr(client._engine.runner, "close", lambda: (events.append("freed"), close()))
     client.close()
     assert events == ["token_ids", "is_corrupted", "freed"]
+
+
+def test_a_snapshot_shows_who_runs_and_what_for(client):
+    idle = client.snapshot()  # the engine sleeps: it is woken for it
+    assert idle.running == idle.waiting == []
+    assert idle.blocks == [0, client.info.num_blocks]
+    outputs = queue.SimpleQueue()
+    client.submit([request(str(name), [1, 2, 3, 4, 5], 50) for name in range(6)], outputs.put)
+    snapshot = client.snapshot()
+    assert len(snapshot.running) + len(snapshot.waiting) == 6
+    assert len(snapshot.waiting) >= 2  # four slots
+    assert sum(snapshot.blocks[1::2]) == client.info.num_blocks
+    collect(outputs, [str(name) for name in range(6)])
+    assert client.snapshot().num_output_tokens == 300
+
+
+def test_snapshots_end_with_the_engine(client):
+    client.close()
+    with pytest.raises(EngineDead):
+        client.snapshot()
+
+
+def test_a_snapshot_that_is_waited_for_ends_with_the_engine(client, monkeypatch):
+    def fail(**_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(client._engine.scheduler, "snapshot", fail)
+    with pytest.raises(EngineDead, match="the device is gone"):
+        client.snapshot()
+    assert not client.is_alive()

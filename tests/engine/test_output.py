@@ -65,7 +65,7 @@ class TestStopChecker:
             assert (shown, stop) == expected(text, stops, include=include)
             assert all(shown.startswith(step) for step in steps), "text was shown that is not in the result"
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=500)
     @given(
         pieces=st.lists(st.text("ab", max_size=4), max_size=12),
         stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
@@ -76,7 +76,7 @@ class TestStopChecker:
         assert (shown, stop) == expected("".join(pieces), stops, include=include)
         assert all(shown.startswith(step) for step in steps)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(
         pieces=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=12),
         stop=st.text("ab", min_size=1, max_size=4),

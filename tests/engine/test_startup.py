@@ -4,14 +4,18 @@ import dataclasses
 import pathlib
 
 import jax
+import numpy as np
 import pytest
 from harness import GOLDENS, Model
 
+from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
-from jaxserve.errors import OutOfMemory
+from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.execution.runner import StepKey
+from jaxserve.models import get_family
+from jaxserve.scheduling.block_needs import BlockNeeds
 
 CONFIG = EngineConfig(
     model=str(GOLDENS / "llama_biases_linear_rope"), load_format="dummy", max_model_len=64, warmup=False
@@ -26,6 +30,17 @@ def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
     assert startup._available_memory(mesh) == 2500 * 1024
     monkeypatch.setattr(startup, "MEMINFO", pathlib.Path("/no/such/file"))
     assert startup._available_memory(mesh) > 2**27
+
+
+def test_a_step_reads_the_experts_of_one_token_at_least():
+    family = get_family(QWEN3_30B_A3B)
+    config = family.Config.from_hf(QWEN3_30B_A3B)
+    num_bytes = startup._bytes_of_every_step(family.param_specs(config), config, dtype=np.dtype(np.float16))
+    experts = 48 * 8 * 3 * 768 * 2048
+    attention = 48 * (2 * 32 + 2 * 4) * 128 * 2048
+    rest = 151_936 * 2048 + 48 * 128 * 2048
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert num_bytes == 2 * (experts + attention + rest + norms)
 
 
 def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
@@ -47,16 +62,23 @@ def test_a_start_that_fails_leaves_nothing_on_the_device():
     assert len(jax.live_arrays()) <= before
 
 
+def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch):
+    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    with pytest.raises(ConfigError, match=r"no kernel for this model: .* float32"):
+        startup.start_engine(CONFIG, mesh=None, progress=False)
+
+
 def test_slots_are_part_of_what_steps_take(monkeypatch):
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
     monkeypatch.setattr(runner, "_kv_cache", None)
-    largest = StepKey(runner.buckets[-1], is_greedy_only=False)
+    largest = StepKey(runner.buckets[-1], is_plain=False, is_decode_only=False)
     memory = runner._lower_step(largest).compile().memory_analysis()
     made = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert runner.measure_step_memory() == slots + made
 
 
 def test_positions_of_a_huge_pool_are_int32():
-    num_blocks = choose_num_blocks(2**50, 2**8, max_model_len=64, block_size=16)
+    needs = BlockNeeds(windows=(None,), block_size=16, max_chunk=64)
+    num_blocks = choose_num_blocks(2**50, 2**8, max_model_len=64, needs=needs)
     assert num_blocks * 16 + 2**20 < 2**31

@@ -1,0 +1,211 @@
+"""The engine's process: the other side of `remote`. The server's parent starts `python -m jaxserve.engine.process`.
+
+The engine runs in a thread, as LocalEngineClient has it, and sends each client what a step has for it as one message.
+The main thread reads what the clients want, and sends the stats; it never waits for a step.
+"""
+
+import collections
+import contextlib
+import logging
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from jaxserve import logs
+from jaxserve.config import EngineConfig
+from jaxserve.engine import wire
+from jaxserve.engine.client import EngineClient, EngineStats
+from jaxserve.engine.subprocesses import Parent, run_child
+from jaxserve.errors import JaxserveError
+from jaxserve.request import EngineOutput, EngineRequest, Refusal
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL = 0.1
+"""Seconds between two snapshots for the clients while there is something new, ten times that while there is not."""
+
+POLL_MILLISECONDS = 50
+MAX_MESSAGES = 100  # read between two looks at everything else: however many come, the stats go out
+LINGER_SECONDS = 2
+"""How long the news of the engine's death may take to reach its clients."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells the engine's process: its options, and the folder of the sockets."""
+
+    engine: EngineConfig
+    folder: str
+    log_level: str
+    log_format: logs.Format
+
+
+class _Peer:
+    """One client: its socket, and which of its requests run. The engine's thread and the main thread both send."""
+
+    def __init__(self, name: str, socket: zmq.Socket[bytes], is_alive: Callable[[], bool]):
+        self.name = name
+        self.unfinished: set[str] = set()
+        self._socket = socket
+        self._is_alive = is_alive
+        self._knows_of_death = False
+        self._lock = threading.Lock()  # a ZMQ socket may change threads, but not serve two at once
+
+    def send(self, message: wire.ToClient) -> None:
+        """Send, or queue what the client has not yet read: the engine never waits for a client."""
+        data = wire.encode(message)
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(data, zmq.NOBLOCK)
+
+    def take(self, outputs: list[EngineOutput]) -> None:
+        """The sink of all requests of this client."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.unfinished.discard(output.request_id)
+        if not self._knows_of_death and not self._is_alive():
+            self._knows_of_death = True
+            self.send(wire.Died(outputs[0].error or "it is closed"))
+        self.send(wire.Outputs(outputs))
+
+    def close(self, *, linger_seconds: int) -> None:
+        with self._lock:
+            self._socket.close(linger=linger_seconds * 1000)
+
+
+class EngineServer:
+    """Serves one EngineClient, of any kind, to the clients that say Hello in `folder`."""
+
+    def __init__(self, client: EngineClient, folder: pathlib.Path):
+        self._client = client
+        self._folder = folder
+        self._peers: dict[str, _Peer] = {}
+        self._gone: collections.deque[str] = collections.deque()
+        self._is_stopping = threading.Event()
+        self._context = zmq.Context()
+        self._incoming = self._context.socket(zmq.PULL)
+        self._incoming.set_hwm(0)
+        self._incoming.bind(wire.engine_address(folder))
+        self._stats: EngineStats | None = None
+        self._stats_sent = 0.0
+
+    def run(self) -> bool:
+        """Serve until `stop`, or the engine's death. Returns whether the engine was alive to the end."""
+        while not self._is_stopping.is_set() and self._client.is_alive():
+            if self._incoming.poll(POLL_MILLISECONDS):
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(MAX_MESSAGES):
+                        self._handle(wire.decode_to_engine(self._incoming.recv(zmq.NOBLOCK)))
+            while self._gone:
+                self._forget(self._gone.popleft())
+            self._send_stats()
+        is_alive = self._client.is_alive()
+        self._client.close()
+        for peer in self._peers.values():
+            peer.close(linger_seconds=0 if is_alive else LINGER_SECONDS)
+        self._incoming.close(linger=0)
+        self._context.term()
+        return is_alive
+
+    def stop(self) -> None:
+        """End `run`; from any thread."""
+        self._is_stopping.set()
+
+    def client_gone(self, name: str) -> None:
+        """A client's process has ended: abort what it has left. From any thread."""
+        self._gone.append(name)
+
+    def _handle(self, message: wire.ToEngine) -> None:
+        peer = self._peers.get(message.client)
+        if isinstance(message, wire.Hello):
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)  # what a slow client has not read is bounded by the max_tokens of its requests
+            socket.connect(wire.client_address(self._folder, message.client))
+            peer = self._peers[message.client] = _Peer(message.client, socket, self._client.is_alive)
+            peer.send(wire.Welcome(self._client.info))
+            peer.send(wire.Stats(self._client.stats()))
+            return
+        if peer is None:
+            return  # it has ended, but its last words came later
+        match message:
+            case wire.Submit(requests=requests):
+                self._submit(peer, requests)
+            case wire.Abort(request_ids=request_ids):
+                peer.unfinished.difference_update(request_ids)
+                self._client.abort(request_ids)
+            case wire.Call():
+                threading.Thread(target=self._call, args=(peer, message), daemon=True).start()
+
+    def _submit(self, peer: _Peer, requests: list[EngineRequest]) -> None:
+        ids = [request.request_id for request in requests]
+        peer.unfinished.update(ids)  # before: they may finish while `submit` returns
+        try:
+            self._client.submit(requests, peer.take)
+        except JaxserveError as error:
+            refusal = Refusal.of(error)
+            peer.take(
+                [EngineOutput(request_id=i, finish_reason="error", error=str(error), refusal=refusal) for i in ids]
+            )
+
+    def _call(self, peer: _Peer, call: wire.Call) -> None:
+        """In a thread of its own: these wait for a step."""
+        methods: dict[wire.Method, Callable[..., object]] = {
+            "reset_prefix_cache": self._client.reset_prefix_cache,
+            "start_profile": self._client.start_profile,
+            "stop_profile": self._client.stop_profile,
+            "snapshot": self._client.snapshot,
+        }
+        try:
+            peer.send(wire.Answer(call.number, methods[call.method](*call.arguments)))
+        except JaxserveError as error:
+            peer.send(wire.Answer(call.number, None, Refusal.of(error)))
+        except Exception as error:  # or the caller would wait for an answer that never comes
+            logger.exception("%s has failed", call.method)
+            peer.send(wire.Answer(call.number, None, Refusal.of(JaxserveError(f"{call.method}: {error}"))))
+
+    def _forget(self, name: str) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            logger.warning("client %s is gone: %d of its requests are aborted", name, len(peer.unfinished))
+            self._client.abort(list(peer.unfinished))
+            peer.close(linger_seconds=0)
+
+    def _send_stats(self) -> None:
+        now = time.monotonic()
+        stats = self._client.stats()
+        if now - self._stats_sent >= (10 * STATS_INTERVAL if stats == self._stats else STATS_INTERVAL):
+            self._stats, self._stats_sent = stats, now
+            for peer in self._peers.values():
+                peer.send(wire.Stats(stats))
+
+
+def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
+    """Serve `client` until the parent lets go of this process or the engine dies. Returns the exit code."""
+    server = EngineServer(client, folder)
+
+    def on_command(command: str) -> None:
+        word, _, name = command.partition(" ")
+        if word == "gone":
+            server.client_gone(name)
+
+    parent.on_command, parent.on_end = on_command, server.stop
+    parent.answer()
+    return 0 if server.run() else 1
+
+
+def _main(parent: Parent) -> int:
+    settings = parent.settings(Settings)
+    parent.folder = settings.folder
+    logs.configure(settings.log_level, settings.log_format)
+    from jaxserve.engine.local import LocalEngineClient
+
+    client = LocalEngineClient.start(settings.engine, progress=True)
+    return serve(parent, client, pathlib.Path(settings.folder))
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(_main))

@@ -1,0 +1,204 @@
+"""The client of an engine in another process: what an API worker holds. No jax here.
+
+Messages are read in the event loop that `connect` ran in, so that a step's outputs reach their streams without a change
+of threads; `process` is the other side.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import pathlib
+import threading
+import time
+from typing import Any, Self, override
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jaxserve.engine import wire
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, OutputSink
+from jaxserve.errors import EngineDead, InvalidRequest, Unavailable
+from jaxserve.request import EngineOutput, EngineRequest
+
+logger = logging.getLogger(__name__)
+
+SILENCE_LIMIT = 30.0
+"""Seconds without a word (the engine's process sends its stats every second at least) after which it counts as dead."""
+
+CALL_TIMEOUT = 60.0
+"""Seconds to wait for the answer to one of the rare calls."""
+
+
+class RemoteEngineClient(EngineClient):
+    """One of the clients of an engine process. Request ids must not be used twice.
+
+    `submit` and `abort` may come from any thread, but cost least in the event loop; the calls that wait for an answer
+    must come from another one. Sinks are called in the event loop.
+    """
+
+    def __init__(self, folder: pathlib.Path, name: str):
+        """Use `connect`."""
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._context = zmq.asyncio.Context()
+        self._incoming = self._context.socket(zmq.PULL)
+        self._incoming.set_hwm(0)  # what is on its way is bounded by the max_tokens of its requests
+        self._incoming.bind(wire.client_address(folder, name))
+        self._outgoing = self._context.socket(zmq.PUSH)
+        self._outgoing.set_hwm(0)
+        self._outgoing.connect(wire.engine_address(folder))
+        self._sinks: dict[str, OutputSink] = {}
+        self._calls: dict[int, concurrent.futures.Future[Any]] = {}
+        self._stats = EngineStats()
+        self._last_heard = time.monotonic()
+        self._death: str | None = None
+
+    @classmethod
+    async def connect(cls, folder: pathlib.Path, name: str) -> Self:
+        """Wait until the engine that reads in `folder` runs. `name` must be new to it. Cancel to give up."""
+        client = cls(folder, name)
+        client._send(wire.encode(wire.Hello(name)))
+        while not isinstance(message := wire.decode_to_client(await client._incoming.recv()), wire.Welcome):
+            pass
+        client.info = message.info
+        client._last_heard = time.monotonic()
+        client._reader = asyncio.create_task(client._read())
+        return client
+
+    info: EngineInfo
+    _reader: asyncio.Task[None]
+
+    @override
+    def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
+        self._raise_if_dead()
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) < len(ids) or not self._sinks.keys().isdisjoint(ids):
+            raise InvalidRequest("a request with this id is running already", param="request_id")
+        message = wire.encode(wire.Submit(self._name, requests))
+        self._sinks.update(dict.fromkeys(ids, sink))
+        self._send(message)
+
+    @override
+    def abort(self, request_ids: list[str]) -> None:
+        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        if known and self._death is None:
+            self._send(wire.encode(wire.Abort(self._name, known)))
+
+    @override
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @override
+    def snapshot(self) -> EngineSnapshot:
+        return msgspec.convert(self._call("snapshot"), EngineSnapshot)
+
+    @override
+    def is_alive(self) -> bool:
+        if self._death is None and time.monotonic() - self._last_heard > SILENCE_LIMIT:
+            self._death = f"nothing has been heard of it for {SILENCE_LIMIT:.0f} s"
+        return self._death is None
+
+    @override
+    def reset_prefix_cache(self) -> bool:
+        return self._call("reset_prefix_cache")
+
+    @override
+    def start_profile(self, directory: str) -> None:
+        self._call("start_profile", directory)
+
+    @override
+    def stop_profile(self) -> None:
+        self._call("stop_profile")
+
+    def engine_died(self, reason: str) -> None:
+        """The engine's process has ended: tell everyone who waits for it. In the event loop."""
+        if self._death is None:
+            self._death = reason
+        message = f"the engine has stopped: {reason}"
+        self._deliver([EngineOutput(request_id=i, finish_reason="error", error=message) for i in self._sinks])
+        self._end_calls(message)
+
+    @override
+    def close(self) -> None:
+        """Leave the engine, which goes on. In the event loop."""
+        if not self._context.closed:
+            self._death = self._death or "the connection is closed"
+            self._end_calls(self._death)  # a thread that waits for an answer would hold up the end of the process
+            self._reader.cancel()
+            self._context.destroy(linger=0)
+
+    def _raise_if_dead(self) -> None:
+        if not self.is_alive():
+            raise EngineDead(f"the engine has stopped: {self._death}")
+
+    def _send(self, message: bytes) -> None:
+        if threading.get_ident() == self._thread:
+            self._outgoing.send(message)
+        else:
+            self._loop.call_soon_threadsafe(self._outgoing.send, message)
+
+    def _call(self, method: wire.Method, *arguments: str) -> Any:
+        assert threading.get_ident() != self._thread, "the answer comes through the event loop: wait in a thread"
+        self._raise_if_dead()
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def send() -> None:
+            if self._context.closed:  # since it was asked for
+                answer.set_exception(EngineDead("the connection is closed"))
+                return
+            number = len(self._calls) and max(self._calls) + 1
+            self._calls[number] = answer
+            self._send(wire.encode(wire.Call(self._name, number, method, list(arguments))))
+
+        self._loop.call_soon_threadsafe(send)
+        try:
+            return answer.result(timeout=CALL_TIMEOUT)
+        except TimeoutError:
+            raise Unavailable(f"the engine has been in a step for {CALL_TIMEOUT:.0f} s") from None
+
+    def _end_calls(self, message: str) -> None:
+        for call in self._calls.values():
+            call.set_exception(EngineDead(message))
+        self._calls.clear()
+
+    async def _read(self) -> None:
+        """Take what the engine sends, until the end."""
+        while True:
+            message = wire.decode_to_client(await self._incoming.recv())
+            self._last_heard = time.monotonic()
+            match message:
+                case wire.Outputs(outputs):
+                    self._deliver(outputs)
+                case wire.Stats(stats):
+                    self._stats = stats
+                case wire.Answer(number, value, refusal):
+                    self._answer(number, value, None if refusal is None else refusal.error())
+                case wire.Died(reason):
+                    self._death = reason  # the outputs that say so follow
+
+    def _answer(self, number: int, value: Any, error: Exception | None) -> None:
+        call = self._calls.pop(number)
+        if error is None:
+            call.set_result(value)
+        else:
+            call.set_exception(error)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Hand outputs to the sinks, a list each; those of aborted requests, still on their way, to none."""
+        by_sink: dict[OutputSink, list[EngineOutput]] = collections.defaultdict(list)
+        sinks = self._sinks
+        for output in outputs:
+            sink = sinks.get(output.request_id)
+            if sink is not None:
+                by_sink[sink].append(output)
+                if output.finish_reason is not None:
+                    del sinks[output.request_id]
+        for sink, batch in by_sink.items():
+            try:
+                sink(batch)
+            except Exception:  # the callers of the other requests must not pay for it
+                logger.exception("a sink has raised; its requests are aborted")
+                self.abort([output.request_id for output in batch])

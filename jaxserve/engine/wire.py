@@ -1,0 +1,94 @@
+"""What the engine's process and its clients say to each other: msgspec structs as msgpack, over ZMQ on Unix sockets.
+
+The engine reads `engine.sock` in a private folder; each client reads a socket of its own there, named after itself.
+No pickle: a message that is none of these structs is refused by the decoder.
+"""
+
+import pathlib
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.engine.client import EngineInfo, EngineStats
+from jaxserve.request import EngineOutput, EngineRequest, Refusal
+
+Method = Literal["reset_prefix_cache", "start_profile", "stop_profile", "snapshot"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A client is there and reads its socket; answered by Welcome as soon as the engine runs."""
+
+    client: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """`EngineClient.submit`: all of `requests`, or none: then each gets an output with the refusal."""
+
+    client: str
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """`EngineClient.abort`."""
+
+    client: str
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One of the rare calls of an EngineClient that have an answer; `number` is repeated in it."""
+
+    client: str
+    number: int
+    method: Method
+    arguments: list[str] = []
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine runs."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All that one step has for the requests of one client."""
+
+    outputs: list[EngineOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine's snapshot, every so often: its heartbeat too."""
+
+    stats: EngineStats
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a Call has returned, or why it could not."""
+
+    number: int
+    value: Any = None
+    refusal: Refusal | None = None
+
+
+class Died(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine's loop has ended with an error; the last outputs of its requests follow, then the process ends."""
+
+    reason: str
+
+
+type ToEngine = Hello | Submit | Abort | Call
+type ToClient = Welcome | Outputs | Stats | Answer | Died
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
+
+
+def engine_address(folder: pathlib.Path) -> str:
+    """The ZMQ address that the engine reads."""
+    return f"ipc://{folder / 'engine.sock'}"
+
+
+def client_address(folder: pathlib.Path, client: str) -> str:
+    """The ZMQ address that this client reads."""
+    return f"ipc://{folder / client}.sock"

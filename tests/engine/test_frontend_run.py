@@ -1,0 +1,256 @@
+"""Frontend.run: prompts in an event loop."""
+
+import asyncio
+import threading
+
+import pytest
+from engine.fake_client import Script, collect, echo
+
+from jaxserve.engine.stream import PROMPTS_A_TURN, Dispatcher
+from jaxserve.errors import EngineDead, QueueFull, RequestFailed
+from jaxserve.request import EngineOutput, SamplingParams
+
+
+def ignore(_index, _delta):
+    """For those who look at the results only."""
+
+
+class TestRun:
+    def test_runs_equal_generate(self, start, tokenizer):
+        frontend = start(tokenizer)
+        prompts = ["the upon", "a 🦙 b", "Once"] * 5
+        params = SamplingParams(max_tokens=30, n=2, logprobs=1)
+        groups = [frontend.prepare(prompt, params, request_id=f"sync-{i}") for i, prompt in enumerate(prompts)]
+        expected = [result.outputs for result in collect(frontend, *groups)]
+
+        async def some(name, prompts):
+            groups = [frontend.prepare(prompt, params, request_id=f"{name}-{i}") for i, prompt in enumerate(prompts)]
+            texts, ids, finished = {}, {}, {}
+
+            def take(index, delta):
+                for completion in delta.outputs:
+                    key = (index, completion.index)
+                    texts[key] = texts.get(key, "") + completion.text
+                    ids[key] = ids.get(key, []) + completion.token_ids
+                    assert len(completion.logprobs) == len(completion.token_ids)
+                finished.setdefault(index, []).append(delta.finished)
+
+            await frontend.run(groups, take)
+            assert set(finished) == set(range(len(prompts)))
+            for said in finished.values():
+                assert said == [False] * (len(said) - 1) + [True]
+            results = [group.result().outputs for group in groups]
+            for index, result in enumerate(results):
+                assert [completion.text for completion in result] == [texts[index, i] for i in range(2)]
+                assert [completion.token_ids for completion in result] == [ids[index, i] for i in range(2)]
+            return results
+
+        async def all_of_them():
+            return await asyncio.gather(some("a", prompts[:1]), some("b", prompts[1:4]), some("c", prompts[4:]))
+
+        assert [result for part in asyncio.run(all_of_them()) for result in part] == expected
+
+    def test_one_call_into_the_loop_a_step(self, start, tokenizer):
+        frontend = start(tokenizer, step_seconds=0.002)
+
+        async def main():
+            calls = []
+            loop = asyncio.get_running_loop()
+            original = loop.call_soon_threadsafe
+            loop.call_soon_threadsafe = lambda *args: (calls.append(args), original(*args))
+            groups = [frontend.prepare("the", SamplingParams(max_tokens=20), request_id=str(i)) for i in range(10)]
+            await asyncio.gather(*(frontend.run([group], ignore) for group in groups))
+            return len(calls)
+
+        assert asyncio.run(main()) == frontend.client.num_sink_calls <= frontend.client.num_steps <= 30
+
+    def test_what_has_come_meanwhile_is_one_piece(self, start, tokenizer):
+        frontend = start(tokenizer)
+        deltas = []
+
+        async def main():
+            group = frontend.prepare("the", SamplingParams(max_tokens=40), request_id="x")
+            running = asyncio.create_task(frontend.run([group], lambda _, delta: deltas.append(delta)))
+            await asyncio.sleep(0)
+            frontend.client.wait_until_told()  # the loop is blocked
+            await running
+
+        asyncio.run(main())
+        (delta,) = deltas
+        assert len(delta.outputs[0].token_ids) == 40
+
+    def test_a_newcomer_goes_before_those_who_have_begun(self, start, tokenizer):
+        """and a step's news come in turns, between which the loop does other things."""
+        frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
+        names, seen, between = [f"{i}" for i in range(2 * PROMPTS_A_TURN)], [], []
+
+        async def main():
+            def told(name):
+                return lambda _index, _delta: seen.append(name)
+
+            def token(name):
+                return EngineOutput(request_id=f"{name}-0", new_token_ids=[5])
+
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        frontend.run([frontend.prepare("the", SamplingParams(), request_id=name)], told(name))
+                    )
+                    for name in [*names, "new"]
+                ]
+                await asyncio.sleep(0)
+                sink = frontend._dispatcher.sink
+                sink([token(name) for name in names])
+                while len(seen) < len(names):
+                    await asyncio.sleep(0)
+                seen.clear()
+                sink([token(name) for name in names])
+                sink([token("new")])
+                while len(seen) <= len(names):
+                    await asyncio.sleep(0)
+                    between.append(len(seen))
+                for task in running:
+                    task.cancel()
+
+        asyncio.run(main())
+        assert seen == ["new", *names]
+        assert between[0] <= PROMPTS_A_TURN < len(seen) == between[-1]
+
+    def test_cancelling_aborts(self, start, tokenizer):
+        frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
+
+        async def main():
+            groups = [frontend.prepare("the", SamplingParams(n=2), request_id=name) for name in "xy"]
+            seen = asyncio.Event()
+            running = asyncio.create_task(frontend.run(groups, lambda *_: seen.set()))
+            await asyncio.wait_for(seen.wait(), 20)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert frontend._dispatcher._prompts == {}
+
+        asyncio.run(main())
+        assert sorted(frontend.client.aborted) == ["x-0", "x-1", "y-0", "y-1"]
+        assert frontend.client.num_running == 0
+
+    def test_a_stop_string_aborts_in_the_engine(self, start, tokenizer):
+        frontend = start(tokenizer, lambda request: Script(token_ids=echo(request).token_ids, hangs=True))
+        group = frontend.prepare("abcd", SamplingParams(stop=["d a"]), request_id="x")
+        asyncio.run(frontend.run([group], ignore))
+        completion = group.result().outputs[0]
+        assert (completion.text, completion.finish_reason, completion.stop_reason) == (" abc", "stop", "d a")
+        assert frontend.client.aborted == ["x-0"]
+
+    def test_a_failed_request_raises(self, start, tokenizer):
+        def play(request):
+            is_first = request.request_id == "x-0"
+            return Script(token_ids=[5], hangs=is_first, error=None if is_first else "NaN")
+
+        frontend = start(tokenizer, play)
+        with pytest.raises(RequestFailed, match="NaN"):
+            asyncio.run(frontend.run([frontend.prepare("the", SamplingParams(n=2), request_id="x")], ignore))
+        assert frontend.client.aborted == ["x-0"], "its sibling is aborted"
+
+    def test_one_failed_prompt_aborts_the_others(self, start, tokenizer):
+        def play(request):
+            is_bad = request.request_id == "b-0"
+            return Script(token_ids=[5], hangs=not is_bad, error="NaN" if is_bad else None)
+
+        frontend = start(tokenizer, play)
+        groups = [frontend.prepare("the", SamplingParams(), request_id=name) for name in "abc"]
+        with pytest.raises(RequestFailed, match="NaN"):
+            asyncio.run(frontend.run(groups, ignore))
+        assert sorted(frontend.client.aborted) == ["a-0", "c-0"]
+
+    def test_what_came_before_a_failure_is_shown_first(self, start, byte_level):
+        token_ids = byte_level.encode("abc")
+        frontend = start(byte_level, lambda _: Script(token_ids=token_ids, error="NaN"))
+        deltas = []
+
+        async def main():
+            group = frontend.prepare("the", SamplingParams(), request_id="x")
+            running = asyncio.create_task(frontend.run([group], lambda _, delta: deltas.append(delta)))
+            await asyncio.sleep(0)
+            frontend.client.wait_until_told()  # all of it has come when it is this prompt's turn
+            with pytest.raises(RequestFailed, match="NaN"):
+                await running
+
+        asyncio.run(main())
+        assert [(delta.outputs[0].text, delta.finished) for delta in deltas] == [("abc", False)]
+
+    def test_who_cannot_take_pays_alone(self, start, tokenizer):
+        frontend = start(tokenizer, step_seconds=0.001)
+
+        def fall(_index, _delta):
+            raise ZeroDivisionError
+
+        async def main():
+            groups = [frontend.prepare("the", SamplingParams(max_tokens=20), request_id=name) for name in "xy"]
+            return await asyncio.gather(
+                frontend.run(groups[:1], fall), frontend.run(groups[1:], ignore), return_exceptions=True
+            )
+
+        assert [type(outcome) for outcome in asyncio.run(main())] == [ZeroDivisionError, type(None)]
+        assert frontend.client.aborted == ["x-0"]
+
+    @pytest.mark.parametrize("silently", [False, True])
+    def test_engine_death_reaches_everyone(self, start, tokenizer, silently):
+        frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
+
+        async def main():
+            groups = [frontend.prepare("the", SamplingParams(), request_id=f"{i}") for i in range(4)]
+            tasks = [asyncio.create_task(frontend.run([group], ignore)) for group in groups]
+            await asyncio.sleep(0.05)
+            frontend.client.die(silently=silently)
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+        assert [type(error) for error in asyncio.run(main())] == [EngineDead] * 4
+
+    def test_closing_the_engine_ends_requests_as_aborted(self, start, tokenizer):
+        frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
+        group = frontend.prepare("the", SamplingParams(), request_id="x")
+
+        async def main():
+            seen = asyncio.Event()
+            running = asyncio.create_task(frontend.run([group], lambda *_: seen.set()))
+            await asyncio.wait_for(seen.wait(), 20)
+            await asyncio.to_thread(frontend.client.close)
+            await running
+
+        asyncio.run(main())
+        assert group.result().outputs[0].finish_reason == "abort"
+
+    def test_a_refused_request_leaves_nothing_behind(self, start, tokenizer):
+        frontend = start(tokenizer)
+
+        async def main():
+            frontend.client.refusal = QueueFull("full")
+            with pytest.raises(QueueFull):
+                await frontend.run([frontend.prepare("the", SamplingParams(), request_id="x")], ignore)
+            assert frontend._dispatcher._prompts == {}
+            assert frontend.client.aborted == []
+            frontend.client.refusal = None
+            await frontend.run([frontend.prepare("the", SamplingParams(), request_id="x")], ignore)
+            assert frontend._dispatcher._prompts == {}
+
+        asyncio.run(main())
+
+    def test_a_loop_that_is_gone_aborts_its_requests(self, start, tokenizer):
+        client = start(tokenizer).client
+        loop = asyncio.new_event_loop()
+        sink = Dispatcher(client, loop).sink
+        loop.close()
+        engine = threading.Thread(target=sink, args=([EngineOutput(request_id="x-0", new_token_ids=[5])],))
+        engine.start()
+        engine.join()
+        assert client.aborted == ["x-0"]
+
+    def test_nothing_to_run(self, start, tokenizer):
+        asyncio.run(asyncio.wait_for(start(tokenizer).run([], ignore), 20))
+
+    def test_a_second_loop(self, start, tokenizer):
+        frontend = start(tokenizer)
+        groups = [frontend.prepare("the", SamplingParams(), request_id=name) for name in "xy"]
+        for group in groups:
+            asyncio.run(frontend.run([group], ignore))
+        assert groups[0].result().outputs == groups[1].result().outputs

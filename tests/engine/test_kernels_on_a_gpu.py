@@ -1,0 +1,67 @@
+"""The engine with the kernels for Hopper GPUs against plain XLA in bfloat16, where there is such a GPU."""
+
+import random
+
+import jax
+import pytest
+from tiny_tokenizer import byte_level
+
+from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
+
+NUM_TOKENS = 24
+SHAPES = {
+    "llama": {},
+    "many heads": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 80},
+    "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40, "head_dim": 64},
+    # A token has all of them: which are best may depend on rounding.
+    "experts": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 64,
+        "moe_intermediate_size": 192,
+        "num_experts": 8,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+}
+SMALL = LLAMA_100M | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape):
+    """Chunks, prefix hits, many rows and few: each greedy token is the likeliest in plain XLA too, up to rounding."""
+    folder = str(write_config(byte_level(tmp_path / "model"), SMALL | SHAPES[shape]))
+    rng = random.Random(0)
+    shared = [rng.randrange(1000) for _ in range(40)]
+    prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]
+    prompts += [shared + prompt for prompt in prompts[:10]]
+    options = {"load_format": "dummy", "max_num_batched_tokens": 256, "max_num_seqs": 32, "warmup": False}
+    options |= {"kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
+
+    with LLM(folder, kernels="sm90", **options) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        texts = [prompt + list(llm.generate([prompt], greedy)[0].outputs[0].token_ids) for prompt in prompts[:3]]
+        outputs = llm.generate(prompts, greedy)
+        texts += [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    with LLM(folder, kernels="xla", **options) as llm:
+        scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    behind = []
+    for text, output in zip(texts, scored, strict=True):
+        for token, choices in zip(text[-NUM_TOKENS:], output.prompt_logprobs[-NUM_TOKENS:], strict=True):
+            behind.append(max(choice.logprob for choice in choices.values()) - choices[token].logprob)
+    assert max(behind) < 0.03  # of logits that differ by some 1e-2 between two ways of rounding
+    assert sum(gap > 0 for gap in behind) < 0.1 * len(behind)

@@ -1,0 +1,416 @@
+"""The wire: a client of an engine elsewhere gets what one in the same process would."""
+
+import asyncio
+import contextlib
+import pathlib
+import shutil
+import tempfile
+import threading
+
+import msgspec
+import pytest
+from engine.fake_client import FakeEngineClient, Script
+from server.serving import byte_tokenizer
+
+from jaxserve.engine import remote, wire
+from jaxserve.engine.frontend import Frontend
+from jaxserve.engine.process import EngineServer
+from jaxserve.engine.remote import RemoteEngineClient
+from jaxserve.errors import (
+    CapacityExceeded,
+    EngineDead,
+    InvalidRequest,
+    JaxserveError,
+    QueueFull,
+    RequestFailed,
+    Unavailable,
+)
+from jaxserve.request import EngineOutput, EngineRequest, Refusal, SamplingParams, TokenLogprobs
+
+
+class Engine:
+    """A scripted engine and its side of the wire, in threads."""
+
+    def __init__(self, **options):
+        self.play = lambda request: Script(token_ids=request.prompt_token_ids[: request.max_tokens])
+        self.client = FakeEngineClient(lambda request: self.play(request), **options)
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))  # short, as the path of a Unix socket must be
+        self.server = EngineServer(self.client, self.folder)
+        self.was_alive = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        self.was_alive = self.server.run()
+
+    def close(self):
+        self.server.stop()
+        self.thread.join(timeout=10)
+        assert not self.thread.is_alive()
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def request(name="a", prompt=(5, 6, 7, 8), max_tokens=4, **params):
+    return EngineRequest(
+        request_id=name,
+        group_id=name,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**params),
+        max_tokens=max_tokens,
+    )
+
+
+@contextlib.asynccontextmanager
+async def connected(engine, *names):
+    clients = [await asyncio.wait_for(RemoteEngineClient.connect(engine.folder, name), 10) for name in names]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class Sink:
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, outputs):
+        self.batches.append(outputs)
+
+    @property
+    def outputs(self):
+        return [output for batch in self.batches for output in batch]
+
+    @property
+    def reasons(self):
+        return {output.request_id: output.finish_reason for output in self.outputs if output.finish_reason}
+
+    def tokens(self, name):
+        return [token for output in self.outputs if output.request_id == name for token in output.new_token_ids]
+
+
+def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):
+    async def run():
+        async with connected(engine, "x", "y") as (x, y):
+            ours, theirs = Sink(), Sink()
+            x.submit([request("a"), request("b", prompt=(9, 10, 11))], ours)
+            y.submit([request("c", prompt=(3, 4))], theirs)
+            await until(lambda: len(ours.reasons) == 2 and len(theirs.reasons) == 1)
+            assert x.info == engine.client.info
+            return ours, theirs
+
+    ours, theirs = asyncio.run(run())
+    assert ours.tokens("a") == [5, 6, 7, 8]
+    assert ours.tokens("b") == [9, 10, 11]
+    assert theirs.tokens("c") == [3, 4]
+    assert ours.reasons == {"a": "length", "b": "stop"}
+    assert len(ours.batches) < len(ours.outputs)
+
+
+def test_a_request_arrives_as_it_was_sent(engine):
+    sent = EngineRequest(
+        request_id="a",
+        group_id="a",
+        prompt_token_ids=[1, 2],
+        params=SamplingParams(temperature=0, logit_bias={3: -1.5}, stop=["x", "y"], logprobs=2, seed=-(2**63)),
+        max_tokens=3,
+        stop_token_ids=frozenset([2, 7]),
+        bad_word_ids=((1, 2), (3,)),
+        seed=2**63 - 1,
+        priority=-4,
+        cache_salt="pepper",
+    )
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            sink = Sink()
+            x.submit([sent], sink)
+            await until(lambda: sink.reasons)
+
+    asyncio.run(run())
+    (received,) = engine.client.submitted
+    assert msgspec.to_builtins(received) == msgspec.to_builtins(sent)
+
+
+def test_an_output_arrives_as_it_was_sent():
+    top = TokenLogprobs(4, -0.25, 1, [4, 9], [-0.25, float("-inf")])
+    sent = EngineOutput(
+        request_id="a", new_token_ids=[4], logprobs=[top], prompt_logprobs=[top], embedding=b"\x00\xff", error="no"
+    )
+    assert wire.decode_to_client(wire.encode(wire.Outputs([sent]))) == wire.Outputs([sent])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        QueueFull("100 are waiting", retry_after=2.5),
+        CapacityExceeded("too long", param="max_tokens", code="capacity_exceeded"),
+        InvalidRequest("odd", param="prompt"),
+        EngineDead("gone"),
+        RequestFailed("NaN"),
+    ],
+)
+def test_a_refusal_comes_as_the_error_it_was(engine, error):
+    engine.client.refusal = error
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            sink = Sink()
+            x.submit([request("a"), request("b")], sink)
+            await until(lambda: len(sink.reasons) == 2)
+            engine.client.refusal = None
+            x.submit([request("a")], sink)  # its id is free again
+            await until(lambda: sink.tokens("a"))
+            return sink
+
+    refusal = asyncio.run(run()).outputs[0].refusal
+    assert type(refusal.error()) is type(error)
+    assert str(refusal.error()) == str(error)
+    assert vars(refusal.error()) == vars(error)
+
+
+def test_a_full_queue_is_an_error_before_anything_has_come(engine):
+    engine.client.refusal = QueueFull("100 are waiting", retry_after=2.5)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            frontend = Frontend(x, byte_tokenizer())
+            group = frontend.prepare([5, 6], SamplingParams(n=2), request_id="a")
+            with pytest.raises(QueueFull, match="100 are waiting") as refused:
+                await frontend.run([group], lambda *_: pytest.fail("something has come"))
+            assert refused.value.retry_after == 2.5
+
+    asyncio.run(run())
+
+
+def test_a_refusal_of_an_unknown_kind_is_still_an_error():
+    assert type(Refusal(kind="Surprise", message="?").error()) is JaxserveError
+
+
+def test_an_id_that_runs_is_refused_at_once(engine):
+    engine.play = lambda request: Script(token_ids=[], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            x.submit([request("a")], Sink())
+            with pytest.raises(InvalidRequest, match="running already"):
+                x.submit([request("a")], Sink())
+            with pytest.raises(InvalidRequest, match="running already"):
+                x.submit([request("b"), request("b")], Sink())
+
+    asyncio.run(run())
+
+
+def test_abort_from_another_thread(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            sink = Sink()
+            x.submit([request("a")], sink)
+            await until(lambda: sink.outputs)
+            await asyncio.to_thread(x.abort, ["a", "unknown"])
+            await until(lambda: engine.client.num_running == 0)
+
+    asyncio.run(run())
+    assert engine.client.aborted == ["a"]
+
+
+def test_requests_of_a_client_that_is_gone_are_aborted(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x", "y") as (x, y):
+            mine, others = Sink(), Sink()
+            x.submit([request("a"), request("b")], mine)
+            y.submit([request("c")], others)
+            await until(lambda: len(mine.outputs) == 2 and others.outputs)
+            engine.server.client_gone("x")
+            await until(lambda: engine.client.num_running == 1)
+            assert sorted(engine.client.aborted) == ["a", "b"]
+
+    asyncio.run(run())
+
+
+def test_stats_follow_the_engine(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            x.submit([request("a")], Sink())
+            await until(lambda: x.stats().num_running == 1)
+            x.abort(["a"])
+            await until(lambda: x.stats().num_running == 0)
+
+    asyncio.run(run())
+
+
+def test_calls_wait_for_their_answers(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x", "y") as (x, y):
+            assert await asyncio.to_thread(x.reset_prefix_cache) is True
+            x.submit([request("a")], Sink())
+            await until(lambda: engine.client.num_running == 1)
+            answers = await asyncio.gather(*(asyncio.to_thread(client.reset_prefix_cache) for client in (x, y, x, y)))
+            assert answers == [False] * 4
+
+    asyncio.run(run())
+
+
+def test_a_call_that_fails_is_answered(engine, caplog):
+    def fail(directory):
+        raise RuntimeError(f"cannot write to {directory}")
+
+    engine.client.start_profile = fail
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            with pytest.raises(JaxserveError, match="start_profile: cannot write to /profiles"):
+                await asyncio.wait_for(asyncio.to_thread(x.start_profile, "/profiles"), 5)
+
+    asyncio.run(run())
+    assert "start_profile has failed" in caplog.text
+
+
+def test_a_snapshot_comes_over_the_wire(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            x.submit([request("a")], Sink())
+            await until(lambda: engine.client.num_output_tokens == 1)
+            assert await asyncio.to_thread(x.snapshot) == engine.client.snapshot()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_turns", [0, 3], ids=["before it is sent", "before it is answered"])
+def test_a_call_ends_when_its_client_is_closed(engine, num_turns):
+    gate = threading.Event()
+    take = engine.client.snapshot
+    engine.client.snapshot = lambda: gate.wait(10) and take()
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            loop = asyncio.get_running_loop()
+            called = threading.Event()
+            answer = loop.run_in_executor(None, lambda: (called.set(), x.snapshot()))
+            called.wait(10)
+            for _ in range(num_turns):
+                await asyncio.sleep(0.05)
+            x.close()
+            with pytest.raises(EngineDead, match="the connection is closed"):
+                await asyncio.wait_for(answer, 5)
+
+    asyncio.run(run())
+    gate.set()
+
+
+def test_a_call_does_not_wait_for_ever(engine, monkeypatch):
+    monkeypatch.setattr("jaxserve.engine.remote.CALL_TIMEOUT", 0.05)
+    gate = threading.Event()
+    engine.client.snapshot = lambda: gate.wait(10)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            with pytest.raises(Unavailable, match="in a step"):
+                await asyncio.to_thread(x.snapshot)
+            gate.set()
+
+    asyncio.run(run())
+
+
+def test_the_death_of_the_engine_is_an_error_of_every_request():
+    engine = Engine()
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x", "y") as clients:
+            sinks = [Sink(), Sink()]
+            alive = []
+            for client, sink, name in zip(clients, sinks, "ab", strict=True):
+
+                def take(outputs, client=client, sink=sink):
+                    alive.append(client.is_alive())
+                    sink(outputs)
+
+                client.submit([request(name)], take)
+            await until(lambda: all(sink.outputs for sink in sinks))
+            assert alive == [True, True]
+            engine.client.die("the device is gone")
+            await until(lambda: all(sink.reasons for sink in sinks))
+            assert alive == [True, True, False, False]  # whoever hears the error finds the engine dead already
+            assert [sink.outputs[-1].error for sink in sinks] == ["the device is gone"] * 2
+            with pytest.raises(EngineDead, match="device"):
+                clients[0].submit([request("c")], Sink())
+
+    asyncio.run(run())
+    engine.close()
+    assert engine.was_alive is False
+
+
+def test_a_process_that_ends_without_a_word(engine):
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            sink = Sink()
+            x.submit([request("a")], sink)
+            await until(lambda: sink.outputs)
+            x.engine_died("its process has ended")
+            assert not x.is_alive()
+            assert sink.reasons == {"a": "error"}
+            with pytest.raises(EngineDead, match="its process has ended"):
+                await asyncio.to_thread(x.reset_prefix_cache)
+
+    asyncio.run(run())
+
+
+def test_silence_counts_as_death(engine, monkeypatch):
+    async def run():
+        async with connected(engine, "x") as (x,):
+            assert x.is_alive()
+            monkeypatch.setattr(remote, "SILENCE_LIMIT", -1.0)
+            assert not x.is_alive()
+
+    asyncio.run(run())
+
+
+def test_a_client_may_come_before_the_engine():
+    async def run():
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
+        connecting = asyncio.create_task(RemoteEngineClient.connect(folder, "early"))
+        await asyncio.sleep(0.2)
+        assert not connecting.done()
+        fake = FakeEngineClient()
+        server = EngineServer(fake, folder)
+        running = asyncio.create_task(asyncio.to_thread(server.run))
+        client = await asyncio.wait_for(connecting, 10)
+        assert client.info == fake.info
+        client.close()
+        server.stop()
+        assert await running
+        shutil.rmtree(folder)
+
+    asyncio.run(run())
+
+
+def test_what_is_no_message_is_refused():
+    for data in (b"", b"\xc1", wire.encode(wire.Abort("x", ["a"]))[:-1], b"\x80\x04\x95"):  # the last is a pickle
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_to_engine(data)
