@@ -1,7 +1,7 @@
 """The HTTP side: an OpenAI-compatible Starlette app over an EngineClient. No jax in this package.
 
-`run` serves until the process is told to stop; `bind` takes the port early, before a slow engine start;
-`create_app` is the bare ASGI application.
+`supervisor.serve` is `jaxserve serve`, with all its processes. In one process, `run` serves until it is told to stop;
+`bind` takes the port early, before a slow engine start; `create_app` is the bare ASGI application.
 """
 
 from jaxserve.server.app import create_app

@@ -7,19 +7,29 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.server import errors
-from jaxserve.server.middleware import Authentication, Door, Limits
-from jaxserve.server.routes import chat, completions, models, openapi, utility
+from jaxserve.server.keys import admin_keys, client_keys
+from jaxserve.server.middleware import Authentication, Door, Faults, Limits
+from jaxserve.server.observation import QUIET_PATHS, Observation
+from jaxserve.server.routes import admin, chat, completions, embeddings, models, openapi, playground, responses, utility
 from jaxserve.server.state import ServerState, lifespan_state
+from jaxserve.server.tracing import Traces
 
 ROUTES = (
     Route("/v1/completions", completions.create, methods=["POST"]),
     Route("/v1/chat/completions", chat.create, methods=["POST"]),
+    Route("/v1/embeddings", embeddings.create, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/{response_id}", responses.show, methods=["GET"]),
+    Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+    Route("/v1/responses/{response_id}/input_items", responses.show_input, methods=["GET"]),
     Route("/v1/models", models.index, methods=["GET"]),
     Route("/v1/models/{model:path}", models.show, methods=["GET"]),
     Route("/tokenize", utility.tokenize, methods=["POST"]),
@@ -29,30 +39,58 @@ ROUTES = (
     Route("/version", utility.version, methods=["GET"]),
     Route("/metrics", utility.metrics, methods=["GET"]),
     Route("/openapi.json", openapi.show, methods=["GET"]),
+    Route("/engine/state", playground.engine_state, methods=["GET"]),
+    *(Route(path, playground.show, methods=["GET"]) for path in sorted(playground.FILES)),
 )
+
+ADMIN_ROUTES = (
+    Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
+    Route("/start_profile", admin.start_profile, methods=["POST"]),
+    Route("/stop_profile", admin.stop_profile, methods=["POST"]),
+    *(Route(path, admin.not_implemented, methods=["POST"]) for path in admin.NOT_IMPLEMENTED),
+)
+ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 
 EXCEPTION_HANDLERS = {
     JaxserveError: errors.on_jaxserve_error,
     HTTPException: errors.on_http_exception,
     ClientDisconnect: errors.on_disconnect,
-    Exception: errors.on_exception,
 }
 
 
 def create_app(state: ServerState, config: ServerConfig) -> Starlette:
-    """The application that serves `state` under the limits and the key of `config`."""
+    """The application that serves `state` under the limits and the keys of `config`. Raises ConfigError."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Any]]:
         yield lifespan_state(state)
 
+    keys_of_admin = admin_keys(config)
+    admin_routes = (
+        ADMIN_ROUTES if keys_of_admin else [Route(path, admin.off, methods=["POST"]) for path in sorted(ADMIN_PATHS)]
+    )
+    routes = [*ROUTES, *admin_routes]
+    middleware = [
+        Middleware(Faults),
+        Middleware(Limits, max_body_size=config.max_body_size),
+        Middleware(Authentication, keys=client_keys(config), admin_keys=keys_of_admin, admin_paths=ADMIN_PATHS),
+        Middleware(Door),
+    ]
+    if config.allowed_origins:  # outermost: a browser asks without a key first, and must be able to read a refusal
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+        middleware.insert(0, cors)
+    if state.tracing is not None:
+        middleware.insert(0, Middleware(Traces, tracing=state.tracing, routes=routes, quiet_paths=QUIET_PATHS))
+    middleware.insert(0, Middleware(Observation, logs=config.access_log))
     return Starlette(
-        routes=ROUTES,
-        middleware=[
-            Middleware(Limits, max_body_size=config.max_body_size),
-            Middleware(Authentication, api_key=config.api_key),
-            Middleware(Door),
-        ],
+        routes=routes,
+        middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )

@@ -14,6 +14,7 @@ from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull, RequestFai
 logger = logging.getLogger(__name__)
 
 _HTTP_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_HTTP_CODES = {401: "invalid_api_key"}
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -22,7 +23,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorBody(msgspec.Struct):
@@ -34,16 +35,14 @@ class ErrorBody(msgspec.Struct):
 def error_body(error: BaseException) -> ErrorBody:
     """What a client may know of `error`: all of a refusal, nothing of a fault of ours."""
     if isinstance(error, InvalidRequest):
-        return ErrorBody(
-            ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code or error.status)
-        )
-    if isinstance(error, QueueFull):
-        return ErrorBody(ErrorDetail(message=str(error), type=error.type, code=error.status))
-    if isinstance(error, Unavailable):
-        return ErrorBody(ErrorDetail(message="the server cannot take requests now", type=error.type, code=error.status))
-    if isinstance(error, RequestFailed):
-        return ErrorBody(ErrorDetail(message=str(error), type=error.type, code=error.status))
-    return ErrorBody(ErrorDetail(message="internal server error", type=JaxserveError.type, code=500))
+        detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
+    elif isinstance(error, Unavailable) and not isinstance(error, QueueFull):
+        detail = ErrorDetail(message="the server cannot take requests now", type=error.type, code=error.code)
+    elif isinstance(error, QueueFull | RequestFailed):
+        detail = ErrorDetail(message=str(error), type=error.type, code=error.code)
+    else:
+        detail = ErrorDetail(message="internal server error", type=JaxserveError.type, code=JaxserveError.code)
+    return ErrorBody(detail)
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
@@ -56,7 +55,9 @@ def refusal(
 ) -> Response:
     """An answer for a request that never reached a route."""
     kind = kind or _HTTP_TYPES.get(status, "invalid_request_error")
-    return error_response(status, ErrorBody(ErrorDetail(message=message, type=kind, code=status)), headers)
+    return error_response(
+        status, ErrorBody(ErrorDetail(message=message, type=kind, code=_HTTP_CODES.get(status))), headers
+    )
 
 
 async def on_jaxserve_error(_request: Request, error: Exception) -> Response:
@@ -74,11 +75,6 @@ async def on_http_exception(_request: Request, error: Exception) -> Response:
     """Answers what Starlette itself refuses: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
     return refusal(error.status_code, error.detail, headers=error.headers)
-
-
-async def on_exception(_request: Request, error: Exception) -> Response:
-    """Answers a bug. Starlette raises it again, so that it is logged with its traceback."""
-    return error_response(500, error_body(error))
 
 
 async def on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -1,30 +1,54 @@
-"""From the prompts of one HTTP request to what is new for each of them; completions and chat share it.
-
-Whoever iterates `run` must close it: its end, however it comes, aborts what still runs in the engine.
-"""
+"""From the prompts of one HTTP request to what is new for each of them; completions and chat share it."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
 
 from jaxserve.engine.output import RequestGroup
-from jaxserve.engine.stream import RequestStream
-from jaxserve.errors import ContextLengthExceeded
+from jaxserve.engine.stream import Take
+from jaxserve.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RequestTimeout
 from jaxserve.metrics import SequenceTimer
 from jaxserve.request import RequestOutput
 from jaxserve.server.protocol.common import StreamOptions
+from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage, usage
 from jaxserve.server.state import ServerState
+from jaxserve.server.tracing import Times
 
+GRAMMAR_TIMEOUT = 10.0  # seconds to check a grammar; the worst that its limits let pass takes less than half of it
+GRAMMAR_QUEUE_TIMEOUT = 10.0  # seconds to wait for those before it
 THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
 
 
-async def prepare[T](work: Callable[[], T], *, size: int) -> T:
-    """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow."""
-    return work() if size < THREAD_THRESHOLD else await asyncio.to_thread(work)
+async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, grammar_field: str | None = None) -> T:
+    """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow.
+
+    With `grammar_field`, the field that a grammar is made of, it checks that too: always in a thread, and in its turn,
+    which lasts until the thread is done. Raises InvalidRequest when that takes too long, QueueFull when its turn does
+    not come.
+    """
+    if grammar_field is None:
+        return work() if size < THREAD_THRESHOLD else await asyncio.to_thread(work)
+    turn = state.compiling
+    try:
+        async with asyncio.timeout(GRAMMAR_QUEUE_TIMEOUT):
+            await turn.acquire()
+    except TimeoutError:
+        raise QueueFull("too many grammars are being compiled", retry_after=GRAMMAR_TIMEOUT) from None
+
+    def end(task: asyncio.Task[T]) -> None:
+        turn.release()
+        if not task.cancelled():
+            task.exception()  # seen, should nobody wait any more
+
+    task = asyncio.create_task(asyncio.to_thread(work))
+    task.add_done_callback(end)
+    done, _ = await asyncio.wait({task}, timeout=GRAMMAR_TIMEOUT)
+    if not done:
+        raise InvalidRequest(f"{grammar_field}: the grammar takes too long to compile", param=grammar_field)
+    return task.result()
 
 
 def check_text_length(text: str, state: ServerState) -> None:
@@ -42,93 +66,100 @@ def check_text_length(text: str, state: ServerState) -> None:
         )
 
 
-async def run(state: ServerState, groups: Sequence[RequestGroup]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Submit the prompts and yield (index of the prompt, what is new for it) until all have finished.
-
-    Raises what `Frontend.submit` and its streams raise.
-    """
-    async with contextlib.AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(await state.frontend.submit(group)) for group in groups]
-        observer = stack.enter_context(_Observer(state, groups))
-        async with contextlib.aclosing(_merge(streams)) as deltas:
-            async for index, delta in deltas:
-                observer.observe(index, delta)
-                yield index, delta
-
-
-async def _merge(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The deltas of all streams, as they come."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            index, delta = await arrived.get()
-            if isinstance(delta, Exception):
-                raise delta
-            if delta is None:
-                num_open -= 1
-            else:
-                yield index, delta
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _pump(
-    index: int, stream: RequestStream, arrived: "asyncio.Queue[tuple[int, RequestOutput | Exception | None]]"
+async def run(
+    state: ServerState, groups: Sequence[RequestGroup], take: Take, *, grammar_field: str | None = None
 ) -> None:
-    try:
-        async for delta in stream:
-            arrived.put_nowait((index, delta))
-    except Exception as error:
-        arrived.put_nowait((index, error))
-    else:
-        arrived.put_nowait((index, None))
+    """Run the prompts until all have finished; `take` gets what is new for each of them.
+
+    Cancelling it aborts what still runs in the engine. Raises what `Frontend.run` raises, and RequestTimeout. The
+    engine's refusal of a grammar names `grammar_field`.
+    """
+    with _Observer(state, groups) as observer:
+
+        def observed(index: int, delta: RequestOutput) -> None:
+            observer.observe(index, delta)
+            take(index, delta)
+
+        try:
+            async with asyncio.timeout(state.request_timeout):
+                await state.frontend.run(groups, observed)
+        except TimeoutError:
+            raise RequestTimeout(f"the request took longer than {state.request_timeout:g} s") from None
+        except InvalidRequest as error:
+            blame(error, grammar_field)
+            raise
 
 
 class _Observer:
-    """Puts what happens to the sequences of one HTTP request into the metrics, from submission to the end."""
+    """Puts what happens to the sequences of one HTTP request into the metrics, from submission to the end. One that the
+    engine refuses leaves no trace in them.
+    """
 
     def __init__(self, state: ServerState, groups: Sequence[RequestGroup]):
         self._metrics = state.metrics
-        self._metrics.prompt_tokens.inc(sum(len(group.prompt_token_ids) for group in groups))
+        self._uncounted = {index: len(group.prompt_token_ids) for index, group in enumerate(groups)}
         self._arrivals = {index: group.requests[0].arrival_time for index, group in enumerate(groups)}
         self._timers = [
             [SequenceTimer(state.metrics, arrival=request.arrival_time) for request in group.requests]
             for group in groups
         ]
 
+        self._tracing = state.tracing
+        self._num_prompt_tokens = sum(len(group.prompt_token_ids) for group in groups)
+        self._num_output_tokens = 0
+        self._start = min(self._arrivals.values())
+        self._first: float | None = None
+        self._queue: float | None = None
+
     def __enter__(self) -> "_Observer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        for timers in self._timers:
-            for timer in timers:
-                if not timer.is_finished:
-                    timer.finish("error" if isinstance(error, Exception) else "abort")
+        is_refused = self._first is None and isinstance(error, InvalidRequest | QueueFull)
+        if not is_refused:
+            self._metrics.prompt_tokens.inc(sum(self._uncounted.values()))
+            for timers in self._timers:
+                for timer in timers:
+                    if not timer.is_finished:
+                        timer.finish("error" if isinstance(error, Exception) else "abort")
+        if self._tracing is not None:
+            self._tracing.record(self._times())
+
+    def _times(self) -> Times:
+        """Of the whole HTTP request: its first token is that of the first prompt that has one."""
+        prefill = decode = None
+        if self._first is not None and self._queue is not None:
+            prefill, decode = self._first - self._start - self._queue, time.monotonic() - self._first
+        return Times(
+            queue=self._queue,
+            prefill=prefill,
+            decode=decode,
+            prompt_tokens=self._num_prompt_tokens,
+            output_tokens=self._num_output_tokens,
+        )
 
     def observe(self, index: int, delta: RequestOutput) -> None:
         """Take a delta of prompt `index`."""
-        arrival = self._arrivals.pop(index, None)
-        if arrival is not None:  # the first delta: the prompt has been read
+        if index in self._arrivals:  # the first delta: the prompt has been read
+            arrival = self._arrivals.pop(index)
+            self._metrics.prompt_tokens.inc(self._uncounted.pop(index))
+            now = time.monotonic()
             self._metrics.queue_time.observe(delta.queue_seconds)
-            self._metrics.prefill_time.observe(max(0.0, time.monotonic() - arrival - delta.queue_seconds))
+            self._metrics.prefill_time.observe(max(0.0, now - arrival - delta.queue_seconds))
+            if self._first is None:
+                self._first, self._queue = now, delta.queue_seconds
         for output in delta.outputs:
             timer = self._timers[index][output.index]
             if output.token_ids:
                 timer.tokens(len(output.token_ids))
+                self._num_output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 timer.finish(output.finish_reason)
 
 
 class UsageCounter:
-    """Counts the tokens of one HTTP request as its deltas come.
+    """Counts the tokens of one HTTP request as its deltas come. Whoever knows which are thoughts adds them up in
+    `reasoning_tokens`.
 
     `is_score_only`: the one token that has to be generated was not asked for, and is not counted.
     """
@@ -138,12 +169,14 @@ class UsageCounter:
         self._cached_tokens = [0] * len(groups)
         self._completion_tokens = 0
         self._is_score_only = is_score_only
+        self.reasoning_tokens = 0
 
     def count(self, index: int, delta: RequestOutput) -> None:
         """Take a delta of prompt `index`."""
         self._cached_tokens[index] = delta.num_cached_tokens
         if not self._is_score_only:
-            self._completion_tokens += sum(len(output.token_ids) for output in delta.outputs)
+            for output in delta.outputs:
+                self._completion_tokens += len(output.token_ids)
 
     def total(self) -> Usage:
         """The usage so far."""
@@ -151,6 +184,7 @@ class UsageCounter:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=sum(self._cached_tokens),
+            reasoning_tokens=self.reasoning_tokens,
         )
 
     def in_chunk(self, options: StreamOptions | None) -> Usage | UnsetType | None:

@@ -1,11 +1,14 @@
-"""The life of the server process: take the port, serve, drain when told to stop, and the exit code.
+"""The life of a process that serves HTTP: take the port, serve, drain when told to stop, and the exit code.
 
 SIGTERM or SIGINT closes the door (503 for new requests, /health too) and lets what runs finish, for
 `shutdown_timeout` seconds at most; a second signal ends the wait. A dead engine ends the process with an error.
+
+`worker` runs a Server over an engine elsewhere, `run` over one in this process.
 """
 
 import asyncio
 import logging
+import pathlib
 import socket
 import time
 from collections.abc import Callable
@@ -13,25 +16,33 @@ from types import FrameType
 from typing import override
 
 import uvicorn
+import uvloop
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
+from jaxserve.server.http import protocol_class
+from jaxserve.server.parsing.syntax import Syntax
+from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.routes.responses import fail_abandoned
 from jaxserve.server.state import ServerState
+from jaxserve.server.template import served_tokenizer
+from jaxserve.server.tls import ssl_context
+from jaxserve.server.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
+DEATH_NOTICE = 0.5  # seconds in which /health says that the engine is dead, before nobody answers
 POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
-PARSER_BUFFER = 256 * 1024  # bytes of headers that are parsed, so that too many are answered with 431
 
 
-def bind(config: ServerConfig) -> socket.socket:
+def bind(config: ServerConfig, *, is_shared: bool = False) -> socket.socket:
     """A socket on the configured address, not yet listening: the port is taken before the engine starts.
 
-    Raises StartupError.
+    `is_shared`: other sockets of this user may have the same port. Raises StartupError.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -40,6 +51,10 @@ def bind(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from their listener
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.send_timeout * 1000))
+            if is_shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
         except OSError:
             listener.close()
@@ -50,78 +65,134 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.socket | None = None) -> int:
+def url_of(listener: socket.socket, config: ServerConfig) -> str:
+    """Where a bound socket is to be found."""
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.socket) -> int:
     """Serve until a signal or the engine's death; blocks. The caller closes `frontend.client` afterwards.
 
-    `frontend` brings the tokenizer and the model's sampling defaults. `listener` is what `bind` returned; without it
-    the port is taken here. Returns the exit code: 0 when told to stop, 1 when the engine died. Raises StartupError.
+    `frontend` brings the tokenizer and the model's sampling defaults, `listener` is what `bind` returned. Returns the
+    exit code: 0 when told to stop, 1 when the engine died. Raises ConfigError.
     """
-    return Server(frontend, server_config, listener=listener or bind(server_config)).run()
+    frontend.tokenizer = served_tokenizer(frontend.tokenizer, server_config)
+    return Server(frontend, server_config, listener=listener).run()
 
 
 class Server:
     """One HTTP server over one engine. `address` is (host, port) as bound."""
 
-    def __init__(self, frontend: Frontend, config: ServerConfig, *, listener: socket.socket):
+    def __init__(
+        self,
+        frontend: Frontend,
+        config: ServerConfig,
+        *,
+        listener: socket.socket,
+        metrics_file: pathlib.Path | None = None,
+        responses_file: pathlib.Path | None = None,
+        place: str = "",
+    ):
+        """`metrics_file` is this server's own in a folder that it shares with others, whose sums /metrics shows;
+        `responses_file` holds the stored responses of all of them. None: there are no others. `place` is this server's
+        among them: what another one left unfinished in it has failed.
+        """
         model = config.served_model_name or frontend.client.info.model
-        metrics = Metrics(model=model, stats=frontend.client.stats)
-        self.state = ServerState(frontend=frontend, model=model, metrics=metrics)
+        metrics = Metrics(model=model, stats=frontend.client.stats, file=metrics_file)
+        self.state = ServerState(
+            frontend=frontend,
+            model=model,
+            metrics=metrics,
+            request_timeout=config.request_timeout,
+            tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
+            pooling=config.pooling,
+            profile_dir=config.profile_dir,
+            syntax=Syntax(
+                frontend.tokenizer,
+                tool_call_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+            ),
+            responses=ResponseStore(
+                max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
+            ),
+        )
+        fail_abandoned(self.state.responses)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._listener = listener
-        self._shutdown_timeout = config.shutdown_timeout
-        self._num_stops = 0
+        self._config = config
+        self._is_stopping = False
         self._has_engine_died = False
         is_debug = config.log_level == "debug"
+        tls = ssl_context(config)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(self.state, config),
                 lifespan="on",
-                http="h11",  # chosen by name, as its limit on headers is ours
+                http=protocol_class(config.receive_timeout, config.allowed_origins),
                 ws="none",
                 log_config=None,
                 log_level="debug" if is_debug else "warning",
-                access_log=is_debug,
+                access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=PARSER_BUFFER,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
+                timeout_keep_alive=config.keep_alive_timeout,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT,
             ),
             on_signal=self.stop,
         )
 
     def run(self) -> int:
-        """Serve, and return the process's exit code."""
-        return asyncio.run(self._serve())
+        """`serve` in an event loop of its own; says where when connections are taken."""
+
+        def say() -> None:
+            logger.info("serving %s at %s/v1", self.state.model, url_of(self._listener, self._config))
+
+        return uvloop.run(self.serve(on_serving=say))
+
+    async def serve(self, *, on_serving: Callable[[], None]) -> int:
+        """Serve, and return the process's exit code. `on_serving` is called when connections are taken."""
+        supervisor = asyncio.create_task(self._supervise(on_serving))
+        try:
+            await self._uvicorn.serve(sockets=[self._listener])
+        finally:
+            supervisor.cancel()
+            if self.state.tracing is not None:
+                await asyncio.to_thread(self.state.tracing.close)
+            self.state.responses.close()
+        return 1 if self._has_engine_died else 0
+
+    def drain(self) -> None:
+        """Take nothing new, and end when what runs has finished. From any thread."""
+        self.state.is_draining = True
+
+    def stop_now(self) -> None:
+        """Take nothing new, and cut off what runs. From any thread."""
+        self.state.is_draining = self._is_stopping = True
 
     def stop(self) -> None:
-        """Drain and end; called again, end now. From any thread or a signal handler."""
-        self._num_stops += 1
+        """Drain and end; called again, end now: what a signal means. From any thread or a signal handler."""
+        (self.stop_now if self.state.is_draining else self.drain)()
 
     @property
     def is_serving(self) -> bool:
         """Whether connections are taken."""
         return self._uvicorn.started
 
-    async def _serve(self) -> int:
-        supervisor = asyncio.create_task(self._supervise())
-        try:
-            await self._uvicorn.serve(sockets=[self._listener])
-        finally:
-            supervisor.cancel()
-        return 1 if self._has_engine_died else 0
-
-    async def _supervise(self) -> None:
+    async def _supervise(self, on_serving: Callable[[], None]) -> None:
         """Say that the server is there, wait for a reason to stop, then empty the house and close it."""
         while not self.is_serving:
             await asyncio.sleep(POLL_INTERVAL)
-        host, port = self.address
-        logger.info("serving %s at http://%s:%d/v1", self.state.model, f"[{host}]" if ":" in host else host, port)
-        while self._num_stops == 0 and self._is_engine_alive():
+        on_serving()
+        while not self.state.is_draining and self._is_engine_alive():
             await asyncio.sleep(POLL_INTERVAL)
         self.state.is_draining = True
         if self._is_engine_alive():
             logger.info("shutting down: %d requests may finish", self.state.num_inside)
-            await self._empty(self._shutdown_timeout, lambda: self._num_stops < 2 and self._is_engine_alive())
+            await self._empty(self._config.shutdown_timeout, lambda: not self._is_stopping and self._is_engine_alive())
         if self._has_engine_died:
+            await asyncio.sleep(DEATH_NOTICE)
             await self._empty(FLUSH_TIMEOUT)  # each request is being told so by the front end
         if self.state.num_inside:
             logger.warning("%d requests are cut off", self.state.num_inside)

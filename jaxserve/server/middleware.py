@@ -1,22 +1,50 @@
 """What every request passes before a route sees it: limits, the key, and the door that closes when the server drains.
 
-Pure ASGI, so that a stream passes through untouched. From the outside: Limits, Authentication, Door.
+Pure ASGI, so that a stream passes through untouched. From the outside: Faults, Limits, Authentication, Door.
 """
 
-import hashlib
-import hmac
+import logging
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.errors import error_body, error_response, refusal
+from jaxserve.server.keys import Keys
+from jaxserve.server.routes import playground
 from jaxserve.server.state import server_state
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
 
-OPEN_PATHS = frozenset({"/live", "/health"})  # answered without a key
-PROBE_PATHS = OPEN_PATHS | {"/metrics", "/version"}  # answered while draining, and never waited for
+OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
+PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
+"""Answered while draining, and never waited for."""
+
+
+class Faults:
+    """Logs a bug and answers it (500): inside of CORS, so that a page can read this answer as any other."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on. What fails once an answer has begun is left to whoever holds the connection."""
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if scope["type"] != "http" or has_begun:
+                raise
+            logger.exception("a request failed")
+            await error_response(500, error_body(error))(scope, receive, send)
 
 
 class Limits:
@@ -54,29 +82,32 @@ class Limits:
 
 
 class Authentication:
-    """Asks for `Authorization: Bearer <api_key>` on every path but OPEN_PATHS, known or not. No key: all may enter."""
+    """Asks for one of `keys` on every path but OPEN_PATHS, known or not. No keys: all may enter.
 
-    def __init__(self, app: ASGIApp, api_key: str | None):
+    `admin_paths` ask for one of `admin_keys` instead. From here on `scope["owner"]` names the key, "" if there is none.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, admin_keys: Keys, admin_paths: frozenset[str]):
         self._app = app
-        self._digest = None if api_key is None else _digest(api_key.encode())
+        self._keys = keys
+        self._admin_keys = admin_keys
+        self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on if it may enter."""
-        if scope["type"] == "lifespan" or self._digest is None or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        is_admin = bool(self._admin_keys) and scope["path"] in self._admin_paths
+        keys = self._admin_keys if is_admin else self._keys
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        # Digests have one length, so that not even the key's length shows in the time this takes.
-        if hmac.compare_digest(_digest(key.strip()), self._digest) and scheme.lower() == b"bearer":
+        owner = keys.owner(given) if keys else ""
+        if owner is not None:
+            scope["owner"] = owner
             await self._app(scope, receive, send)
             return
-        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        message = f"the {'admin ' if is_admin else ''}API key is missing or wrong: send 'Authorization: Bearer KEY'"
         await refusal(401, message, headers={"www-authenticate": "Bearer"})(scope, receive, send)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class Door:

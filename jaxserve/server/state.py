@@ -15,26 +15,52 @@ from starlette.types import Scope
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import Draining, EngineDead, ModelNotFound, Unavailable
 from jaxserve.metrics import Metrics
+from jaxserve.request import Pooling
+from jaxserve.server.engine_view import EngineView
+from jaxserve.server.message_style import message_style
+from jaxserve.server.parsing.syntax import Syntax
+from jaxserve.server.protocol.messages import MessageStyle
+from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.tracing import Tracing
 
 _KEY = "server"
+MAX_COMPILING = 2
 
 
 @dataclasses.dataclass(kw_only=True)
 class ServerState:
-    """`model` is the model's name in the API."""
+    """`model` is the model's name in the API. `request_timeout`: seconds a request may take, None for any."""
 
     frontend: Frontend
     model: str
     metrics: Metrics
+    request_timeout: float | None = None
+    tracing: Tracing | None = None
+    pooling: Pooling = "last"
+    """What embeddings are made of, unless a request says it."""
+    profile_dir: str | None = None
+    responses: ResponseStore
+    """Answers of /v1/responses."""
+    background: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+    """Those that run without a connection."""
+    syntax: Syntax
+    """How the model writes thoughts and tool calls."""
+    compiling: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
+    """Whoever checks a grammar holds it: that may keep a core busy for seconds."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     num_inside: int = 0
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when requests may run no longer: they end with an error."""
+    engine_view: EngineView = dataclasses.field(init=False)
+    message_style: MessageStyle = dataclasses.field(init=False)
+    """How the chat template wants tool calls of earlier turns."""
     max_token_length: int = dataclasses.field(init=False)
     """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
     def __post_init__(self) -> None:
+        self.engine_view = EngineView(self.frontend.client)
+        self.message_style = message_style(self.frontend.tokenizer)
         tokenizer = self.frontend.tokenizer
         lengths = (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.max_token_id + 1))
         self.max_token_length = max(1, max(lengths, default=1))

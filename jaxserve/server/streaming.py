@@ -1,13 +1,13 @@
 """The last stretch of a request: work that stops when its client has gone, and server-sent events.
 
-A generator of bytes does the work; its `finally` is the one place that aborts what runs in the engine. Everything here
-only sees to it that it is closed, whatever happens.
+A coroutine does the work; its cancellation is what aborts what runs in the engine. Everything here only sees to it that
+it is cancelled when it should be, whatever happens.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, override
 
 import msgspec
@@ -17,15 +17,38 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.errors import Draining, JaxserveError
 from jaxserve.server.errors import error_body
+from jaxserve.server.http import WRITE_CHUNK
 
 logger = logging.getLogger(__name__)
 
+type Write = Callable[[bytes], None]
+
 DONE = b"data: [DONE]\n\n"
+
+_encode_text = msgspec.json.Encoder().encode
 
 
 def event(data: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(data)
+
+
+class TextEvents:
+    """Events in which nothing but the text differs from those before: the rest is encoded once for each choice."""
+
+    def __init__(self, make: Callable[[int, str], msgspec.Struct]):
+        """`make(index, text)` is the event that choice `index` says `text`, and nothing else."""
+        self._make = make
+        self._mark = uuid.uuid4().hex  # stands for the text, and nowhere else
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        """One server-sent event."""
+        frame = self._frames.get(index)
+        if frame is None:
+            head, _, tail = event(self._make(index, self._mark)).partition(b'"%b"' % self._mark.encode())
+            frame = self._frames[index] = (head, tail)
+        return b"%b%b%b" % (frame[0], _encode_text(text), frame[1])
 
 
 async def while_wanted[T](work: Coroutine[Any, Any, T], *, receive: Receive, stopping: asyncio.Event) -> T:
@@ -56,44 +79,96 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` (frames as `event` makes them) as they come, then [DONE].
+    """Runs `work` with a function that sends a frame (as `event` makes them), and sends `done` when it returns.
 
-    Nothing is sent before the first event, so that a failure up to then is answered with its own status; a later one
-    is an event of its own, before [DONE].
+    Nothing is sent before the first frame, so that a failure up to then is answered with its own status; a later one
+    is an event of its own, before `done`.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], *, stopping: asyncio.Event):
+    def __init__(self, work: Callable[[Write], Awaitable[None]], *, stopping: asyncio.Event, done: bytes = DONE):
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )
         del self.headers["content-length"]
-        self._events = events
+        self._work = work
+        self._done = done
         self._stopping = stopping
-        self._started = False
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
+        extension = scope.get("extensions", {}).get(WRITE_CHUNK)
+        frames = _Frames(self.raw_headers, send, _cannot if extension is None else extension["write"])
         try:
-            await while_wanted(self._send_events(send), receive=receive, stopping=self._stopping)
+            await while_wanted(self._run(frames), receive=receive, stopping=self._stopping)
         except ClientDisconnect:
             return
         except Exception as error:
-            if not self._started:
+            if not frames.is_begun:
                 raise
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            await send(_body(event(error_body(error))))
-        await send(_body(DONE))
-        await send(_body(b"", more=False))
+            frames.write(event(error_body(error)))
+        await frames.flush()
+        await send(_body(self._done, more=False))
 
-    async def _send_events(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            async for frame in events:
-                if not self._started:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    self._started = True
-                await send(_body(frame))
+    async def _run(self, frames: "_Frames") -> None:
+        sending = asyncio.create_task(frames.keep_sending())
+        try:
+            await self._work(frames.write)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        await frames.flush()
+
+
+class _Frames:
+    """The frames of one answer, in order: each goes out at once where the connection takes it, else as soon as it does.
+
+    The answer's head goes before the first.
+    """
+
+    def __init__(self, headers: list[tuple[bytes, bytes]], send: Send, write_chunk: Callable[[bytes], bool]):
+        self._headers = headers
+        self._send = send
+        self._write_chunk = write_chunk
+        self._is_head_sent = False
+        self._is_direct = False  # what comes now need not wait for anything
+        self._held: list[bytes] = []
+        self._has_held = asyncio.Event()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the client has something, or will have."""
+        return self._is_head_sent or bool(self._held)
+
+    def write(self, frame: bytes) -> None:
+        if not (self._is_direct and self._write_chunk(frame)):
+            self._is_direct = False
+            self._held.append(frame)
+            self._has_held.set()
+
+    async def keep_sending(self) -> None:
+        """Send what has to wait, until cancelled."""
+        while True:
+            await self._has_held.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until nothing has to wait. What has not been sent when this is cancelled is still held."""
+        if self._held and not self._is_head_sent:
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            self._is_head_sent = True
+        while self._held:
+            count = len(self._held)
+            await self._send(_body(b"".join(self._held)))
+            del self._held[:count]
+        self._has_held.clear()
+        self._is_direct = self._is_head_sent
+
+
+def _cannot(_frame: bytes) -> bool:
+    return False
 
 
 def _body(data: bytes, *, more: bool = True) -> Message:

@@ -157,3 +157,15 @@ def test_the_second_time_comes_from_the_prefix_cache(engine_server):
     ]
     assert counts[0] == 0
     assert counts[1] > 0
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_do_not_depend_on_company(engine_server, pooling):
+    texts = [*PROMPTS, "x" * 128]  # in steps of four tokens, up to the whole context
+    body = {"pooling": pooling, "cache_salt": pooling}
+    together = engine_server.post("/v1/embeddings", {"input": texts, **body}).json()["data"]
+    for text, entry in zip(texts, together, strict=True):
+        (alone,) = engine_server.post("/v1/embeddings", {"input": text, **body}).json()["data"]
+        assert entry["embedding"] == pytest.approx(alone["embedding"], abs=1e-5)
+    assert len({tuple(entry["embedding"]) for entry in together}) == len(texts)
+    assert engine_server.frontend.client.stats().num_running == 0

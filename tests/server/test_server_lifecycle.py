@@ -142,11 +142,16 @@ def test_queue_full(server):
 
 
 def test_a_fault_of_ours_shows_nothing_of_itself(server, caplog):
+    caplog.set_level("INFO", logger="jaxserve.access")
     server.client.refusal = KeyError("/secret/path")
-    answer = server.post("/v1/completions", {"prompt": "a"})
+    answer = server.post("/v1/completions", {"prompt": "a"}, headers={"x-request-id": "mine"})
     assert_error(answer, 500, None, "internal_error")
+    assert answer.headers["x-request-id"] == "mine"
     assert "secret" not in answer.text
-    server.wait_until(lambda: "secret" in caplog.text)  # but it is logged
+    server.wait_until(lambda: "jaxserve.access" in [record.name for record in caplog.records])
+    assert "secret" in caplog.text  # but it is logged
+    (line,) = [record.fields for record in caplog.records if record.name == "jaxserve.access"]
+    assert (line["request_id"], line["status"]) == ("mine", 500)
 
 
 def test_port_in_use():

@@ -1,4 +1,4 @@
-"""Models, tokens, health, version, metrics and the OpenAPI document."""
+"""Models, tokens, health, version and metrics."""
 
 import asyncio
 import re
@@ -11,8 +11,7 @@ from server.serving import assert_error, running
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
-from jaxserve.metrics import COUNTERS, GAUGES, SUMMARIES, Metrics
-from jaxserve.server.app import ROUTES
+from jaxserve.metrics import COUNTERS, ENGINE_HISTOGRAMS, GAUGES, Metrics
 
 USER = {"role": "user", "content": "hi"}
 
@@ -107,20 +106,26 @@ def test_metrics_of_requests(tokenizer):
 
 def test_metrics_of_the_engine_are_read_from_its_snapshot():
     fields = EngineStats.__struct_fields__
-    snapshot = EngineStats(
-        **{name: type(value)(i) for i, (name, value) in enumerate(msgspec.structs.asdict(EngineStats()).items())}
-    )
+    numbers = {name: i for i, name in enumerate(fields) if not name.endswith("_counts")}
+    counts = {kept.counts: (2,) + (0,) * (len(kept.bounds) - 2) + (1,) for kept in ENGINE_HISTOGRAMS.values()}
+    held = {"kv_bytes_held": {"full": 70, "window of 8": 30}}
+    snapshot = msgspec.convert(numbers | counts | held, EngineStats, strict=False)
     found = values(Metrics(model="fake", stats=lambda: snapshot).render().decode())
     for name, (field, _) in {**GAUGES, **COUNTERS}.items():
         assert found[f"jaxserve:{name}"] == fields.index(field)
-    for name, (sum_field, count_field, _) in SUMMARIES.items():
-        assert found[f"jaxserve:{name}_sum"] == fields.index(sum_field)
-        assert found[f"jaxserve:{name}_count"] == fields.index(count_field)
+    assert found['jaxserve:kv_cache_held_bytes{layers="full"}'] == 70
+    assert found['jaxserve:kv_cache_held_bytes{layers="window of 8"}'] == 30
+    for name, kept in ENGINE_HISTOGRAMS.items():
+        assert found[f"jaxserve:{name}_sum"] == fields.index(kept.total)
+        assert found[f"jaxserve:{name}_count"] == fields.index("num_steps")
+        first, *_, last = (f'jaxserve:{name}_bucket{{le="{float(bound)}"}}' for bound in kept.bounds)
+        assert (found[first], found[last]) == (2, 3)
 
 
 def test_every_field_of_the_snapshot_is_shown():
     shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values()]}
-    shown |= {field for *fields, _ in SUMMARIES.values() for field in fields}
+    shown |= {field for kept in ENGINE_HISTOGRAMS.values() for field in (kept.counts, kept.total)}
+    shown |= {"num_steps", "kv_bytes_held"}
     assert shown == set(EngineStats.__struct_fields__)
 
 
@@ -129,19 +134,6 @@ def test_two_servers_have_metrics_of_their_own(tokenizer):
         one.post("/v1/completions", {"prompt": "abc", "max_tokens": 1})
         assert metrics(one)["jaxserve:prompt_tokens_total"] == 4
         assert metrics(other)["jaxserve:prompt_tokens_total"] == 0
-
-
-def test_openapi_names_every_route(server):
-    document = server.get("/openapi.json").json()
-    without_json = {"/metrics", "/openapi.json"}
-    assert set(document["paths"]) == {route.path.replace(":path", "") for route in ROUTES} - without_json
-    for route in ROUTES:
-        path = route.path.replace(":path", "")
-        if path not in without_json:
-            assert set(document["paths"][path]) == {method.lower() for method in route.methods - {"HEAD"}}
-    assert {"CompletionRequest", "ChatRequest", "ChatResponse", "Usage", "ErrorBody"} <= set(
-        document["components"]["schemas"]
-    )
 
 
 def test_probes_do_not_wait_for_generations(server):

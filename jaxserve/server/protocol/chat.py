@@ -13,31 +13,13 @@ from jaxserve.server.protocol.common import (
     check_generation_request,
     check_num_logprobs,
     not_supported,
-    refuse_unless_empty,
 )
+from jaxserve.server.protocol.messages import ChatMessage
+from jaxserve.server.protocol.tools import ToolCall, ToolCallDelta, ToolChoice, ToolDefinition, check_tools
 from jaxserve.server.protocol.usage import Usage
 
-MAX_MESSAGES = 4096
 # What a client may pass to the chat template. Templates decide what they read; nothing else reaches them.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
-
-
-class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content. Only text parts are served."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -45,11 +27,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     unsupported: ClassVar[tuple[str, ...]] = (
         *GenerationRequest.unsupported,
-        "tools",
         "functions",
         "function_call",
         "audio",
-        "reasoning_effort",
         "chat_template",
         "documents",
         "web_search_options",
@@ -64,13 +44,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
     functions: Any = None
     function_call: Any = None
     audio: Any = None
     modalities: list[str] | None = None
-    reasoning_effort: Any = None
     chat_template: Any = None
     documents: Any = None
     web_search_options: Any = None
@@ -91,8 +73,7 @@ def check_chat_request(body: ChatRequest) -> None:
     """Raises InvalidRequest, naming the field, for what cannot be served."""
     check_generation_request(body)
     check_choices(1, body.n)
-    if body.tool_choice not in ("auto", "none"):  # with no tools both mean nothing
-        refuse_unless_empty("tool_choice", body.tool_choice)
+    check_tools(body.tools, body.tool_choice)
     if body.modalities not in (None, ["text"]):
         raise not_supported("modalities", "a modality other than text")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
@@ -101,53 +82,6 @@ def check_chat_request(body: ChatRequest) -> None:
         check_num_logprobs("top_logprobs", body.top_logprobs)
         if not body.logprobs and body.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-
-
-def template_messages(
-    messages: list[ChatMessage], *, continue_final_message: bool | None, add_generation_prompt: bool | None
-) -> list[dict[str, Any]]:
-    """The messages as a chat template reads them: content as one text, `developer` as `system`.
-
-    Raises InvalidRequest for parts, roles and combinations that cannot be served.
-    """
-    if not messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are allowed", param="messages"
-        )
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-        )
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _template_message(message: ChatMessage, param: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise not_supported(f"{param}.role", f"the role {message.role!r}")
-    for name in ("tool_calls", "function_call", "audio"):
-        refuse_unless_empty(f"{param}.{name}", getattr(message, name))
-    if message.content is None:
-        raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
-    rendered = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content if isinstance(message.content, str) else _join_parts(message.content, param),
-    }
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
-
-
-def _join_parts(parts: list[ContentPart], param: str) -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        if part.type != "text":
-            raise not_supported(f"{param}.content[{i}].type", f"content of type {part.type[:40]!r}")
-        if part.text is None:
-            raise InvalidRequest(f"{param}.content[{i}].text is missing", param=f"{param}.content[{i}].text")
-        texts.append(part.text)
-    return "\n".join(texts)
 
 
 def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, bool | int | float | str]:
@@ -165,6 +99,9 @@ def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, bool | int | flo
         if not isinstance(value, bool | int | float | str):
             raise InvalidRequest(f"chat_template_kwargs.{name} must be a scalar", param="chat_template_kwargs")
     return kwargs or {}
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class TopLogprob(msgspec.Struct):
@@ -192,18 +129,24 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """What the model said."""
+    """What the model said. `reasoning_content` is another name for `reasoning`."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new in a chunk: the role first, then text."""
+    """What is new in a chunk: the role first, then thoughts, text and calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -212,7 +155,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -223,7 +166,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_STOP_LENGTH = 1024  # characters of one stop string: it is searched for after every token
@@ -51,7 +52,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """What completions and chat have in common. Fields named in `unsupported` are known, but refused when set."""
 
     unsupported: ClassVar[tuple[str, ...]] = (
-        "structured_outputs",
         "guided_json",
         "guided_regex",
         "guided_choice",
@@ -91,8 +91,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
 
-    response_format: Any = None
-    structured_outputs: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -100,6 +101,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
+
+    @property
+    def wish_field(self) -> str | None:
+        """The field that prescribes the form of the answer, if one does."""
+        return wish_field(self.response_format, self.structured_outputs)
+
+    @property
+    def wants_numbers(self) -> bool:
+        """Whether each event of a stream is to have token ids or usage beside its text."""
+        counts = self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return bool(self.return_token_ids or counts)
 
 
 def decode_body[T](body: bytes, kind: type[T]) -> T:
@@ -110,7 +122,7 @@ def decode_body[T](body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, param = _split_path(str(error))
+        message, param = split_path(str(error))
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from None
     except RecursionError:
         raise InvalidRequest("the JSON body is nested too deeply") from None
@@ -118,7 +130,7 @@ def decode_body[T](body: bytes, kind: type[T]) -> T:
         raise InvalidRequest("the request body is not valid JSON") from None
 
 
-def _split_path(message: str) -> tuple[str, str | None]:
+def split_path(message: str) -> tuple[str, str | None]:
     """Take apart msgspec's "<what> - at `$.a.b[0]`", or "... - at `key` in `$.a`", as (what, "a.b[0]")."""
     what, _, place = message.partition(" - at ")
     path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", place)
@@ -135,27 +147,26 @@ def check_generation_request(body: GenerationRequest) -> None:
     """
     for name in body.unsupported:
         refuse_unless_empty(name, getattr(body, name))
-    if body.response_format is not None:
-        kind = body.response_format.get("type") if isinstance(body.response_format, dict) else None
-        if kind is None:
-            raise InvalidRequest("response_format must be an object with a type", param="response_format")
-        if kind != "text":
-            raise not_supported("response_format", f"response_format of type {str(kind)[:40]!r}")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise InvalidRequest("best_of must be equal to n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
-    if body.priority is not None and not -PRIORITY_LIMIT <= body.priority < PRIORITY_LIMIT:
-        raise InvalidRequest(
-            f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {body.priority}", param="priority"
-        )
-    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_CACHE_SALT_LENGTH:
-        raise InvalidRequest(f"cache_salt must have 1 to {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
+    check_priority_and_salt(body.priority, body.cache_salt)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     _check_lengths("stop", stops, MAX_STOP_LENGTH)
     _check_lengths("bad_words", body.bad_words, MAX_BAD_WORD_LENGTH)
+
+
+def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:
+    """Raises InvalidRequest, naming the field."""
+    if priority is not None and not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+        raise InvalidRequest(
+            f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {priority}", param="priority"
+        )
+    if cache_salt is not None and not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
+        raise InvalidRequest(f"cache_salt must have 1 to {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
 
 
 def refuse_unless_empty(name: str, value: Any) -> None:
@@ -193,7 +204,13 @@ def sampling_params(
             value = defaults.get(name)
         if value is not None:
             chosen[name] = value
-    return SamplingParams(**chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return SamplingParams(
+        **chosen,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
+    )
 
 
 def check_choices(num_prompts: int, n: int | None) -> None:

@@ -26,24 +26,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     suffix: Any = None
 
     def prompts(self) -> list[Prompt]:
-        """The prompts, each a text or a list of token ids.
-
-        Raises InvalidRequest for an empty or a mixed list.
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidRequest("prompt must not be empty", param="prompt")
-        if _is_token_ids(self.prompt):
-            return [self.prompt]
-        if all(isinstance(entry, str) for entry in self.prompt):
-            return self.prompt
-        if all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in self.prompt):
-            return self.prompt
-        raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
-            param="prompt",
-        )
+        """The prompts, each a text or a list of token ids. Raises InvalidRequest."""
+        return parse_prompts("prompt", self.prompt)
 
     @property
     def output_limit(self) -> int:
@@ -56,6 +40,26 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def is_score_only(self) -> bool:
         """Whether the prompt is to be scored and nothing generated."""
         return self.max_tokens == 0
+
+
+def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:
+    """One text, a list of texts, token ids or a list of lists of token ids, as a list of prompts.
+
+    Raises InvalidRequest, naming the field `name`, for an empty or a mixed list.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequest(f"{name} must not be empty", param=name)
+    if _is_token_ids(given):
+        return [given]
+    if all(isinstance(entry, str) for entry in given):
+        return given
+    if all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in given):
+        return given
+    raise InvalidRequest(
+        f"{name} must be a string, a list of strings, a list of token ids or a list of lists of token ids", param=name
+    )
 
 
 def _is_token_ids(entries: list[Any]) -> bool:

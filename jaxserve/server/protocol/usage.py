@@ -9,6 +9,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """`reasoning_tokens`: completion tokens that are thoughts, where the model's syntax of thoughts is known."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens read and written for one HTTP request, over all its prompts and choices."""
 
@@ -16,13 +22,15 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
-def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Usage:
     """A Usage with its total."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
     )

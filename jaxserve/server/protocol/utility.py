@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.protocol.chat import ChatMessage
+from jaxserve.server.protocol.messages import ChatMessage
+from jaxserve.server.protocol.tools import ToolDefinition
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -15,10 +16,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolDefinition] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):

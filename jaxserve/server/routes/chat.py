@@ -1,22 +1,23 @@
 """POST /v1/chat/completions: a conversation in, n answers out."""
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import CompletionOutput
+from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
+from jaxserve.server.answers import AnswerWriter
 from jaxserve.server.body import json_response, read_json
 from jaxserve.server.logprobs import chat_logprobs
+from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
-    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -27,10 +28,13 @@ from jaxserve.server.protocol.chat import (
     check_chat_request,
 )
 from jaxserve.server.protocol.common import sampling_params
+from jaxserve.server.protocol.structured import blame
+from jaxserve.server.protocol.tools import ToolChoice, callable_tools
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, event, while_wanted
+from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
 from jaxserve.server.template import render_chat
+from jaxserve.structured.grammar import check_json_schema
 
 
 async def create(request: Request) -> Response:
@@ -39,16 +43,38 @@ async def create(request: Request) -> Response:
     body = await read_json(request, ChatRequest)
     state.check_model(body.model)
     size = len(await request.body())
-    chat = _Chat(state, body, await generation.prepare(lambda: _prepare(state, body), size=size))
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    group = await generation.prepare(
+        state,
+        lambda: prepare(state, body, request_id=request_id),
+        size=size,
+        grammar_field=grammar_field(state, body),
+    )
+    chat = Chat(state, body, group)
     if body.stream:
-        return EventStream(chat.events(), stopping=state.stopping)
+        return EventStream(chat.stream, stopping=state.stopping)
     answer = await while_wanted(chat.answer(), receive=request.receive, stopping=state.stopping)
     return json_response(answer)
 
 
-def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
+def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
+    """The field that the answer's grammar is made of; None if the answer is free."""
+    if _must_call(body):
+        return "tools"
+    if body.wish_field is not None:
+        return body.wish_field
+    is_strict = state.syntax.follows_strict(callable_tools(body.tools or [], body.tool_choice))
+    return "tools" if is_strict else None
+
+
+def _must_call(body: ChatRequest) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
+
+
+def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> RequestGroup:
     """The conversation, templated, tokenized and validated. Raises InvalidRequest."""
     check_chat_request(body)
+    field = grammar_field(state, body)
     defaults = state.frontend.default_sampling
     params = sampling_params(
         body,
@@ -58,47 +84,78 @@ def _prepare(state: ServerState, body: ChatRequest) -> RequestGroup:
         prompt_logprobs=body.prompt_logprobs,
     )
     try:
-        text = render_chat(state, body)
+        text = render_chat(state.frontend.tokenizer, state.message_style, body)
         if body.truncate_prompt_tokens is None:
             generation.check_text_length(text, state)
+        tools = _callable_tools(state, body)
+        if field == "tools":
+            for index, tool in enumerate(body.tools or ()):
+                if tool.function.strict or _must_call(body):
+                    check_json_schema(tool.function.parameters or {}, param=f"tools[{index}].function.parameters")
+        grammar = state.syntax.grammar(
+            text,
+            tools,
+            must_call=_must_call(body),
+            is_parallel=_is_parallel(body),
+            wish=params.structured_outputs,
+        )
         return state.frontend.prepare(
             state.frontend.tokenizer.encode(text, add_special_tokens=False),
             params,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            request_id=request_id,
             prompt_text=text,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             shorten_output=body.output_limit is None,
+            grammar=grammar,
+            visible_special_tokens=state.syntax.visible_special_tokens(tools),
         )
     except InvalidRequest as error:
+        blame(error, field)
         if error.param == "prompt":  # the front end knows no messages
             error.param = "messages"
         raise
 
 
-class _Chat:
-    """One request on its way back."""
+def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
+    """The tools that the answer may call. Raises InvalidRequest where its calls would not be understood."""
+    tools = callable_tools(body.tools or [], body.tool_choice)
+    if tools and not _must_call(body) and not state.syntax.knows_tools:
+        raise InvalidRequest(
+            "it is not known how this model calls tools: start the server with --tool-call-parser, or force a call by "
+            "tool_choice",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return tools
+
+
+def _is_parallel(body: ChatRequest) -> bool:
+    return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolChoice)
+
+
+class Chat:
+    """One request on its way back. `usage` counts what has come so far."""
 
     def __init__(self, state: ServerState, body: ChatRequest, group: RequestGroup):
         self._state = state
         self._body = body
         self._group = group
         self._created = int(time.time())
-        self._usage = generation.UsageCounter([group])
+        self._writers: dict[int, AnswerWriter] = {}
+        self.usage = generation.UsageCounter([group])
 
     async def answer(self) -> ChatResponse:
         """Everything at once."""
-        async with contextlib.aclosing(generation.run(self._state, [self._group])) as deltas:
-            async for prompt_index, delta in deltas:
-                self._usage.count(prompt_index, delta)
+        await self._run(self._count)
         result = self._group.result()
         response = ChatResponse(
             id=self._group.request_id,
             created=self._created,
             model=self._state.model,
             choices=[self._choice(output) for output in result.outputs],
-            usage=self._usage.total(),
+            usage=self.usage.total(),
         )
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = result.prompt_logprobs or []
@@ -106,55 +163,98 @@ class _Chat:
             response.prompt_token_ids = result.prompt_token_ids
         return response
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Piece by piece, as server-sent events. A choice's first chunk has its role."""
+    async def stream(self, write: Write) -> None:
+        """Piece by piece, as server-sent events."""
         options = self._body.stream_options
-        begun: set[int] = set()
-        async with contextlib.aclosing(generation.run(self._state, [self._group])) as deltas:
-            async for prompt_index, delta in deltas:
-                self._usage.count(prompt_index, delta)
-                usage = self._usage.in_chunk(options)
-                for output in delta.outputs:
-                    if output.index not in begun:
-                        begun.add(output.index)
-                        yield event(self._first_chunk(output.index, usage=usage))
-                    choice = self._chunk_choice(output)
-                    if _has_news(choice):
-                        yield event(self._chunk([choice], usage=usage))
+        has_only_text = self._body.num_logprobs is None and not self._body.wants_numbers
+        texts = TextEvents(
+            lambda index, text: self._chunk(
+                [ChatChunkChoice(index=index, delta=Delta(content=text))], usage=self.usage.in_chunk(options)
+            )
+        )
+
+        def take(choice: ChatChunkChoice) -> None:
+            delta = choice.delta
+            if has_only_text and delta.content and delta == Delta(content=delta.content) and not choice.finish_reason:
+                write(texts.event(choice.index, delta.content))  # nearly always
+                return
+            chunk = self._chunk([choice], usage=self.usage.in_chunk(options))
+            if choice.delta.role is not UNSET and self._body.return_token_ids:
+                chunk.prompt_token_ids = self._group.prompt_token_ids
+            write(event(chunk))
+
+        await self.run(take)
         if options is not None and options.include_usage:
-            yield event(self._chunk([], usage=self._usage.total()))
+            write(event(self._chunk([], usage=self.usage.total())))
+
+    async def run(self, take: Callable[[ChatChunkChoice], None]) -> None:
+        """Piece by piece: `take` gets what is new of each choice, as it comes. A choice's first piece has its role."""
+        begun: set[int] = set()
+
+        def take_delta(prompt_index: int, delta: RequestOutput) -> None:
+            self._count(prompt_index, delta)
+            for output in delta.outputs:
+                if output.index not in begun:
+                    begun.add(output.index)
+                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content="")))
+                choice = self._chunk_choice(output)
+                if _has_news(choice):
+                    take(choice)
+
+        await self._run(take_delta)
+
+    async def _run(self, take: Take) -> None:
+        field = grammar_field(self._state, self._body)
+        await generation.run(self._state, [self._group], take, grammar_field=field)
+
+    def _count(self, prompt_index: int, delta: RequestOutput) -> None:
+        self.usage.count(prompt_index, delta)
+        for output in delta.outputs:
+            self.usage.reasoning_tokens += self._writer(output.index).num_thoughts(output)
+
+    def _writer(self, index: int) -> AnswerWriter:
+        if index not in self._writers:
+            syntax = self._state.syntax
+            parser = syntax.parser(
+                self._group.prompt or "",
+                callable_tools(self._body.tools or [], self._body.tool_choice),
+                max_calls=None if _is_parallel(self._body) else 1,
+            )
+            counter = syntax.reasoning_counter(self._group.prompt or "")
+            self._writers[index] = AnswerWriter(parser, syntax.tool_parser, counter)
+        return self._writers[index]
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
+        writer = self._writer(output.index)
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(content=output.text),
+            message=writer.message(output),
             logprobs=self._logprobs(output),
-            finish_reason=output.finish_reason,
+            finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._body.return_token_ids else UNSET,
         )
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
+        writer = self._writer(output.index)
         return ChatChunkChoice(
             index=output.index,
-            delta=Delta(content=output.text or UNSET),
+            delta=writer.delta(output),
             logprobs=self._logprobs(output) if output.token_ids else None,
-            finish_reason=output.finish_reason,
+            finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
             stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
             token_ids=output.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    @property
+    def _is_chosen(self) -> bool:
+        return isinstance(self._body.tool_choice, ToolChoice)
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if self._body.num_logprobs is None:
             return None
         tokenizer = self._state.frontend.tokenizer
         return chat_logprobs(tokenizer, output.token_ids, output.logprobs or [], num_top=self._body.num_logprobs)
-
-    def _first_chunk(self, index: int, *, usage: Usage | UnsetType | None) -> ChatChunk:
-        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))], usage=usage)
-        if self._body.return_token_ids:
-            chunk.prompt_token_ids = self._group.prompt_token_ids
-        return chunk
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(
@@ -164,4 +264,6 @@ class _Chat:
 
 def _has_news(choice: ChatChunkChoice) -> bool:
     """Whether a chunk is worth sending: a token that only holds text back is not."""
-    return bool(choice.delta.content or choice.finish_reason or choice.logprobs or choice.token_ids)
+    delta = choice.delta
+    has_words = delta.content or delta.reasoning or delta.tool_calls
+    return bool(has_words or choice.finish_reason or choice.logprobs or choice.token_ids)

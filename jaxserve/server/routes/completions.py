@@ -1,16 +1,17 @@
 """POST /v1/completions: texts or token ids in, their continuations out."""
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.engine.output import RequestGroup
-from jaxserve.request import CompletionOutput
+from jaxserve.engine.stream import Take
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.body import json_response, read_json
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
@@ -21,9 +22,11 @@ from jaxserve.server.protocol.completions import (
     CompletionResponse,
     check_completion_request,
 )
+from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, event, while_wanted
+from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
+from jaxserve.structured.grammar import make_grammar
 
 
 async def create(request: Request) -> Response:
@@ -32,9 +35,10 @@ async def create(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
     state.check_model(body.model)
     size = len(await request.body())
-    completion = _Completion(state, body, await generation.prepare(lambda: _prepare(state, body), size=size))
+    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, grammar_field=body.wish_field)
+    completion = _Completion(state, body, groups)
     if body.stream:
-        return EventStream(completion.events(), stopping=state.stopping)
+        return EventStream(completion.stream, stopping=state.stopping)
     answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.stopping)
     return json_response(answer)
 
@@ -53,6 +57,13 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
         logprobs=body.logprobs,
         prompt_logprobs=max(num_prompt_logprobs, default=None),
     )
+    grammar = ""
+    if params.structured_outputs is not None and not body.is_score_only:
+        try:
+            grammar = make_grammar(params.structured_outputs)  # once, for all prompts
+        except InvalidRequest as error:
+            blame(error, body.wish_field)
+            raise
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(prompts):
@@ -66,6 +77,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             shorten_output=body.max_tokens is None,
+            grammar=grammar,
         )
         groups.append(group)
     return groups
@@ -83,9 +95,7 @@ class _Completion:
 
     async def answer(self) -> CompletionResponse:
         """Everything at once."""
-        async with contextlib.aclosing(generation.run(self._state, self._groups)) as deltas:
-            async for prompt_index, delta in deltas:
-                self._usage.count(prompt_index, delta)
+        await self._run(self._usage.count)
         choices = [
             _ChoiceWriter(
                 self._state, self._body, group, index=prompt_index * len(group.requests) + output.index
@@ -95,23 +105,39 @@ class _Completion:
         ]
         return self._response(choices, usage=self._usage.total())
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
-        options = self._body.stream_options
+        body = self._body
+        options = body.stream_options
         writers: dict[int, _ChoiceWriter] = {}
-        async with contextlib.aclosing(generation.run(self._state, self._groups)) as deltas:
-            async for prompt_index, delta in deltas:
-                self._usage.count(prompt_index, delta)
-                group = self._groups[prompt_index]
-                for output in delta.outputs:
-                    index = prompt_index * len(group.requests) + output.index
-                    if index not in writers:
-                        writers[index] = _ChoiceWriter(self._state, self._body, group, index=index)
-                    choice = writers[index].write(output)
-                    if _has_news(choice):
-                        yield event(self._response([choice], usage=self._usage.in_chunk(options)))
+        has_only_text = body.logprobs is None and not (body.wants_numbers or body.is_score_only)
+        texts = TextEvents(
+            lambda index, text: self._response(
+                [CompletionChoice(index=index, text=text)], usage=self._usage.in_chunk(options)
+            )
+        )
+
+        def take(prompt_index: int, delta: RequestOutput) -> None:
+            self._usage.count(prompt_index, delta)
+            group = self._groups[prompt_index]
+            for output in delta.outputs:
+                index = prompt_index * len(group.requests) + output.index
+                if index not in writers:
+                    writers[index] = _ChoiceWriter(self._state, body, group, index=index)
+                elif has_only_text and output.finish_reason is None:  # nearly always
+                    if output.text:
+                        write(texts.event(index, output.text))
+                    continue
+                choice = writers[index].write(output)
+                if _has_news(choice):
+                    write(event(self._response([choice], usage=self._usage.in_chunk(options))))
+
+        await self._run(take)
         if options is not None and options.include_usage:
-            yield event(self._response([], usage=self._usage.total()))
+            write(event(self._response([], usage=self._usage.total())))
+
+    async def _run(self, take: Take) -> None:
+        await generation.run(self._state, self._groups, take, grammar_field=self._body.wish_field)
 
     def _response(self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(

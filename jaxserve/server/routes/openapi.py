@@ -1,15 +1,22 @@
 """GET /openapi.json: the surface as OpenAPI 3.1, from the same structs that check requests."""
 
-from typing import Any
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve import __version__
+from jaxserve.server.engine_view import EngineState
 from jaxserve.server.errors import ErrorBody
+from jaxserve.server.middleware import OPEN_PATHS
 from jaxserve.server.protocol.chat import ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
+from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
+from jaxserve.server.protocol.responses import DeletedResponse, ItemList, ResponseBody, ResponsesRequest
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -18,20 +25,43 @@ from jaxserve.server.protocol.utility import (
     TokenizeResponse,
     Version,
 )
+from jaxserve.server.routes.admin import Done
 from jaxserve.server.routes.models import Model, ModelList
 
-# path -> (method, summary, body or None, answer)
-_OPERATIONS: dict[str, tuple[str, str, type | None, type]] = {
-    "/v1/completions": ("post", "Continue texts or token ids", CompletionRequest, CompletionResponse),
-    "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, ChatResponse),
-    "/v1/models": ("get", "The served models", None, ModelList),
-    "/v1/models/{model}": ("get", "One served model", None, Model),
-    "/tokenize": ("post", "Token ids of a prompt or a conversation", TokenizeRequest, TokenizeResponse),
-    "/detokenize": ("post", "Text of token ids", DetokenizeRequest, DetokenizeResponse),
-    "/health": ("get", "Whether new requests are taken", None, Health),
-    "/live": ("get", "Whether the process answers", None, Health),
-    "/version": ("get", "The version of jaxserve", None, Version),
-}
+
+class _Operation(NamedTuple):
+    """One method of one path. `streams`: with stream=true the answer comes as server-sent events."""
+
+    method: str
+    path: str
+    summary: str
+    body: type | None
+    answer: type
+    streams: bool = False
+    is_admin: bool = False
+
+
+_OPERATIONS = (
+    _Operation("post", "/v1/completions", "Continue texts or token ids", CompletionRequest, CompletionResponse, True),
+    _Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatResponse, True),
+    _Operation("post", "/v1/embeddings", "Vectors of texts or token ids", EmbeddingRequest, EmbeddingResponse),
+    _Operation("post", "/v1/responses", "Answer, and remember", ResponsesRequest, ResponseBody, True),
+    _Operation("get", "/v1/responses/{response_id}", "A stored response", None, ResponseBody),
+    _Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", None, DeletedResponse),
+    _Operation("post", "/v1/responses/{response_id}/cancel", "Stop one in the background", None, ResponseBody),
+    _Operation("get", "/v1/responses/{response_id}/input_items", "What it was an answer to", None, ItemList),
+    _Operation("get", "/v1/models", "The served models", None, ModelList),
+    _Operation("get", "/v1/models/{model}", "One served model", None, Model),
+    _Operation("post", "/tokenize", "Token ids of a prompt or a conversation", TokenizeRequest, TokenizeResponse),
+    _Operation("post", "/detokenize", "Text of token ids", DetokenizeRequest, DetokenizeResponse),
+    _Operation("get", "/health", "Whether new requests are taken", None, Health),
+    _Operation("get", "/live", "Whether the process answers", None, Health),
+    _Operation("get", "/version", "The version of jaxserve", None, Version),
+    _Operation("get", "/engine/state", "What the engine is doing", None, EngineState),
+    _Operation("post", "/reset_prefix_cache", "Forget every cached prefix", None, Done, is_admin=True),
+    _Operation("post", "/start_profile", "Record what the device does", None, Done, is_admin=True),
+    _Operation("post", "/stop_profile", "Write what was recorded", None, Done, is_admin=True),
+)
 
 
 async def show(_request: Request) -> Response:
@@ -39,34 +69,53 @@ async def show(_request: Request) -> Response:
     return Response(msgspec.json.encode(document()), media_type="application/json")
 
 
+@functools.cache
 def document() -> dict[str, Any]:
     """OpenAPI 3.1 of all routes with a JSON body."""
-    bodies = [kind for _, _, body, answer in _OPERATIONS.values() for kind in (body, answer) if kind is not None]
+    bodies = [kind for operation in _OPERATIONS for kind in (operation.body, operation.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(
         [*bodies, ErrorBody], ref_template="#/components/schemas/{name}"
     )
     schema_of = dict(zip([*bodies, ErrorBody], schemas, strict=True))
-    paths = {}
-    for path, (method, summary, body, answer) in _OPERATIONS.items():
-        operation: dict[str, Any] = {
-            "summary": summary,
-            "responses": {
-                "200": {"description": "OK", "content": _json_content(schema_of[answer])},
-                "default": {"description": "Error", "content": _json_content(schema_of[ErrorBody])},
-            },
-        }
-        if body is not None:
-            operation["requestBody"] = {"required": True, "content": _json_content(schema_of[body])}
-        if "{model}" in path:
-            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        paths[path] = {method: operation}
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in _OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": __version__},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "admin": {"type": "http", "scheme": "bearer"},
+            },
+        },
     }
 
 
-def _json_content(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _describe(operation: _Operation, schema_of: Mapping[type, dict[str, Any]]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema_of[operation.answer]}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "OK", "content": content},
+            "default": {
+                "description": "Error",
+                "content": {"application/json": {"schema": schema_of[ErrorBody]}},
+            },
+        },
+    }
+    if operation.path not in OPEN_PATHS:
+        described["security"] = [{"admin" if operation.is_admin else "key": []}]
+    if operation.body is not None:
+        body_content = {"application/json": {"schema": schema_of[operation.body]}}
+        described["requestBody"] = {"required": True, "content": body_content}
+    names = re.findall(r"{(\w+)}", operation.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    return described

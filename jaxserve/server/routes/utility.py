@@ -30,23 +30,22 @@ async def tokenize(request: Request) -> Response:
     state.check_model(body.model)
     check_tokenize_request(body)
     size = len(await request.body())
-    tokens = await generation.prepare(lambda: _tokens(state, body), size=size)
-    tokenizer = state.frontend.tokenizer
-    return json_response(
-        TokenizeResponse(
-            count=len(tokens),
-            max_model_len=state.frontend.client.info.max_model_len,
-            tokens=tokens,
-            token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
-        )
-    )
+    return json_response(await generation.prepare(state, lambda: _tokenized(state, body), size=size))
 
 
-def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     tokenizer = state.frontend.tokenizer
     if body.prompt is None:
-        return tokenizer.encode(render_chat(state, body), add_special_tokens=bool(body.add_special_tokens))
-    return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        text = render_chat(tokenizer, state.message_style, body)
+        tokens = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    else:
+        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=state.frontend.client.info.max_model_len,
+        tokens=tokens,
+        token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+    )
 
 
 async def detokenize(request: Request) -> Response:
@@ -58,7 +57,7 @@ async def detokenize(request: Request) -> Response:
     if not all(0 <= token <= tokenizer.max_token_id for token in body.tokens):
         raise InvalidRequest(f"tokens must be in [0, {tokenizer.max_token_id}]", param="tokens")
     text = await generation.prepare(
-        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), size=len(await request.body())
+        state, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), size=len(await request.body())
     )
     return json_response(DetokenizeResponse(text))
 

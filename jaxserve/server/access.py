@@ -1,0 +1,30 @@
+"""Who may enter a server, looked at before anything is started: keys, certificates, and whether there are none."""
+
+import ipaddress
+import logging
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.keys import admin_keys, client_keys
+from jaxserve.server.tls import ssl_context
+
+logger = logging.getLogger(__name__)
+
+
+def check_access(config: ServerConfig) -> None:
+    """Read all keys and certificates, and warn of a server that others can reach and all may use.
+
+    Raises ConfigError.
+    """
+    admin_keys(config)
+    keys = client_keys(config)
+    ssl_context(config)
+    if not keys and not is_loopback(config.host):
+        logger.warning("anyone who can reach %s may use this server: give it an --api-key", config.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

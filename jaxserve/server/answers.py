@@ -1,0 +1,91 @@
+"""Chat choices from what the engine brings: thoughts, words and calls in the shapes that clients know."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from jaxserve.request import CompletionOutput
+from jaxserve.server.parsing.answer import AnswerParser
+from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from jaxserve.server.parsing.reasoning import ReasoningCounter
+from jaxserve.server.parsing.tools import ToolParser
+from jaxserve.server.protocol.chat import AssistantMessage, ChatFinishReason, Delta
+from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+
+
+class AnswerWriter:
+    """Writes one answer: whole in one piece (`message`), or the pieces of a stream in order (`delta`).
+
+    `has_calls` says whether the model has called a tool so far.
+    """
+
+    def __init__(self, parser: AnswerParser | None, syntax: type[ToolParser], counter: ReasoningCounter | None = None):
+        """Without a parser the text is the answer. `syntax` makes the ids of calls; without a `counter` there are no
+        thoughts.
+        """
+        self._parser = parser
+        self._counter = counter
+        self._syntax = syntax
+        self._num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model has called a tool."""
+        return self._num_calls > 0
+
+    def num_thoughts(self, output: CompletionOutput) -> int:
+        """How many of the new tokens are thoughts."""
+        return 0 if self._counter is None else self._counter.count(output.token_ids)
+
+    def message(self, output: CompletionOutput) -> AssistantMessage:
+        """The whole answer."""
+        if self._parser is None:
+            return AssistantMessage(content=output.text)
+        delta = self._delta(self._read(output))
+        calls: list[ToolCall] = []
+        for piece in delta.tool_calls or ():
+            if piece.id:
+                calls.append(ToolCall(id=piece.id, function=FunctionCall(name=piece.function.name or "", arguments="")))
+            calls[-1].function.arguments += piece.function.arguments or ""
+        return AssistantMessage(
+            content=delta.content or (None if calls or delta.reasoning else ""),
+            reasoning=delta.reasoning,
+            reasoning_content=delta.reasoning,
+            tool_calls=calls or UNSET,
+        )
+
+    def delta(self, output: CompletionOutput) -> Delta:
+        """What is new."""
+        if self._parser is None:
+            return Delta(content=output.text or UNSET)
+        return self._delta(self._read(output))
+
+    def finish_reason(self, output: CompletionOutput, *, is_chosen: bool) -> ChatFinishReason | None:
+        """Why the answer has ended. `is_chosen`: the client has named the tool, so that calling it tells nothing."""
+        if output.finish_reason == "stop" and self.has_calls and not is_chosen:
+            return "tool_calls"
+        return output.finish_reason
+
+    def _read(self, output: CompletionOutput) -> list[Event]:
+        assert self._parser is not None
+        events = self._parser.push(output.text)
+        return events if output.finish_reason is None else [*events, *self._parser.finish()]
+
+    def _delta(self, events: Sequence[Event]) -> Delta:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or UNSET
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            if isinstance(event, CallStart):
+                function = FunctionCallDelta(name=event.name, arguments="")
+                calls.append(
+                    ToolCallDelta(index=self._num_calls, id=self._syntax.new_id(), type="function", function=function)
+                )
+                self._num_calls += 1
+            elif isinstance(event, CallArguments):
+                if not calls or calls[-1].index != self._num_calls - 1:
+                    calls.append(ToolCallDelta(index=self._num_calls - 1, function=FunctionCallDelta(arguments="")))
+                calls[-1].function.arguments = (calls[-1].function.arguments or "") + event.text
+        return Delta(
+            content=content or UNSET, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET
+        )

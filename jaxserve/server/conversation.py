@@ -1,0 +1,204 @@
+"""From a request of /v1/responses to the chat that it stands for: items become messages, and the rest is renamed."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.chat import ChatRequest
+from jaxserve.server.protocol.common import not_supported, split_path
+from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
+
+Item = dict[str, Any]
+
+_SAME_IN_CHAT = (
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "seed",
+    "priority",
+    "cache_salt",
+    "chat_template_kwargs",
+)
+# The chat's name of a field -> its name here, for errors.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning",
+}
+
+
+class _Part(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Message(msgspec.Struct, kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[_Part]
+
+
+class _Call(msgspec.Struct, kw_only=True):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _Thoughts(msgspec.Struct, kw_only=True):
+    content: list[_Part] | None = None
+
+
+class _CallOutput(msgspec.Struct, kw_only=True):
+    call_id: str
+    output: str | list[_Part]
+
+
+def input_items(given: str | list[Item]) -> list[Item]:
+    """`input` as a list of items. Null means absent."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [{name: value for name, value in item.items() if value is not None} for item in given]
+
+
+def listed(item: Item, index: int) -> Item:
+    """An item as lists of items have it: with an id and a status, and its text in parts."""
+    item = {"id": f"item_{index}", "type": "message", "status": "completed", **item}
+    if item["type"] == "message" and isinstance(item["content"], str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        extra = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+        item["content"] = [{"type": kind, "text": item["content"], **extra}]
+    return item
+
+
+def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str, Any]]:
+    """Chat messages of the items; calls in a row become one message, thoughts a part of what comes after them.
+
+    The first `num_before` items are of earlier turns: errors count from there. Raises InvalidRequest, naming the item.
+    """
+    messages: list[dict[str, Any]] = []
+    thoughts = ""
+    for index, item in enumerate(items):
+        param = f"input[{index - num_before}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            message = _convert(item, _Message, param)
+            messages.append({"role": message.role, "content": _text(message.content, f"{param}.content")})
+        elif kind == "function_call":
+            call = _convert(item, _Call, param)
+            if not (messages and "tool_calls" in messages[-1]):
+                messages.append({"role": "assistant", "content": None, "tool_calls": []})
+            function = {"name": call.name, "arguments": call.arguments}
+            messages[-1]["tool_calls"].append({"id": call.call_id, "type": "function", "function": function})
+        elif kind == "function_call_output":
+            output = _convert(item, _CallOutput, param)
+            text = _text(output.output, f"{param}.output")
+            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+        elif kind == "reasoning":
+            thoughts = _text(_convert(item, _Thoughts, param).content or "", f"{param}.content")
+            continue
+        else:
+            raise not_supported(f"{param}.type", f"an item of type {str(kind)[:40]!r}")
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thoughts
+        thoughts = ""
+    return messages
+
+
+def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+    """The chat of a request. Raises InvalidRequest."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    fields["messages"] = [*instructions, *messages]
+    fields["max_completion_tokens"] = body.max_output_tokens
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    name: value
+                    for name, value in (
+                        ("name", tool.name),
+                        ("description", tool.description),
+                        ("parameters", tool.parameters),
+                        ("strict", tool.strict),
+                    )
+                    if value is not None
+                },
+            }
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoiceFunction):
+        choice = {"type": choice.type, "function": {"name": choice.name}}
+    fields["tool_choice"] = choice
+    return _convert({name: value for name, value in fields.items() if value is not None}, ChatRequest, "")
+
+
+def rename(error: InvalidRequest) -> None:
+    """Give an error of the chat the name that its field has here, also where its message begins with it."""
+    old = error.param
+    if old is None:
+        return
+    if old == "response_format.json_schema.schema":
+        error.param = "text.format.schema"
+    elif old.startswith("tools["):
+        error.param = old.replace(".function", "", 1)
+    else:  # the position of a message is not that of an item
+        error.param = _NAMES.get(old.partition("[")[0].partition(".")[0], old)
+    if error.message.startswith(old):
+        error.message = error.param + error.message.removeprefix(old)
+        error.args = (error.message,)
+
+
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    if wanted.schema is None:
+        raise InvalidRequest("text.format.schema is required", param="text.format.schema")
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _text(content: str | list[_Part], param: str) -> str:
+    """Parts joined as those of a chat message are."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if part.type not in ("input_text", "output_text", "reasoning_text", "text", "refusal"):
+            raise not_supported(f"{param}[{index}].type", f"content of type {part.type[:40]!r}")
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise InvalidRequest(f"{param}[{index}].text is missing", param=f"{param}[{index}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _convert[T](value: Any, kind: type[T], param: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, path = split_path(str(error))
+        param = f"{param}.{path}" if param and path else param or path or ""
+        refusal = InvalidRequest(f"{param}: {message}", param=param)
+        rename(refusal)
+        raise refusal from None

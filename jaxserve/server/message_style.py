@@ -1,0 +1,38 @@
+"""How a chat template wants the calls of earlier turns. Templates differ, and say so only by failing."""
+
+import contextlib
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.messages import ChatMessage, MessageStyle, template_messages
+from jaxserve.server.protocol.tools import FunctionCall, ToolCall
+from jaxserve.tokenizer import Tokenizer
+
+# The most common first: an object, and an empty text beside it.
+_STYLES = tuple(MessageStyle(are_text, empty) for are_text in (False, True) for empty in ("", None))
+_ARGUMENTS = '{"word": "quokka"}'
+
+
+def message_style(tokenizer: Tokenizer) -> MessageStyle:
+    """The first style in which the model's template shows a call with its argument; else the most common one."""
+    style = next((style for style in _STYLES if _shows_call(_render(tokenizer, style))), _STYLES[0])
+    fails = _render(tokenizer, style) and not _render(tokenizer, style, content="Wait.", reasoning="Hm.")
+    return style._replace(shows_both=not fails)
+
+
+def _render(tokenizer: Tokenizer, style: MessageStyle, *, content: str = "", reasoning: str = "") -> str:
+    """A conversation with a call; "" if the template fails."""
+    call = ToolCall(id="abcdefghi", function=FunctionCall(name="look_up", arguments=_ARGUMENTS))
+    messages = [
+        ChatMessage(role="user", content="Look it up."),
+        ChatMessage(role="assistant", content=content, reasoning=reasoning, tool_calls=[call]),
+        ChatMessage(role="tool", content="a marsupial", tool_call_id=call.id),
+    ]
+    rendered = template_messages(messages, style, continue_final_message=False, add_generation_prompt=True)
+    with contextlib.suppress(InvalidRequest):
+        return tokenizer.render_chat_template(rendered)
+    return ""
+
+
+def _shows_call(text: str) -> bool:
+    """Encoded twice, the quotes of the arguments would be escaped; in a syntax that is not JSON there are none."""
+    return "look_up" in text and "quokka" in text and '\\"' not in text

@@ -1,0 +1,77 @@
+"""What is seen of a request from outside: its id, in and out, and its line in the access log. Outermost middleware."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.logs import FIELDS
+
+logger = logging.getLogger("jaxserve.access")
+
+HEADER = "x-request-id"
+_HEADER = HEADER.encode()
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header and a log line without harm
+QUIET_PATHS = frozenset({"/live", "/health", "/metrics", "/engine/state"})  # asked for every few seconds
+_CLIENT_GONE = 499
+
+
+class Observation:
+    """Gives each request its id (the client's X-Request-Id, else a new one), and logs it when it has ended.
+
+    The id is in `scope["request_id"]` from here on, and in the answer's X-Request-Id.
+    """
+
+    def __init__(self, app: ASGIApp, *, logs: bool):
+        self._app = app
+        self._logs = logs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["request_id"] = request_id.decode()
+        status = _CLIENT_GONE
+        start = time.monotonic()
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (_HEADER, request_id)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            if self._logs:
+                _log(scope, status=status, seconds=time.monotonic() - start)
+
+
+def _log(scope: Scope, *, status: int, seconds: float) -> None:
+    client = scope["client"][0] if scope["client"] else ""
+    fields = {
+        "request_id": scope["request_id"],
+        "client": client,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    # The path is the client's: quoted, so that it cannot forge a line.
+    logger.log(
+        logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
+        "%s %s %r %d %.3f s id=%s",
+        client,
+        scope["method"],
+        scope["path"],
+        status,
+        seconds,
+        scope["request_id"],
+        extra={FIELDS: fields},
+    )

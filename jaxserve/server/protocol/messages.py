@@ -1,0 +1,128 @@
+"""The messages of a chat, from what clients send to what a chat template reads."""
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.common import not_supported, refuse_unless_empty
+from jaxserve.server.protocol.tools import ToolCall
+
+MAX_MESSAGES = 4096
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content. Only text parts are served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class MessageStyle(NamedTuple):
+    """What a template expects of an assistant's message with calls; see `template.message_style`.
+
+    `arguments_are_text`: the arguments of a call are JSON text, not the object itself. `empty_content`: what stands for
+    no content. `shows_both`: content and reasoning may stand beside a call together.
+    """
+
+    arguments_are_text: bool = False
+    empty_content: str | None = ""
+    shows_both: bool = True
+
+
+def template_messages(
+    messages: list[ChatMessage],
+    style: MessageStyle,
+    *,
+    continue_final_message: bool | None,
+    add_generation_prompt: bool | None,
+) -> list[dict[str, Any]]:
+    """The messages as a chat template reads them: content as one text, `developer` as `system`.
+
+    Raises InvalidRequest for parts, roles and combinations that cannot be served.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are allowed", param="messages"
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    return [_template_message(message, style, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> dict[str, Any]:
+    if message.role == "function":
+        raise not_supported(f"{param}.role", "the role 'function'")
+    for name in ("function_call", "audio"):
+        refuse_unless_empty(f"{param}.{name}", getattr(message, name))
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{param}.tool_calls: only an assistant calls tools", param=f"{param}.tool_calls")
+    has_calls = bool(message.tool_calls)
+    if message.content is None and not has_calls:
+        raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
+    content = message.content if not isinstance(message.content, list) else _join_parts(message.content, param)
+    reasoning = (message.reasoning_content or message.reasoning) if message.role == "assistant" else None
+    if has_calls and (not content or (reasoning and not style.shows_both)):
+        content = style.empty_content
+    rendered: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise InvalidRequest(f"{param}.tool_call_id is missing", param=f"{param}.tool_call_id")
+        rendered["tool_call_id"] = message.tool_call_id
+    if reasoning:
+        rendered["reasoning_content"] = reasoning  # transformers gives it the other names that templates have for it
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            _template_call(call, style, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
+    return rendered
+
+
+def _template_call(call: ToolCall, style: MessageStyle, param: str) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if not style.arguments_are_text:
+        param = f"{param}.function.arguments"
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{param} must be an object", param=param)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _join_parts(parts: list[ContentPart], param: str) -> str:
+    texts = []
+    for i, part in enumerate(parts):
+        if part.type not in ("text", "refusal"):
+            raise not_supported(f"{param}.content[{i}].type", f"content of type {part.type[:40]!r}")
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            param = f"{param}.content[{i}].{part.type}"
+            raise InvalidRequest(f"{param} is missing", param=param)
+        texts.append(text)
+    return "\n".join(texts)

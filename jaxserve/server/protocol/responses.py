@@ -1,0 +1,268 @@
+"""POST /v1/responses: the request, its items, and the shapes of the answer. A conversation is a list of items."""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.chat import TokenLogprob
+from jaxserve.server.protocol.common import check_num_logprobs, not_supported, refuse_unless_empty
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` must have for log probabilities."""
+IGNORED_INCLUDES = frozenset({"reasoning.encrypted_content"})
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the text must be: anything, JSON, or JSON of a schema."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`text` of a request."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """`reasoning` of a request."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceFunction(msgspec.Struct, kw_only=True):
+    """The function that the model must call."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """The body. Fields named in `unsupported` are known, but refused when set; the last block are extensions."""
+
+    unsupported: ClassVar[tuple[str, ...]] = ("conversation", "prompt", "context_management")
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities go into the answer."""
+        return LOGPROBS in (self.include or ())
+
+
+def check_responses_request(body: ResponsesRequest) -> None:
+    """Raises InvalidRequest, naming the field, for what cannot be served. What a chat checks too is left to it."""
+    for name in body.unsupported:
+        refuse_unless_empty(name, getattr(body, name))
+    if body.truncation == "auto":
+        raise not_supported("truncation", "truncation='auto'")
+    for entry in body.include or ():
+        if entry != LOGPROBS and entry not in IGNORED_INCLUDES:
+            raise not_supported("include", f"including {entry[:64]!r}")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
+    if body.top_logprobs is not None:
+        check_num_logprobs("top_logprobs", body.top_logprobs)
+    if body.background and body.store is False:
+        raise InvalidRequest("background needs store=true", param="background")
+    if body.background and body.stream:
+        raise not_supported("background", "background together with stream")
+    if len(body.metadata or ()) > MAX_METADATA:
+        raise InvalidRequest(f"metadata has more than {MAX_METADATA} entries", param="metadata")
+    for key, value in (body.metadata or {}).items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequest(
+                f"metadata: keys have at most {MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}",
+                param="metadata",
+            )
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            raise not_supported(f"tools[{index}].type", f"a tool of type {tool.type[:40]!r}")
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    """A text that the model has written."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[dict[str, Any]] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    """A text that the model has thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thinks before it speaks."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[dict[str, Any]] = []
+    content: list[ReasoningText]
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the model wants to be made; its result comes as a `function_call_output` item of the next turn."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response has failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(msgspec.Struct):
+    """`cached_tokens`: input tokens whose KV came from the prefix cache. What is written to it is not counted."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """`reasoning_tokens`: output tokens that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Tokens read and written."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """The answer, at whatever stage it is; most of it repeats the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Reasoning
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponseUsage | UnsetType = UNSET
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """A stored response is gone."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """The input items of a stored response, in order."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

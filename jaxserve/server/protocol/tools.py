@@ -1,0 +1,130 @@
+"""Tools that a chat offers, and calls of them: in requests, in the conversation, and in answers."""
+
+import re
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.parsing.tools import Tool
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A function; `parameters` is a JSON schema. It is followed where a call is forced, and if `strict` in any call, as
+    far as the model's syntax allows (`Syntax.follows_strict`).
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(msgspec.Struct):
+    """Which function."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """This function must be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the model has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionCallDelta(msgspec.Struct, kw_only=True):
+    """The name comes first, then the arguments in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What is new of the call `index` of an answer. Its first piece has its id and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
+def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | None) -> None:
+    """Raises InvalidRequest, naming the field."""
+    tools = tools or []
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools")
+    names = set()
+    for index, tool in enumerate(tools):
+        param = f"tools[{index}].function.name"
+        name = tool.function.name
+        if _NAME.fullmatch(name) is None:
+            raise InvalidRequest(f"{param} must have 1 to 64 letters, digits, dots, _ or -", param=param)
+        if name in names:
+            raise InvalidRequest(f"{param}: there are two tools of the name {name!r}", param=param)
+        names.add(name)
+    if isinstance(choice, ToolChoice):
+        if choice.function.name not in names:
+            raise InvalidRequest(
+                f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", param="tool_choice"
+            )
+    elif choice == "required" and not tools:
+        raise InvalidRequest("tool_choice 'required' needs tools", param="tool_choice")
+
+
+def template_tools(tools: list[ToolDefinition]) -> list[dict[str, Any]]:
+    """Tools as a chat template reads them; many of these fail where a description or the parameters are missing."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
+            },
+        }
+        for tool in tools
+    ]
+
+
+def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None) -> list[Tool]:
+    """The tools that the model may call."""
+    if choice == "none":
+        return []
+    chosen = choice.function.name if isinstance(choice, ToolChoice) else None
+    return [
+        Tool(
+            tool.function.name,
+            NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
+            is_strict=bool(tool.function.strict),
+        )
+        for tool in tools
+        if chosen in (None, tool.function.name)
+    ]

@@ -1,0 +1,149 @@
+"""Answers of /v1/responses that later turns may refer to: bounded in number, bytes and time.
+
+SQLite, so that all workers of a server see the same: in a file of their private folder, or in memory. The file goes
+with the server.
+"""
+
+import contextlib
+import pathlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+MAX_BYTES = 256 * 2**20
+"""All bodies and conversations together; the oldest go first."""
+
+_SCHEMA = """
+create table if not exists responses (
+    id text primary key,
+    owner text not null,
+    number integer not null,  -- order of arrival
+    expires real not null,
+    body blob not null,
+    items blob not null,
+    num_inputs integer not null,
+    is_cancelled integer not null default 0,
+    place text  -- of the worker that still writes it; null when it is complete
+);
+create index if not exists by_number on responses (number);
+"""
+
+
+class StoredResponse(NamedTuple):
+    """`body` is the answer's JSON; `items` that of the conversation up to and with the answer, of which the first
+    `num_inputs` are the input.
+    """
+
+    body: bytes
+    items: bytes
+    num_inputs: int
+
+
+class ResponseStore:
+    """At most `max_entries` answers, each for `ttl` seconds. From any thread, and from several processes at once.
+
+    Nobody but its `owner` (the name of an API key) can read an answer or delete it: for others it is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_entries: int,
+        ttl: float,
+        file: pathlib.Path | None = None,
+        place: str = "",
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+    ):
+        """`place` is the worker's among those that share the file; whoever is started in its stead has the same."""
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._ttl = ttl
+        self._place = place
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(":memory:" if file is None else file, check_same_thread=False, timeout=10)
+        self._database.execute("pragma journal_mode = wal")
+        self._database.execute("pragma synchronous = off")  # nothing here outlives the server
+        self._database.executescript(_SCHEMA)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._max_entries > 0
+
+    def put(self, response_id: str, stored: StoredResponse, *, owner: str, is_complete: bool = True) -> None:
+        """Keep an answer; what is too old or too much goes."""
+        now = self._clock()
+        with self._transaction() as database:
+            database.execute(
+                "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
+                "values (?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ?)",
+                (response_id, owner, None if is_complete else self._place, now + self._ttl, *stored),
+            )
+            self._make_room(database, now)
+
+    def replace(self, response_id: str, stored: StoredResponse, *, is_complete: bool = True) -> None:
+        """What has become of an answer, if it is still kept."""
+        with self._transaction() as database:
+            database.execute(
+                "update responses set body = ?, items = ?, num_inputs = ?, place = ? where id = ?",
+                (*stored, None if is_complete else self._place, response_id),
+            )
+            self._make_room(database, self._clock())
+
+    def incomplete(self) -> dict[str, StoredResponse]:
+        """By id, what this worker, or one before it in its place, has not completed."""
+        with self._transaction() as database:
+            rows = database.execute(
+                "select id, body, items, num_inputs from responses where place = ?", (self._place,)
+            ).fetchall()
+        return {response_id: StoredResponse(*stored) for response_id, *stored in rows}
+
+    def get(self, response_id: str, *, owner: str) -> StoredResponse | None:
+        """A stored answer. None: it is not there, or not any more."""
+        with self._transaction() as database:
+            row = database.execute(
+                "select body, items, num_inputs from responses where id = ? and owner = ? and expires > ?",
+                (response_id, owner, self._clock()),
+            ).fetchone()
+        return None if row is None else StoredResponse(*row)
+
+    def delete(self, response_id: str, *, owner: str) -> bool:
+        """Forget an answer. Returns whether it was there."""
+        with self._transaction() as database:
+            deleted = database.execute("delete from responses where id = ? and owner = ?", (response_id, owner))
+            return deleted.rowcount > 0
+
+    def cancel(self, response_id: str) -> None:
+        """Ask whoever works on it to stop."""
+        with self._transaction() as database:
+            database.execute("update responses set is_cancelled = 1 where id = ?", (response_id,))
+
+    def is_cancelled(self, response_id: str) -> bool:
+        """Whether `cancel` has been called, or the answer has been deleted: nobody wants it then either."""
+        with self._transaction() as database:
+            row = database.execute("select is_cancelled from responses where id = ?", (response_id,)).fetchone()
+        return row is None or bool(row[0])
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._database.close()
+
+    def _make_room(self, database: sqlite3.Connection, now: float) -> None:
+        database.execute("delete from responses where expires <= ?", (now,))
+        # The newest that fit, counted from the end.
+        database.execute(
+            "delete from responses where number not in (select number from (select number, "
+            "row_number() over newest as position, sum(length(body) + length(items)) over newest as bytes "
+            "from responses window newest as (order by number desc)) where position <= ? and bytes <= ?)",
+            (self._max_entries, self._max_bytes),
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._database as database:
+            yield database

@@ -1,0 +1,179 @@
+"""Writes the answer of /v1/responses: the pieces of a chat become output items, and the events that tell of them."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.server.protocol.chat import ChatFinishReason, TokenLogprob
+from jaxserve.server.protocol.responses import (
+    FunctionCall,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseBody,
+    ResponseError,
+    ResponseUsage,
+)
+from jaxserve.server.protocol.usage import Usage
+
+type Event = dict[str, Any]
+
+
+class ResponseWriter:
+    """Fills `response` as the pieces come. Each method yields the events of what it does, in order: iterate over all.
+
+    At most one output item is open at a time; a piece of another kind closes it.
+    """
+
+    def __init__(self, response: ResponseBody):
+        self.response = response
+        self._num_events = 0
+        self._open: OutputItem | None = None
+        self._text: list[str] = []  # of the open item
+        self._call_index = -1
+
+    @property
+    def is_speaking(self) -> bool:
+        """Whether the open item is a message."""
+        return isinstance(self._open, OutputMessage)
+
+    def start(self) -> Iterator[Event]:
+        """The answer begins."""
+        yield self._of_response("response.created")
+        self.response.status = "in_progress"
+        yield self._of_response("response.in_progress")
+
+    def text(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
+        """The model says something."""
+        if not self.is_speaking:
+            yield from self._close("completed")
+            item = OutputMessage(id=_new_id("msg"), status="in_progress", content=[])
+            yield from self._add(item)
+            item.content.append(OutputText(text=""))
+            yield self._part_event("response.content_part.added", {"part": item.content[0]})
+        self._text.append(text)
+        item = self._open
+        assert isinstance(item, OutputMessage)
+        item.content[0].logprobs += logprobs
+        yield self._part_event("response.output_text.delta", {"delta": text, "logprobs": list(logprobs)})
+
+    def reasoning(self, text: str) -> Iterator[Event]:
+        """The model thinks something."""
+        if not isinstance(self._open, ReasoningItem):
+            yield from self._close("completed")
+            item = ReasoningItem(id=_new_id("rs"), status="in_progress", content=[])
+            yield from self._add(item)
+            item.content.append(ReasoningText(text=""))
+            yield self._part_event("response.content_part.added", {"part": item.content[0]})
+        self._text.append(text)
+        yield self._part_event("response.reasoning_text.delta", {"delta": text})
+
+    def call(self, index: int, *, call_id: str | None, name: str | None, arguments: str) -> Iterator[Event]:
+        """A piece of the model's call number `index`; the first one of a call has its id and name."""
+        if not isinstance(self._open, FunctionCall) or index != self._call_index:
+            yield from self._close("completed")
+            self._call_index = index
+            item = FunctionCall(
+                id=_new_id("fc"),
+                status="in_progress",
+                call_id=call_id or _new_id("call"),
+                name=name or "",
+                arguments="",
+            )
+            yield from self._add(item)
+        if arguments:
+            self._text.append(arguments)
+            yield self._item_event("response.function_call_arguments.delta", {"delta": arguments})
+
+    def finish(self, reason: ChatFinishReason | None, usage: Usage) -> Iterator[Event]:
+        """The model has come to an end."""
+        is_complete = reason != "length"
+        yield from self._close("completed" if is_complete else "incomplete")
+        self.response.status = "completed" if is_complete else "incomplete"
+        if not is_complete:
+            self.response.incomplete_details = IncompleteDetails("max_output_tokens")
+        self.response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
+        yield self._of_response(f"response.{self.response.status}")
+
+    def fail(self, error: ResponseError) -> Iterator[Event]:
+        """It could not be finished."""
+        yield from self._close("incomplete")
+        self.response.status = "failed"
+        self.response.error = error
+        yield self._of_response("response.failed")
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        for _ in self._close("incomplete"):
+            pass
+        self.response.status = "cancelled"
+
+    def _add(self, item: OutputItem) -> Iterator[Event]:
+        self._open = item
+        self._text = []
+        self.response.output.append(item)
+        yield self._event("response.output_item.added", {"output_index": self._output_index, "item": item})
+
+    def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
+        item = self._open
+        if item is None:
+            return
+        text = "".join(self._text)
+        item.status = status
+        if isinstance(item, OutputMessage):
+            (part,) = item.content
+            part.text = text
+            yield self._part_event("response.output_text.done", {"text": text, "logprobs": part.logprobs})
+            yield self._part_event("response.content_part.done", {"part": part})
+        elif isinstance(item, ReasoningItem):
+            (thought,) = item.content
+            thought.text = text
+            yield self._part_event("response.reasoning_text.done", {"text": text})
+            yield self._part_event("response.content_part.done", {"part": thought})
+        else:
+            item.arguments = text
+            yield self._item_event("response.function_call_arguments.done", {"name": item.name, "arguments": text})
+        yield self._event("response.output_item.done", {"output_index": self._output_index, "item": item})
+        self._open = None
+
+    @property
+    def _output_index(self) -> int:
+        return len(self.response.output) - 1
+
+    def _of_response(self, kind: str) -> Event:
+        return self._event(kind, {"response": self.response})
+
+    def _part_event(self, kind: str, fields: Event) -> Event:
+        return self._item_event(kind, {"content_index": 0} | fields)
+
+    def _item_event(self, kind: str, fields: Event) -> Event:
+        assert self._open is not None
+        return self._event(kind, {"item_id": self._open.id, "output_index": self._output_index} | fields)
+
+    def _event(self, kind: str, fields: Event) -> Event:
+        """An event as plain data. Encoded before the next one is made: its structs change as the answer grows."""
+        event = {"type": kind, "sequence_number": self._num_events} | fields
+        self._num_events += 1
+        return event
+
+
+def frame(event: Event) -> bytes:
+    """One server-sent event, with its type as its name."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,343 @@
+"""/v1/responses: a conversation that the server remembers, answered at once, as a stream, or in the background."""
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
+from jaxserve.server import generation
+from jaxserve.server.body import json_response, read_json
+from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, rename
+from jaxserve.server.errors import error_body
+from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
+from jaxserve.server.protocol.messages import MAX_MESSAGES
+from jaxserve.server.protocol.responses import (
+    DeletedResponse,
+    ItemList,
+    Reasoning,
+    ResponseBody,
+    ResponseError,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+    check_responses_request,
+)
+from jaxserve.server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.response_writer import Event, ResponseWriter, frame
+from jaxserve.server.routes.chat import Chat, grammar_field, prepare
+from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.streaming import EventStream, Write, while_wanted
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_BACKGROUND = 256
+CANCEL_INTERVAL = 0.5  # seconds between two looks whether a response in the background is still wanted
+WAIT_FOR_CANCEL = 10.0  # seconds
+
+
+async def create(request: Request) -> Response:
+    """Answer a conversation, and remember it."""
+    state = server_state(request.scope)
+    body = await read_json(request, ResponsesRequest)
+    state.check_model(body.model)
+    size = len(await request.body())
+    answer = await _prepare(state, body, owner=request.scope["owner"], size=size)
+    if body.background:
+        return await answer.start_in_background()
+    if body.stream:
+        return EventStream(answer.stream, stopping=state.stopping, done=b"")
+    await while_wanted(answer.run(_ignore), receive=request.receive, stopping=state.stopping)
+    return json_response(answer.response)
+
+
+async def show(request: Request) -> Response:
+    """A stored response as it is now."""
+    if request.query_params.get("stream", "false") != "false":
+        raise InvalidRequest("stored responses cannot be streamed", param="stream", code="unsupported_parameter")
+    stored = await _find(request)
+    return Response(stored.body, media_type="application/json")
+
+
+async def delete(request: Request) -> Response:
+    """Forget a stored response. One that runs in the background is cancelled."""
+    state = server_state(request.scope)
+    response_id = request.path_params["response_id"]
+    if not await asyncio.to_thread(state.responses.delete, response_id, owner=request.scope["owner"]):
+        raise _not_found(response_id)
+    return json_response(DeletedResponse(id=response_id))
+
+
+async def show_input(request: Request) -> Response:
+    """The input items of a stored response."""
+    stored = await _find(request)
+    items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
+    data = [listed(item, index) for index, item in enumerate(items)]
+    ids = [str(item["id"]) for item in data]
+    return json_response(
+        ItemList(data=data, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=False)
+    )
+
+
+async def cancel(request: Request) -> Response:
+    """Stop a response that runs in the background; the answer shows what has become of it."""
+    state = server_state(request.scope)
+    stored = await _find(request)
+    if not _read(stored).background:
+        raise InvalidRequest("only a response that was created with background=true can be cancelled")
+    await asyncio.to_thread(state.responses.cancel, request.path_params["response_id"])
+    deadline = time.monotonic() + WAIT_FOR_CANCEL
+    while _is_running(_read(stored)) and time.monotonic() < deadline:
+        await asyncio.sleep(CANCEL_INTERVAL / 5)
+        stored = await _find(request)
+    return Response(stored.body, media_type="application/json")
+
+
+async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, size: int) -> "_Answer":
+    """The conversation, with its earlier turns of the same `owner`, validated and tokenized; the body has `size` bytes.
+
+    Raises InvalidRequest.
+    """
+    check_responses_request(body)
+    if body.background and not state.responses.is_enabled:
+        raise InvalidRequest("background needs stored responses, and this server stores none", param="background")
+    earlier: list[Item] = []
+    if body.previous_response_id is not None:
+        stored = await _find_earlier(state, body.previous_response_id, owner=owner)
+        earlier = msgspec.json.decode(stored.items)
+        size += len(stored.items)
+    items = [*earlier, *input_items(body.input)]
+    if not items:
+        raise InvalidRequest("input must not be empty", param="input")
+    if len(items) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"the conversation has {len(items)} items, at most {MAX_MESSAGES} are allowed", param="input"
+        )
+    response_id = f"resp_{uuid.uuid4().hex}"
+    try:
+        chat_body = chat_request(body, as_messages(items, num_before=len(earlier)))
+        group = await generation.prepare(
+            state,
+            lambda: prepare(state, chat_body, request_id=response_id),
+            size=size,
+            grammar_field=grammar_field(state, chat_body),
+        )
+    except InvalidRequest as error:
+        rename(error)
+        raise
+    response = _new_response(state, body, response_id)
+    return _Answer(state, Chat(state, chat_body, group), response, items, owner=owner)
+
+
+async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> StoredResponse:
+    stored = await asyncio.to_thread(state.responses.get, response_id, owner=owner)
+    if stored is None:
+        raise InvalidRequest(
+            f"there is no stored response {response_id[:80]!r}",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    status = _read(stored).status
+    if status not in ("completed", "incomplete"):
+        raise InvalidRequest(f"the previous response is {status}", param="previous_response_id")
+    return stored
+
+
+def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) -> ResponseBody:
+    defaults = state.frontend.default_sampling
+    return ResponseBody(
+        id=response_id,
+        created_at=int(time.time()),
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=state.model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=body.reasoning or Reasoning(),
+        store=body.store is not False and state.responses.is_enabled,
+        temperature=float(defaults.get("temperature", 1.0) if body.temperature is None else body.temperature),
+        text=TextConfig(format=(body.text and body.text.format) or TextFormat(type="text")),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
+    )
+
+
+class _Answer:
+    """One response on its way."""
+
+    def __init__(self, state: ServerState, chat: Chat, response: ResponseBody, items: list[Item], *, owner: str):
+        self.response = response
+        self._owner = owner
+        self._state = state
+        self._chat = chat
+        self._items = items
+        self._writer = ResponseWriter(response)
+        self._logprobs: list[TokenLogprob] = []
+
+    async def stream(self, write: Write) -> None:
+        """Piece by piece, as server-sent events. A failure after the first is an event too."""
+        is_begun = False
+
+        def tell(event: Event) -> None:
+            nonlocal is_begun
+            is_begun = True
+            write(frame(event))
+
+        try:
+            await self.run(tell)
+        except JaxserveError as error:
+            if not is_begun:
+                raise
+            for event in self._writer.fail(_failure(error)):
+                write(frame(event))
+
+    async def start_in_background(self) -> Response:
+        """Begin, and answer before anything has come of it. Raises QueueFull."""
+        if len(self._state.background) >= MAX_IN_BACKGROUND:
+            raise QueueFull(f"{MAX_IN_BACKGROUND} responses are running in the background")
+        put = functools.partial(self._state.responses.put, owner=self._owner, is_complete=False)
+        await asyncio.to_thread(put, self.response.id, self._stored())
+        answer = json_response(self.response)
+        task = asyncio.create_task(self._run_in_background())
+        self._state.background.add(task)
+        task.add_done_callback(self._state.background.discard)
+        return answer
+
+    async def _run_in_background(self) -> None:
+        with self._state.counted():
+            try:
+                await while_wanted(self.run(_ignore), receive=self._unwanted, stopping=self._state.stopping)
+                return
+            except ClientDisconnect:
+                self._writer.cancel()
+            except Exception as error:
+                if not isinstance(error, JaxserveError):
+                    logger.exception("a response in the background failed")
+                for _ in self._writer.fail(_failure(error)):
+                    pass
+            await self._save()
+
+    async def _unwanted(self) -> Message:
+        """Stands for the connection that a response in the background does not have: it ends when it is cancelled."""
+        while not await asyncio.to_thread(self._state.responses.is_cancelled, self.response.id):
+            await asyncio.sleep(CANCEL_INTERVAL)
+        return {"type": "http.disconnect"}
+
+    async def run(self, tell: Callable[[Event], None]) -> None:
+        """Answer, and `tell` what happens, in order. The answer is stored before its last event is told."""
+        finish_reason: ChatFinishReason | None = None
+        saving: asyncio.Task[None] | None = None
+        is_begun = False
+
+        def take(piece: ChatChunkChoice) -> None:
+            nonlocal finish_reason, saving, is_begun
+            if not is_begun:  # a refusal of the engine comes before anything is told
+                is_begun = True
+                for event in self._writer.start():
+                    tell(event)
+                if self.response.background:
+                    saving = asyncio.create_task(self._save())
+            for event in self._write(piece):
+                tell(event)
+            finish_reason = piece.finish_reason or finish_reason
+
+        try:
+            await self._chat.run(take)
+        except InvalidRequest as error:
+            rename(error)
+            raise
+        finally:
+            if saving is not None:  # what is saved next must not be overwritten by it
+                await saving
+        *events, last = self._writer.finish(finish_reason, self._chat.usage.total())
+        for event in events:
+            tell(event)
+        await self._save()
+        tell(last)
+
+    def _write(self, piece: ChatChunkChoice) -> Iterator[Event]:
+        delta, writer = piece.delta, self._writer
+        if delta.reasoning:
+            yield from writer.reasoning(delta.reasoning)
+        if piece.logprobs is not None and not (delta.reasoning or delta.tool_calls):
+            self._logprobs += piece.logprobs.content  # a token that only holds text back has them too
+        if delta.content or (piece.finish_reason and self._logprobs and writer.is_speaking):
+            yield from writer.text(delta.content or "", self._logprobs)
+            self._logprobs = []
+        for call in delta.tool_calls or ():
+            yield from writer.call(
+                call.index,
+                call_id=call.id or None,
+                name=call.function.name or None,
+                arguments=call.function.arguments or "",
+            )
+
+    async def _save(self) -> None:
+        """Keep the answer, if it is to be kept; one in the background has been kept since it began."""
+        if self.response.store:
+            store = self._state.responses
+            keep = functools.partial(store.put, owner=self._owner)
+            if self.response.background:
+                keep = functools.partial(store.replace, is_complete=not _is_running(self.response))
+            await asyncio.to_thread(keep, self.response.id, self._stored())
+
+    def _stored(self) -> StoredResponse:
+        output = msgspec.to_builtins(self.response.output)
+        return StoredResponse(
+            body=msgspec.json.encode(self.response),
+            items=msgspec.json.encode([*self._items, *output]),
+            num_inputs=len(self._items),
+        )
+
+
+def fail_abandoned(responses: ResponseStore) -> None:
+    """Say of what ran in the background of a worker that was killed that it has failed; its successor does."""
+    for response_id, stored in responses.incomplete().items():
+        response = _read(stored)
+        for _ in ResponseWriter(response).fail(ResponseError("server_error", "the server's process has ended")):
+            pass
+        responses.replace(response_id, stored._replace(body=msgspec.json.encode(response)))
+
+
+def _is_running(response: ResponseBody) -> bool:
+    return response.status in ("queued", "in_progress")
+
+
+async def _find(request: Request) -> StoredResponse:
+    """The response in the path. Raises NotFound, as for one that another key has made."""
+    response_id = request.path_params["response_id"]
+    responses = server_state(request.scope).responses
+    stored = await asyncio.to_thread(responses.get, response_id, owner=request.scope["owner"])
+    if stored is None:
+        raise _not_found(response_id)
+    return stored
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"there is no stored response {response_id[:80]!r}", param="response_id", code="not_found")
+
+
+def _read(stored: StoredResponse) -> ResponseBody:
+    return msgspec.json.decode(stored.body, type=ResponseBody)
+
+
+def _failure(error: Exception) -> ResponseError:
+    detail = error_body(error).error
+    return ResponseError(code="server_error", message=detail.message)
+
+
+def _ignore(_event: Event) -> None:
+    """Nobody listens: the answer is read when it is complete."""

@@ -1,0 +1,37 @@
+// Small help with elements. Text only ever enters the page as text, never as markup.
+
+export const $ = (id) => document.getElementById(id);
+
+/** A new element: attributes (`on...` are listeners, `class` and others as in HTML), then children. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Let a text field be as high as its text. */
+export function grow(field) {
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight}px`;
+}
+
+/** The id of the API's answer that a sequence of the engine belongs to: it adds the numbers of prompt and choice. */
+export const answerId = (requestId) => requestId.replace(/(-\d+)+$/, "");
+
+/** What is stored of this browser's choices, or `fallback`. */
+export function recall(name, fallback) {
+  try {
+    return JSON.parse(localStorage.getItem(`jaxserve.${name}`)) ?? fallback;
+  } catch {
+    return fallback;
+  }
+}
+
+export function remember(name, value) {
+  localStorage.setItem(`jaxserve.${name}`, JSON.stringify(value));
+}

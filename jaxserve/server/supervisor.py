@@ -1,0 +1,300 @@
+"""The parent of `jaxserve serve`: starts the engine's process and the API workers, and sees to it that none is left.
+
+It holds the listening sockets and the private folder of the Unix sockets, hears the signals, and nothing else: no
+request passes through it. What happens when one of the processes ends:
+
+    the engine              clients get an error, /health turns 503, the workers end, exit code 1
+    an API worker           its clients' connections break, the engine aborts its requests, a new one is started, which
+                            says of its responses in the background that they have failed; after MAX_RESTARTS in
+                            RESTART_PERIOD seconds the server gives up, exit code 1
+    the parent              every other process ends by itself, and removes the folder
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
+from jaxserve.engine import process
+from jaxserve.engine.subprocesses import Child
+from jaxserve.errors import StartupError
+from jaxserve.server.access import check_access
+from jaxserve.server.lifecycle import FLUSH_TIMEOUT, bind, url_of
+from jaxserve.server.worker import ENGINE_DIED, Settings
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+RESTART_PERIOD = 60.0
+END_TIMEOUT = 10.0
+"""Seconds for a process that has nothing left to do."""
+
+MAX_FOLDER_LENGTH = 80
+"""Bytes: the address of a Unix socket has room for 107, its name included."""
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One place among the API workers, and the process that holds it. A new process gets the same listener."""
+
+    index: int
+    listener: socket.socket
+    child: Child | None = None
+    client: str = ""
+    num_starts: int = 0
+
+
+class Supervisor:
+    """Runs one engine and `config.api_workers` workers, until a signal or until one of them cannot go on.
+
+    `start_engine` starts the engine's process over a folder for its sockets (`engine.process`, or what speaks like it).
+
+    Attributes:
+        serving: is set when requests are taken; from then on `address` (host, port) and `worker_pids` are known.
+    """
+
+    address: tuple[str, int]
+    _folder: pathlib.Path
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        start_engine: Callable[[pathlib.Path], Awaitable[Child]],
+        model_path: str,
+        tokenizer: str,
+        seed: int,
+    ):
+        self._config = config
+        self._start_engine = start_engine
+        self._model_path = model_path
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self.serving = asyncio.Event()
+        self._workers: list[_Worker] = []
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+        self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+
+    async def run(self) -> int:
+        """Serve. Returns the exit code: 0 when told to stop, 1 when the engine or the workers died, 128 + N when
+        signal N came before there was anything to stop. Raises StartupError.
+        """
+        check_access(self._config)  # the workers would find out only after the engine has been loaded
+        with self._listeners() as listeners, _private_folder() as self._folder, self._hearing_signals():
+            self.address = listeners[0].getsockname()[:2]
+            url = url_of(listeners[0], self._config)
+            self._workers = workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
+            engine = await self._start_engine(self._folder)
+            try:
+                await asyncio.gather(*map(self._start_worker, workers))
+                if not await self._all_ready(engine, workers):
+                    return 128 + self._signals[0]
+                logger.info("serving %s at %s/v1", self._config.served_model_name, url)
+                self.serving.set()
+                return await self._watch(engine, workers)
+            finally:
+                for worker in workers:
+                    if worker.child is not None:
+                        await worker.child.end(timeout=0)
+                await engine.end(timeout=END_TIMEOUT)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the API workers."""
+        return [worker.child.pid for worker in self._workers if worker.child is not None]
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Drain and end; called again, end now: what a signal means. In the event loop."""
+        self._signals.append(number)
+        self._signalled.set()
+
+    async def _start_worker(self, worker: _Worker) -> None:
+        place = f"api-{worker.index}"
+        worker.client = f"{place}-{worker.num_starts}"
+        worker.num_starts += 1
+        settings = Settings(
+            server=self._config,
+            name=worker.client,
+            place=place,
+            folder=str(self._folder),
+            listener=worker.listener.fileno(),
+            tokenizer=self._tokenizer,
+            model_path=self._model_path,
+            # No two processes draw the same seeds; with one worker that lives, they are those of an LLM.
+            seed=self._seed + worker.index + MAX_WORKERS * (worker.num_starts - 1),
+            metrics_file=str(self._folder / f"metrics-{worker.index}"),
+        )
+        worker.child = await Child.start(
+            f"API worker {worker.index}", "jaxserve.server.worker", settings, pass_fds=[worker.listener.fileno()]
+        )
+
+    async def _all_ready(self, engine: Child, workers: list[_Worker]) -> bool:
+        """Wait for all. False: a signal came first. Raises StartupError with the first error of one that failed."""
+        children = [engine, *(worker.child for worker in workers if worker.child is not None)]
+        pending = {asyncio.create_task(child.is_ready()): child for child in children}
+        signalled = asyncio.create_task(self._signalled.wait())
+        while pending:
+            done, _ = await asyncio.wait([*pending, signalled], return_when=asyncio.FIRST_COMPLETED)
+            if signalled in done:
+                return False
+            for task in done:
+                child = pending.pop(task)
+                if not task.result():
+                    raise StartupError(child.error)
+        signalled.cancel()
+        return True
+
+    async def _watch(self, engine: Child, workers: list[_Worker]) -> int:
+        """Replace workers that die, until there is a reason to end. Returns the exit code."""
+        signalled = asyncio.create_task(self._signalled.wait())
+        reports: set[asyncio.Task[None]] = set()
+        while True:
+            ends = {worker.child.ended: worker for worker in workers if worker.child is not None}
+            await asyncio.wait([engine.ended, signalled, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if engine.ended.done():
+                return await self._lose_engine(engine, workers)
+            if signalled.done():
+                return await self._drain(engine, workers)
+            for ended, worker in ends.items():
+                if not ended.done():
+                    continue
+                if ended.result() == ENGINE_DIED:  # its process is there, but says nothing any more
+                    return await self._lose_engine(engine, workers)
+                engine.tell(f"gone {worker.client}")
+                logger.error("API worker %d has ended with code %d", worker.index, ended.result())
+                if not self._may_restart(time.monotonic()):
+                    logger.error("API workers have ended %d times in %.0f s", MAX_RESTARTS + 1, RESTART_PERIOD)
+                    return 1
+                await self._start_worker(worker)
+                assert worker.child is not None
+                reports.add(asyncio.create_task(_report(worker.child)))
+
+    def _may_restart(self, now: float) -> bool:
+        is_frequent = len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_PERIOD
+        self._restarts.append(now)
+        return not is_frequent
+
+    async def _drain(self, engine: Child, workers: list[_Worker]) -> int:
+        """Let running requests finish; a second signal ends the wait, and so does the engine."""
+        for worker in workers:
+            worker.listener.close()
+        await self._tell(workers, "drain")
+        self._signalled.clear()
+        if len(self._signals) > 1:
+            self._signalled.set()
+        signalled = asyncio.create_task(self._signalled.wait())
+        all_ended = asyncio.create_task(_ends(workers))
+        limit = self._config.shutdown_timeout + 2 * FLUSH_TIMEOUT + END_TIMEOUT
+        await asyncio.wait([all_ended, signalled, engine.ended], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if engine.ended.done():
+            return await self._lose_engine(engine, workers)
+        if signalled.done():
+            await self._tell(workers, "stop")
+        signalled.cancel()
+        await asyncio.wait([all_ended], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+        return 0
+
+    async def _lose_engine(self, engine: Child, workers: list[_Worker]) -> int:
+        """Let the workers say so to their clients, and end."""
+        how = f"ended with code {engine.ended.result()}" if engine.ended.done() else "gone silent"
+        logger.error("the engine's process has %s", how)
+        await self._tell(workers, "engine died")
+        await asyncio.wait([asyncio.create_task(_ends(workers))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+        return 1
+
+    async def _tell(self, workers: list[_Worker], command: str) -> None:
+        """Tell those that serve; one that has yet to start has nobody to serve, and ends."""
+        for worker in workers:
+            assert worker.child is not None
+            if worker.child.is_up:
+                worker.child.tell(command)
+            else:
+                await worker.child.end(timeout=0)
+
+    @contextlib.contextmanager
+    def _listeners(self) -> Iterator[list[socket.socket]]:
+        """A socket for each worker, on the same port: the kernel shares the connections out.
+
+        They are kept open here, so that those of a worker that died wait for the next.
+        """
+        first = bind(self._config)
+        listeners = [first]
+        if self._config.api_workers > 1:
+            config = dataclasses.replace(self._config, port=first.getsockname()[1])
+            first.close()  # it has shown that nobody else is there, which sharing would hide
+            listeners = [bind(config, is_shared=True) for _ in range(self._config.api_workers)]
+        try:
+            yield listeners
+        finally:
+            for listener in listeners:
+                listener.close()
+
+    @contextlib.contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def serve(engine: EngineConfig, config: ServerConfig) -> int:
+    """Run an engine and a server until a signal; `engine.model` is a directory. Returns the exit code as `run` does.
+
+    Raises StartupError.
+    """
+
+    async def start_engine(folder: pathlib.Path) -> Child:
+        settings = process.Settings(
+            engine=engine, folder=str(folder), log_level=config.log_level, log_format=config.log_format
+        )
+        return await Child.start("the engine", "jaxserve.engine.process", settings)
+
+    supervisor = Supervisor(
+        config,
+        start_engine=start_engine,
+        model_path=engine.model,
+        tokenizer=engine.tokenizer or engine.model,
+        seed=engine.seed,
+    )
+    return asyncio.run(supervisor.run())
+
+
+async def _report(child: Child) -> None:
+    if await child.is_ready():
+        logger.info("%s is there again", child.name)
+    else:
+        logger.error("%s could not start: %s", child.name, child.error)
+
+
+async def _ends(workers: list[_Worker]) -> None:
+    for worker in workers:
+        if worker.child is not None:
+            await asyncio.shield(worker.child.ended)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[pathlib.Path]:
+    """A folder that only this user may enter (mkdtemp makes it 0700), gone at the end."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    if len(str(folder)) > MAX_FOLDER_LENGTH:
+        folder.rmdir()
+        raise StartupError(f"the path of the temporary folder {folder} is too long for Unix sockets: set TMPDIR")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""An API worker: a process that serves HTTP and text, over an engine in another one. Started by `supervisor`.
+
+It drains when the parent says so, or on a signal of its own; it ends at once when the parent has gone.
+"""
+
+import asyncio
+import gc
+import pathlib
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from jaxserve import logs
+from jaxserve.config import ServerConfig
+from jaxserve.engine.frontend import Frontend, sampling_defaults
+from jaxserve.engine.remote import RemoteEngineClient
+from jaxserve.engine.subprocesses import Parent, run_child
+from jaxserve.server.lifecycle import Server
+from jaxserve.server.template import served_tokenizer
+from jaxserve.tokenizer import Tokenizer, read_generation_config
+
+ENGINE_DIED = 3
+"""The exit code that tells the parent that the engine is dead, in whatever way."""
+
+GC_THRESHOLD = 50_000
+"""Objects between two collections: a stream's garbage has no cycles, so that looking for them is mostly in vain."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells a worker.
+
+    `name` is the engine's name for this process, new with each start, `place` that of whoever does this work, which
+    stays; `listener` is a file descriptor; `seed` that of requests that bring none.
+    """
+
+    server: ServerConfig
+    name: str
+    place: str
+    folder: str
+    listener: int
+    tokenizer: str
+    model_path: str
+    seed: int
+    metrics_file: str
+
+
+async def _serve(parent: Parent, settings: Settings) -> int:
+    folder = pathlib.Path(settings.folder)
+    connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
+    # Before the engine is there: what is wrong with it shows at once.
+    tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
+    defaults = sampling_defaults(read_generation_config(settings.model_path))
+    client = await connecting
+    frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed)
+    server = Server(
+        frontend,
+        settings.server,
+        listener=socket.socket(fileno=settings.listener),
+        metrics_file=pathlib.Path(settings.metrics_file),
+        responses_file=folder / "responses.sqlite",
+        place=settings.place,
+    )
+    commands = {
+        "drain": server.drain,
+        "stop": server.stop_now,
+        "engine died": lambda: client.engine_died("its process has ended"),
+    }
+    loop = asyncio.get_running_loop()
+
+    def on_command(command: str) -> None:
+        loop.call_soon_threadsafe(commands[command])
+
+    parent.on_command = on_command
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+    code = await server.serve(on_serving=parent.answer)
+    client.close()
+    return ENGINE_DIED if code else 0
+
+
+def _main(parent: Parent) -> int:
+    settings = parent.settings(Settings)
+    parent.folder = settings.folder
+    logs.configure(settings.server.log_level, settings.server.log_format)
+    return uvloop.run(_serve(parent, settings))
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(_main))

@@ -1,0 +1,149 @@
+"""A headless Chromium, driven over the WebDriver protocol (plain HTTP): for tests of the page.
+
+`from server.browser import ...`. Needs `chromium` and `chromedriver` on the PATH.
+"""
+
+import base64
+import contextlib
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver wraps an element
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowUp": "\ue013", "Shift": "\ue008"}
+
+
+def missing() -> str | None:
+    """What a test of the page needs and this machine lacks."""
+    lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"no {' and no '.join(lacking)} on the PATH" if lacking else None
+
+
+class Browser:
+    """One window."""
+
+    def __init__(self, driver: httpx.Client, session: str):
+        self._driver = driver
+        self._session = session
+
+    def open(self, url: str) -> None:
+        self._post("url", url=url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What the body of a function in the page returns."""
+        return self._post("execute/sync", script=script, args=list(arguments))
+
+    def text(self, selector: str) -> str:
+        return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+
+    def is_shown(self, selector: str) -> bool:
+        return self.run("return !!document.querySelector(arguments[0])?.checkVisibility()", selector)
+
+    def count(self, selector: str) -> int:
+        return self.run("return document.querySelectorAll(arguments[0]).length", selector)
+
+    def click(self, selector: str) -> None:
+        self._post(f"element/{self._find(selector)}/click")
+
+    def type(self, selector: str, text: str) -> None:
+        """Keys into a field; names of KEYS in braces: "hello{Enter}"."""
+        for name, code in KEYS.items():
+            text = text.replace(f"{{{name}}}", code)
+        self._post(f"element/{self._find(selector)}/value", text=text)
+
+    def press(self, key: str) -> None:
+        """A key, wherever the focus is."""
+        code = KEYS.get(key, key)
+        actions = [{"type": "keyDown", "value": code}, {"type": "keyUp", "value": code}]
+        self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
+
+    def hover(self, selector: str) -> None:
+        origin = {ELEMENT: self._find(selector)}
+        move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": origin}
+        self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
+
+    def resize(self, width: int, height: int) -> None:
+        """The page's size, whatever the window's smallest is."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._command("Emulation.setDeviceMetricsOverride", metrics)
+
+    def prefer(self, scheme: str) -> None:
+        """`light` or `dark`, as if the system said so."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._command("Emulation.setEmulatedMedia", {"features": features})
+
+    def screenshot(self, path: pathlib.Path) -> None:
+        path.write_bytes(base64.b64decode(self._driver.get(f"/session/{self._session}/screenshot").json()["value"]))
+
+    def log(self) -> list[str]:
+        """What the page has complained about since it was last asked: errors, and refusals by its security policy."""
+        return [entry["message"] for entry in self._post("se/log", type="browser")]
+
+    def wait_until(self, script: str, *arguments: Any, timeout: float = 20.0) -> Any:
+        """What the expression is, as soon as it is anything."""
+        deadline = time.monotonic() + timeout
+        while not (value := self.run(f"return {script}", *arguments)):
+            assert time.monotonic() < deadline, f"it did not come about: {script}; {self.log()}"
+            time.sleep(0.03)
+        return value
+
+    def _find(self, selector: str) -> str:
+        return self._post("element", using="css selector", value=selector)[ELEMENT]
+
+    def _command(self, name: str, parameters: dict[str, Any]) -> None:
+        self._post("goog/cdp/execute", cmd=name, params=parameters)
+
+    def _post(self, path: str, **body: Any) -> Any:
+        value = self._driver.post(f"/session/{self._session}/{path}", json=body).json()["value"]
+        assert not (isinstance(value, dict) and "error" in value), value
+        return value
+
+
+@contextlib.contextmanager
+def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> Iterator[Browser]:
+    """A browser from start to end, its profile in `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    driver = subprocess.Popen(["chromedriver", f"--port={port}", f"--log-path={folder / 'driver.log'}"])
+    arguments = [
+        "--headless=new",
+        "--no-sandbox",  # CI runs as root, in a container of its own; the pages are ours
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},{height}",
+    ]
+    options = {"binary": shutil.which("chromium"), "args": arguments}
+    capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as client:
+            _wait_for(client)
+            answer = client.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
+            session = answer.get("sessionId")
+            assert session, answer
+            try:
+                browser = Browser(client, session)
+                browser.resize(width, height)
+                yield browser
+            finally:
+                client.delete(f"/session/{session}")
+    finally:
+        driver.terminate()
+        driver.wait(timeout=20)
+
+
+def _wait_for(client: httpx.Client) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/status").json()["value"]["ready"]:
+                return
+        assert time.monotonic() < deadline, "chromedriver did not start"
+        time.sleep(0.05)

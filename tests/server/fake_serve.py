@@ -1,0 +1,103 @@
+"""`jaxserve serve` over a scripted engine: a parent, an engine's process and API workers, all real and quickly there.
+
+`python -m server.fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the
+engine's process: it repeats the prompt's first character, and knows two letters that make it misbehave.
+"""
+
+import asyncio
+import logging
+import pathlib
+import sys
+import threading
+import time
+from typing import override
+
+import msgspec
+import tokenizers
+from engine.fake_client import FakeEngineClient, Script
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.process import serve
+from jaxserve.engine.subprocesses import Child, Parent, run_child
+from jaxserve.errors import OutOfMemory, StartupError
+from jaxserve.flags import Parser, add_config_flags, given
+from jaxserve.server.supervisor import Supervisor
+
+STEP_SECONDS = 0.02
+LONG_STEP_SECONDS = 2.0
+
+
+class Settings(msgspec.Struct, kw_only=True):
+    """`start_error`: what the start fails with; "crash": not even with an error of ours."""
+
+    folder: str
+    vocab_size: int
+    dies: int
+    takes_long: int
+    start_error: str | None
+
+
+class Engine(FakeEngineClient):
+    """A fake engine, of which prompts that begin with `dies` and `takes_long` make a dead and a slow one."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        super().__init__(self._script, vocab_size=settings.vocab_size, max_model_len=2048, step_seconds=STEP_SECONDS)
+
+    def _script(self, request):
+        if request.prompt_token_ids[0] == self._settings.dies:
+            threading.Timer(0.1, self.die, ["a bug in the engine"]).start()
+        return Script(token_ids=request.prompt_token_ids[:1] * 2048)
+
+    @override
+    def _advance(self, entry):
+        if entry.request.prompt_token_ids[0] == self._settings.takes_long:
+            end = time.monotonic() + LONG_STEP_SECONDS
+            while time.monotonic() < end:
+                pass
+        return super()._advance(entry)
+
+
+def _engine(parent: Parent) -> int:
+    settings = parent.settings(Settings)
+    parent.folder = settings.folder
+    if settings.start_error == "crash":
+        raise RuntimeError("a bug")
+    if settings.start_error is not None:
+        raise OutOfMemory(settings.start_error)
+    return serve(parent, Engine(settings), pathlib.Path(settings.folder))
+
+
+def _parent() -> int:
+    assert "jax" not in sys.modules
+    logging.basicConfig(format="%(message)s", level="INFO")
+    parser = Parser(prog="fake_serve", usage="", description="")
+    parser.add_argument("model")
+    parser.add_argument("--start-error")
+    add_config_flags(parser, ServerConfig)
+    args = parser.parse_args()
+    tokenizer = tokenizers.Tokenizer.from_file(f"{args.model}/tokenizer.json")  # quicker than our own
+
+    async def start_engine(folder: pathlib.Path) -> Child:
+        dies, takes_long = (tokenizer.token_to_id(letter) for letter in "DL")
+        settings = Settings(
+            folder=str(folder),
+            vocab_size=tokenizer.get_vocab_size(),
+            dies=dies,
+            takes_long=takes_long,
+            start_error=args.start_error,
+        )
+        return await Child.start("the engine", "server.fake_serve", settings)
+
+    names = ServerConfig.__dataclass_fields__
+    config = ServerConfig(**given(args, [*names]))
+    supervisor = Supervisor(config, start_engine=start_engine, model_path=args.model, tokenizer=args.model, seed=0)
+    try:
+        return asyncio.run(supervisor.run())
+    except StartupError as error:
+        sys.stderr.write(f"jaxserve: error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_parent() if len(sys.argv) > 1 else run_child(_engine))

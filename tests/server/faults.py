@@ -1,0 +1,103 @@
+"""Bad requests: what they have in common, on the wire and in their answers.
+
+A kind of them is a list of requests with their answers (`fault_tables`), or an act that takes time (`fault_acts`).
+"""
+
+import asyncio
+import json
+import socket
+import struct
+from typing import NamedTuple
+
+KEY = "the-key"
+COMPLETIONS, CHAT, EMBEDDINGS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"
+USER = {"role": "user", "content": "hello"}
+GOOD = {
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 4},
+    CHAT: {"messages": [USER], "max_tokens": 4},
+    EMBEDDINGS: {"input": "hello"},
+    RESPONSES: {"input": "hello", "max_output_tokens": 4},
+}
+INPUT = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input", RESPONSES: "input"}
+BODY_LIMIT = 2**20
+RECEIVE_TIMEOUT = 1.0
+ANSWER_TIMEOUT = 30.0
+
+
+class Answer(NamedTuple):
+    """What came back: status 0 if the connection was closed without a word."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Wire:
+    """One connection, by hand."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, address):
+        return cls(*await asyncio.open_connection(*address))
+
+    async def send(self, data):
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self):
+        async with asyncio.timeout(ANSWER_TIMEOUT):
+            try:
+                head = await self.reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return Answer(0, {}, b"")
+            status, *lines = head.decode("latin-1").strip().split("\r\n")
+            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+            body = b""
+            if "content-length" in headers:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            return Answer(int(status.split()[1]), headers, body)
+
+    def close(self):
+        self.writer.close()
+
+    def reset(self):
+        """Close without a good-bye: the other side gets an RST."""
+        connection = self.writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+class Sent(NamedTuple):
+    """Bytes on the wire, and the answer: one of the statuses, and the field that it blames. 0: none at all."""
+
+    data: bytes
+    status: int | tuple[int, ...] = 400
+    param: str | None = None
+
+    async def act(self, wire):
+        await wire.send(self.data)
+        answer = await wire.answer()
+        statuses = self.status if isinstance(self.status, tuple) else (self.status,)
+        assert answer.status in statuses, answer
+        if answer.status:
+            error = json.loads(answer.body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["param"] == self.param, error
+            assert "Traceback" not in error["message"]
+
+
+def head(method, path, headers=(), *, key=KEY):
+    lines = [f"{method} {path} HTTP/1.1", "host: test", f"authorization: Bearer {key}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+def post(path, content, headers=()):
+    """A request with this body: bytes, or what becomes JSON."""
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return head("POST", path, [*JSON, ("content-length", len(content)), *headers]) + content
+
+
+JSON = (("content-type", "application/json"),)

@@ -1,0 +1,174 @@
+"""EventStream over a connection that takes nothing for a while: the order of what is sent, and every kind of end."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from jaxserve.errors import Draining, RequestFailed
+from jaxserve.server.http import WRITE_CHUNK
+from jaxserve.server.streaming import DONE, EventStream
+
+
+class Connection:
+    """Takes bytes while `takes` is set; the client is there until `is_gone` is."""
+
+    def __init__(self):
+        self.messages = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self.is_gone = asyncio.Event()
+        self.num_sending = 0
+
+    @property
+    def body(self):
+        assert [message["type"] for message in self.messages[:1]] == ["http.response.start"]
+        assert all(message["type"] == "http.response.body" for message in self.messages[1:])
+        return b"".join(message["body"] for message in self.messages[1:])
+
+    @property
+    def is_complete(self):
+        return [message.get("more_body", True) for message in self.messages] == [True] * (len(self.messages) - 1) + [
+            False
+        ]
+
+    async def send(self, message):
+        self.num_sending += 1
+        assert self.num_sending == 1, "two write at once"
+        try:
+            await self.takes.wait()
+            self.messages.append(message)
+        finally:
+            self.num_sending -= 1
+
+    def write(self, data):
+        if self.takes.is_set():
+            self.messages.append({"type": "http.response.body", "body": data})
+        return self.takes.is_set()
+
+    async def receive(self):
+        await self.is_gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def answer(connection, work, *, stopping=None, is_direct=True):
+    """A task that sends what `work` writes."""
+    extensions = {WRITE_CHUNK: {"write": connection.write}} if is_direct else {}
+    stream = EventStream(work, stopping=stopping or asyncio.Event())
+    return asyncio.create_task(stream({"extensions": extensions}, connection.receive, connection.send))
+
+
+async def turns(number=5):
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_keep_their_order_however_often_the_connection_stops(seed, is_direct):
+    chance = random.Random(seed)
+    frames = [b"%d;" % number for number in range(200)]
+
+    async def main():
+        connection = Connection()
+
+        async def work(write):
+            for frame in frames:
+                write(frame)
+                if chance.random() < 0.3:
+                    (connection.takes.set if chance.random() < 0.5 else connection.takes.clear)()
+                await turns(chance.choice([0, 0, 1, 4]))
+
+        running = answer(connection, work, is_direct=is_direct)
+        while not running.done():
+            await turns(chance.choice([1, 50]))
+            connection.takes.set()
+        await running
+        return connection
+
+    connection = asyncio.run(main())
+    assert connection.body == b"".join(frames) + DONE
+    assert connection.is_complete
+
+
+@pytest.mark.parametrize("num_sent", [0, 1])
+def test_a_client_that_leaves_while_frames_are_held(num_sent):
+    async def main():
+        connection, is_cancelled = Connection(), asyncio.Event()
+
+        async def work(write):
+            try:
+                for number in range(3):
+                    if number == num_sent:
+                        connection.takes.clear()
+                    write(b"frame")
+                    await turns()
+                await asyncio.Event().wait()
+            finally:
+                is_cancelled.set()
+
+        running = answer(connection, work)
+        await turns(50)
+        connection.is_gone.set()
+        await running
+        assert is_cancelled.is_set()
+        assert connection.num_sending == 0
+        return connection
+
+    messages = asyncio.run(main()).messages
+    assert len(messages) == (2 if num_sent else 0)
+
+
+@pytest.mark.parametrize("why", ["failure", "bug", "stopping"])
+def test_an_error_comes_behind_what_is_held(why, caplog):
+    async def main():
+        connection, stopping = Connection(), asyncio.Event()
+
+        async def work(write):
+            write(b"a")
+            await turns()
+            connection.takes.clear()
+            write(b"b")
+            await turns()
+            write(b"c")
+            if why == "stopping":
+                stopping.set()
+                await asyncio.Event().wait()
+            raise RequestFailed("NaN") if why == "failure" else ZeroDivisionError("a secret")
+
+        running = answer(connection, work, stopping=stopping)
+        await turns(50)
+        assert not running.done()
+        connection.takes.set()
+        await running
+        return connection
+
+    connection = asyncio.run(main())
+    assert connection.is_complete
+    assert connection.body.startswith(b"abcdata: ")
+    assert connection.body.endswith(b"\n\n" + DONE)
+    error = json.loads(connection.body.removeprefix(b"abcdata: ").removesuffix(b"\n\n" + DONE))["error"]
+    kinds = {"failure": "internal_error", "bug": "internal_error", "stopping": "service_unavailable_error"}
+    assert error["type"] == kinds[why]
+    assert "secret" not in error["message"]
+    assert ("a secret" in caplog.text) == (why == "bug")
+
+
+@pytest.mark.parametrize("error", [RequestFailed("NaN"), None])
+def test_what_fails_before_the_first_frame_is_raised(error):
+    async def main():
+        connection, stopping = Connection(), asyncio.Event()
+
+        async def work(_write):
+            await turns()
+            if error is not None:
+                raise error
+            stopping.set()
+            await asyncio.Event().wait()
+
+        with pytest.raises(Draining if error is None else RequestFailed):
+            await answer(connection, work, stopping=stopping)
+        assert connection.messages == []
+
+    asyncio.run(main())

@@ -1,0 +1,81 @@
+"""GET /openapi.json is true: it names every route, and what they answer is what it says."""
+
+import jsonschema
+import pytest
+from server.serving import frames, running
+
+from jaxserve.server.app import ADMIN_ROUTES, ROUTES
+from jaxserve.server.middleware import OPEN_PATHS
+from jaxserve.server.routes.admin import NOT_IMPLEMENTED
+from jaxserve.server.routes.playground import FILES
+
+WITHOUT_JSON = {"/metrics", "/openapi.json"} | FILES
+ADMIN = {"authorization": "Bearer admin"}
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def administered(tokenizer):
+    with running(tokenizer, admin_api_key=["admin"], profile_dir="/profiles") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(administered):
+    return administered.get("/openapi.json").json()
+
+
+def operations():
+    for route in [*ROUTES, *(route for route in ADMIN_ROUTES if route.path not in NOT_IMPLEMENTED)]:
+        path = route.path.replace(":path", "")
+        if path not in WITHOUT_JSON:
+            yield from ((path, method.lower()) for method in route.methods - {"HEAD"})
+
+
+def test_every_route_is_named(document):
+    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert described == set(operations())
+    for path, method in described:
+        assert ("security" in document["paths"][path][method]) == (path not in OPEN_PATHS)
+
+
+def assert_described(document, path, method, status, body):
+    responses = document["paths"][path][method]["responses"]
+    schema = responses[str(status) if str(status) in responses else "default"]["content"]["application/json"]["schema"]
+    jsonschema.validate(body, schema | {"components": document["components"]}, cls=jsonschema.Draft202012Validator)
+
+
+REQUESTS = {
+    "/v1/completions": {"prompt": "a", "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True},
+    "/v1/chat/completions": {"messages": [USER], "logprobs": True, "top_logprobs": 1, "max_tokens": 3},
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/responses": {"input": "a", "include": ["message.output_text.logprobs"]},
+    "/tokenize": {"prompt": "a", "return_token_strs": True},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+@pytest.mark.parametrize(("path", "method"), sorted(set(operations())))
+def test_answers_are_as_described(administered, document, path, method):
+    response_id = administered.post("/v1/responses", {"input": "a", "background": True}).json()["id"]
+    administered.wait_until(lambda: not administered.server.state.background)
+    if path == "/stop_profile":
+        administered.client.start_profile("/profiles")
+    url = path.format(model="fake", response_id=response_id) if "{" in path else path
+    body = REQUESTS.get(path, {}) if method == "post" else None
+    answer = administered.request(method.upper(), url, json=body, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    assert_described(document, path, method, 200, answer.json())
+    if path in REQUESTS:
+        request_schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+        jsonschema.validate(body, request_schema | {"components": document["components"]})
+        refused = administered.post(path, {"model": "gpt-9"} | dict.fromkeys(body, 5))
+        assert_described(document, path, method, refused.status_code, refused.json())
+    if path == "/start_profile":
+        administered.client.stop_profile()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_chunks_of_streams(administered, path):
+    answer = administered.post(path, REQUESTS[path] | {"stream": True, "stream_options": {"include_usage": True}})
+    assert all(frame["object"] for frame in frames(answer))

@@ -1,0 +1,220 @@
+"""Chats through the templates of real models: as transformers renders them, from what OpenAI's clients send."""
+
+import copy
+import json
+import re
+
+import jinja2
+import msgspec
+import pytest
+import tokenizers
+import transformers
+
+from jaxserve.config import ServerConfig
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.server.message_style import message_style
+from jaxserve.server.parsing.syntax import TOOL_PARSERS, Syntax
+from jaxserve.server.protocol.chat import ChatRequest
+from jaxserve.server.template import render_chat, served_tokenizer
+from jaxserve.tokenizer import Tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a place.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Where."},
+                    "days": {"type": "integer", "description": "How many."},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "How is the weather in Brünn?"}
+ANSWER = {"role": "assistant", "content": "Fine, <b>really</b>."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Brünn", "days": 2}'},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"sky": "blue"}'}
+MORE = {"role": "user", "content": "And tomorrow?"}
+
+CONVERSATIONS = {
+    "one turn": ([USER], None),
+    "system": ([SYSTEM, USER], None),
+    "two turns": ([USER, ANSWER, MORE], None),
+    "tools": ([SYSTEM, USER], TOOLS),
+    "call": ([USER, CALL, RESULT], TOOLS),
+    "call and answer": ([USER, CALL, RESULT, ANSWER, MORE], TOOLS),
+    "calls without tools": ([SYSTEM, USER, CALL, RESULT, ANSWER, MORE], None),
+    "roles that do not alternate": ([USER, USER], None),
+}
+
+# The syntax of calls and of thoughts that each template shows.
+KNOWN = {
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
+    "Qwen-Qwen3-0.6B": ("hermes", "think"),
+    "Qwen3-Coder": ("qwen3_coder", None),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "think"),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v3", "think"),
+    "google-gemma-2-2b-it": (None, None),
+    "ibm-granite-granite-3.3-2B-Instruct": (None, None),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
+    "microsoft-Phi-3.5-mini-instruct": (None, None),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
+    "openai-gpt-oss-120b": ("gpt_oss", "harmony"),
+}
+
+
+@pytest.fixture(scope="module")
+def load(test_data):
+    def load(name):
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+        fast.chat_template = (test_data / "tokenizers" / "templates" / f"{name}.jinja").read_text()
+        return fast
+
+    return load
+
+
+def natively(fast, messages, tools):
+    """What transformers makes of the conversation, with calls as the templates' authors want them."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            message["content"] = ""
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return fast.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_conversation_is_rendered_as_transformers_renders_it(load, name):
+    fast = load(name)
+    tokenizer = Tokenizer(fast)
+    style = message_style(tokenizer)
+    for title, (messages, tools) in CONVERSATIONS.items():
+        body = {"messages": messages} | ({} if tools is None else {"tools": tools})
+        request = msgspec.json.decode(json.dumps(body), type=ChatRequest)
+        try:
+            expected = natively(fast, messages, tools)
+        except (jinja2.TemplateError, TypeError):
+            with pytest.raises(InvalidRequest, match="chat template"):
+                render_chat(tokenizer, style, request)
+        else:
+            assert render_chat(tokenizer, style, request) == expected, title
+
+
+def test_the_list_of_templates_is_complete(test_data):
+    assert {path.stem for path in (test_data / "tokenizers" / "templates").iterdir()} == KNOWN.keys()
+
+
+@pytest.mark.parametrize(("name", "known"), KNOWN.items())
+def test_the_syntax_is_read_off_the_template(load, name, known):
+    tools, thoughts = known
+    syntax = Syntax(Tokenizer(load(name)))
+    assert syntax.thoughts == thoughts
+    assert syntax.knows_tools == (tools is not None)
+    if tools is not None:
+        assert syntax.tool_parser is TOOL_PARSERS[tools]
+
+
+# DeepSeek-R1's shows calls only beside a content of null, which transformers leaves out.
+SHOW_CALLS = [name for name, (tools, _) in KNOWN.items() if tools is not None and "R1" not in name]
+
+
+@pytest.mark.parametrize("name", SHOW_CALLS)
+def test_a_call_of_an_earlier_turn_is_shown(load, name):
+    tokenizer = Tokenizer(load(name))
+    body = {"messages": [USER, CALL, RESULT], "tools": TOOLS}
+    text = render_chat(tokenizer, message_style(tokenizer), msgspec.json.decode(json.dumps(body), type=ChatRequest))
+    assert "get_weather" in text
+    shown = "<parameter=city>\nBrünn\n</parameter>" if name == "Qwen3-Coder" else '{"city": "Brünn", "days": 2}'
+    assert shown in text
+    assert "blue" in text
+
+
+def render(tokenizer, **fields):
+    body = {"messages": [USER], **fields}
+    return render_chat(tokenizer, message_style(tokenizer), msgspec.json.decode(json.dumps(body), type=ChatRequest))
+
+
+def test_reasoning_of_earlier_turns_and_effort(load):
+    qwen = Tokenizer(load("Qwen-Qwen3-0.6B"))
+    assert render(qwen, reasoning_effort="none").endswith("<think>\n\n</think>\n\n")
+    assert not render(qwen, reasoning_effort="low").endswith("</think>\n\n")
+    assert render(qwen, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    thought = {"role": "assistant", "content": "Yes.", "reasoning": "Hm, so."}
+    conversation = [USER, thought | CALL | {"content": None}, RESULT]
+    assert "<think>\nHm, so.\n</think>" in render(qwen, messages=conversation)
+
+    gpt_oss = Tokenizer(load("openai-gpt-oss-120b"))
+    assert "Reasoning: high" in render(gpt_oss, reasoning_effort="high")
+    assert "Reasoning: medium" in render(gpt_oss)
+    text = render(gpt_oss, messages=conversation)
+    assert "<|channel|>analysis<|message|>Hm, so.<|end|>" in text
+    conversation[1]["content"] = "I shall look."  # there is room for one of them
+    text = render(gpt_oss, messages=conversation)
+    assert "<|channel|>analysis<|message|>Hm, so.<|end|>" in text
+    assert "I shall look." in render(qwen, messages=conversation)
+
+    deepseek = Tokenizer(load("deepseek-ai-DeepSeek-V3.1"))
+    assert render(deepseek).endswith("</think>")
+    assert render(deepseek, chat_template_kwargs={"thinking": True}).endswith("<think>")
+
+
+def test_tools_that_may_not_be_called_are_not_shown(load):
+    qwen = Tokenizer(load("Qwen-Qwen3-0.6B"))
+    assert "get_weather" in render(qwen, tools=TOOLS)
+    assert "get_weather" not in render(qwen, tools=TOOLS, tool_choice="none")
+
+
+def test_tools_without_description_and_parameters(load):
+    for name in KNOWN:
+        render(Tokenizer(load(name)), tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_the_operators_template(load, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text('{% for message in messages %}[{{ message.content }}]{% endfor %}<tool_call> "arguments')
+    tokenizer = Tokenizer(load("Qwen-Qwen2.5-7B-Instruct"))
+    for given in (str(file), file.read_text()):
+        served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
+        assert render(served).startswith("[How is")
+        assert Syntax(served).tool_parser is TOOL_PARSERS["hermes"]
+    assert served_tokenizer(tokenizer, ServerConfig()) is tokenizer
+    assert not render(tokenizer).startswith("[")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("nowhere.jinja", "cannot read chat_template nowhere.jinja: "),
+        ("a\n{% if %}", "chat_template, line 2: "),
+        ("{{ a | nothing }}", "chat_template, line 1: No filter named 'nothing'"),
+    ],
+)
+def test_a_template_that_is_none(load, template, message):
+    tokenizer = Tokenizer(load("Qwen3-Coder"))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        served_tokenizer(tokenizer, ServerConfig(chat_template=template))
+    served_tokenizer(tokenizer, ServerConfig(chat_template="{{ raise_exception('no system message') }}"))
