@@ -1,0 +1,74 @@
+"""LangChain: ChatOpenAI and OpenAIEmbeddings."""
+
+import asyncio
+from typing import Literal
+
+import pydantic
+import pytest
+from conftest import MODEL
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+
+
+@tool
+def sail(to: Literal["north", "south"]) -> str:
+    """Sail away."""
+    return f"off to the {to}"
+
+
+class Ship(pydantic.BaseModel):
+    """A ship."""
+
+    masts: int = pydantic.Field(ge=1, le=5)
+    is_old: bool
+
+
+@pytest.fixture
+def model(url):
+    return ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, max_tokens=40, max_retries=0)
+
+
+def test_invoke_and_stream(model):
+    whole = model.invoke("Tell me of the sea.")
+    assert whole.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream("Tell me of the sea.")) == whole.content
+
+
+def test_batch(model):
+    answers = asyncio.run(model.abatch(["A", "B", "A"]))
+    assert answers[0].content == answers[2].content
+
+
+def test_tools(model):
+    answer = model.bind(max_tokens=200).bind_tools([sail], tool_choice="sail", strict=True).invoke("Sail!")
+    (call,) = answer.tool_calls
+    assert call["name"] == "sail"
+    assert call["args"]["to"] in ("north", "south")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_form(url, method):
+    model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=1, max_tokens=300, max_retries=0, seed=1)
+    assert isinstance(model.with_structured_output(Ship, method=method, strict=True).invoke("A ship?"), Ship)
+
+
+def test_responses(url):
+    model = ChatOpenAI(
+        model=MODEL, base_url=url, api_key="none", use_responses_api=True, max_tokens=10, max_retries=0, temperature=0
+    )
+    answer = model.invoke("The sea")
+    assert answer.response_metadata["id"].startswith("resp_")
+    assert "".join(chunk.text for chunk in model.stream("The sea")) == answer.text
+
+
+def test_completions(url):
+    model = OpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, max_tokens=10, max_retries=0)
+    assert model.invoke("The sea") == "".join(model.stream("The sea"))
+
+
+def test_embeddings(url):
+    embeddings = OpenAIEmbeddings(
+        model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False, max_retries=0
+    )
+    assert [len(vector) for vector in embeddings.embed_documents(["the sea", "a hill"])] == [192, 192]
+    assert len(embeddings.embed_query("the sea")) == 192

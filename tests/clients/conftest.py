@@ -1,0 +1,51 @@
+"""A real server, `jaxserve serve scribe-2m`, for all clients."""
+
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODEL = "scribe-2m"
+FLAGS = ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--tool-call-parser", "hermes"]
+
+
+@contextlib.contextmanager
+def serving(folder, *flags):
+    """A server of its own from start to end; yields its base URL."""
+    log = folder / "stderr"
+    python = os.environ.get("JAXSERVE_PYTHON", ROOT / ".venv/bin/python")
+    with log.open("w") as stderr:
+        command = [python, "-m", "jaxserve", "serve", MODEL, "--port", "0", *flags]
+        process = subprocess.Popen(command, stderr=stderr, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    try:
+        while not (found := re.search(r"serving .* at (http://\S+/v1)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        yield found[1]
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory):
+    """The base URL that clients are given. JAXSERVE_URL names a server that runs already."""
+    if given := os.environ.get("JAXSERVE_URL"):
+        yield given
+        return
+    with serving(tmp_path_factory.mktemp("server"), *FLAGS) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def no_key_of_someone_else(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
