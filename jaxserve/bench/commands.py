@@ -4,14 +4,19 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 
-from jaxserve.bench import bits_per_byte, host, latency, throughput
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, mixed_jobs
+from jaxserve.bench import bits_per_byte, host, latency, load, throughput
+from jaxserve.bench.serving.options import ServingOptions
+from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
-from jaxserve.flags import Parser, add_config_flags, given
+from jaxserve.errors import InvalidRequest
+from jaxserve.flags import Parser, add_config_flags, given, parse_size
+from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_tokenizer
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
+_SERVING_FIELDS = tuple(field.name for field in dataclasses.fields(ServingOptions))
 _ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
@@ -19,7 +24,7 @@ def add_commands(parser: Parser) -> None:
     """Add the benchmarks to `jaxserve bench` as its commands."""
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 
-    def add(name: str, summary: str, run: Callable[[argparse.Namespace], None]) -> Parser:
+    def add(name: str, summary: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
         command: Parser = commands.add_parser(
             name, prog=f"jaxserve bench {name}", usage="[options]", help=summary, description=summary
         )
@@ -31,7 +36,7 @@ def add_commands(parser: Parser) -> None:
     _add_number(mixed, "--input-len", 160, "mean prompt length")
     _add_number(mixed, "--output-len", 128, "mean output length")
     _add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
-    _add_number(mixed, "--seed", 0, "seed of lengths and tokens")
+    _add_number(mixed, "--seed", 0, "seed of lengths and tokens", at_least=0)
     mixed.add_flag(
         "workload",
         "--peer-python",
@@ -44,19 +49,86 @@ def add_commands(parser: Parser) -> None:
     _add_number(step, "--input-len", 64, "prompt length")
     _add_number(step, "--num-steps", 200, "steps to measure")
 
-    batch = add("latency", "time of a batch of equal requests, on any model", _latency)
-    _add_number(batch, "--batch-size", 1, "requests, submitted together")
-    _add_number(batch, "--input-len", 128, "prompt length")
-    _add_number(batch, "--output-len", 128, "output length")
+    batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
+    batch.add_flag(
+        "workload",
+        "--batches",
+        nargs="+",
+        metavar="B:IN:OUT",
+        help="requests submitted together, prompt and output length; default: the peer's, or 1:128:128",
+    )
+    batch.add_flag(
+        "workload", "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model"
+    )
+    batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
+    batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
+    batch.add_flag(
+        "workload", "--bandwidth", type=float, metavar="TB/S", help="of the memory, for the floor (an H200: 4.3)"
+    )
+    batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
     add_config_flags(batch, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     add_config_flags(text, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
 
+    loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
+    loading.add_flag(
+        "workload", "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB"
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    loading.add_flag("workload", "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
+    loading.add_flag(
+        "workload", "--dtype", choices=dtypes, default="bfloat16", help="dtype to load it as; default: bfloat16"
+    )
+    loading.add_flag("workload", "--folder", type=pathlib.Path, metavar="DIR", help="where all are written and removed")
+    _add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
+    loading.add_flag("workload", "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
-def _add_number(parser: Parser, name: str, default: int, text: str) -> None:
-    parser.add_flag("workload", name, type=int, default=default, metavar="N", help=f"{text}; default: {default}")
+    cost = add("server", "CPU time of the API side for a streamed token, over an engine stub", _server)
+    _add_number(cost, "--num-streams", 256, "clients that stream at once")
+    _add_number(cost, "--tokens-per-second", 20, "tokens a second that each of them gets")
+    _add_number(cost, "--seconds", 10, "how long to measure")
+    _add_number(cost, "--num-probes", 100, "short requests, with and without the load", at_least=2)
+    _add_number(cost, "--api-workers", 1, "processes of the API side")
+    cost.add_flag("workload", "--chat", action="store_true", help="stream chats instead of completions")
+
+    masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
+    masks.add_flag(
+        "workload",
+        "--tokenizer",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="whose tokens; default: the built-in model's",
+    )
+    masks.add_flag(
+        "workload", "--grammar", choices=("json_object", "schema"), default="json_object", help="default: json_object"
+    )
+    masks.add_flag(
+        "workload", "--num-requests", type=int, nargs="+", default=(1, 16, 64), metavar="N", help="that run at once"
+    )
+    _add_number(masks, "--num-steps", 100, "steps to measure", at_least=2)
+    _add_number(masks, "--seed", 0, "seed of the texts", at_least=0)
+
+    serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
+    add_config_flags(serving, ServingOptions)
+    serving.add_flag(
+        "report",
+        "--goodput",
+        nargs="+",
+        default=(),
+        metavar="NAME:MS",
+        help="objectives, such as ttft:200 tpot:50 e2e:5000",
+    )
+
+
+def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
+    def number(given: str) -> int:
+        if (value := int(given)) < at_least:
+            raise argparse.ArgumentTypeError(f"must be at least {at_least}, got {value}")
+        return value
+
+    parser.add_flag("workload", name, type=number, default=default, metavar="N", help=f"{text}; default: {default}")
 
 
 def _throughput(args: argparse.Namespace) -> None:
@@ -72,7 +144,7 @@ def _throughput(args: argparse.Namespace) -> None:
         seed=args.seed,
         vocab_size=LLAMA_100M["vocab_size"],
     )
-    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, attention="xla")
+    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, kernels="xla")
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
 
 
@@ -82,9 +154,67 @@ def _host(args: argparse.Namespace) -> None:
 
 
 def _latency(args: argparse.Namespace) -> None:
-    shape = {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len}
-    print(latency.run(EngineConfig(**given(args, _ENGINE_FIELDS)), **shape))
+    peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
+    batches = [latency.BatchShape.parse(text) for text in args.batches or ()]
+    batches = batches or [latency.BatchShape(row.B, row.i, row.o) for row in peer] or [latency.BatchShape(1, 128, 128)]
+    with tempfile.TemporaryDirectory() as folder:
+        given_config = given(args, _ENGINE_FIELDS)
+        if args.shape:
+            path = write_config(pathlib.Path(folder), SHAPES[args.shape])
+            given_config |= {"model": str(path), "load_format": "dummy"}
+        bandwidth = args.bandwidth and args.bandwidth * 1e12
+        config = EngineConfig(**given_config)
+        print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+
+
+def _server(args: argparse.Namespace) -> None:
+    from jaxserve.bench import server_cost  # it starts a server: too heavy for `--help`
+
+    load = server_cost.Load(
+        num_streams=args.num_streams,
+        step_seconds=1 / args.tokens_per_second,
+        seconds=args.seconds,
+        num_probes=args.num_probes,
+        is_chat=args.chat,
+        api_workers=args.api_workers,
+    )
+    print(server_cost.report(load, server_cost.run(load)))
+
+
+def _grammar(args: argparse.Namespace) -> None:
+    from jaxserve.bench import grammar_cost  # llguidance and a tokenizer: too heavy for `--help`
+    from jaxserve.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
+    report = grammar_cost.run(
+        tokenizer,
+        grammar=args.grammar,
+        num_requests=args.num_requests,
+        num_steps=args.num_steps,
+        seed=args.seed,
+    )
+    print(report)
+
+
+def _load(args: argparse.Namespace) -> None:
+    report = load.run(
+        args.size,
+        stored=args.stored,
+        dtype=args.dtype,
+        folder=args.folder,
+        num_runs=args.num_runs,
+        with_orbax=args.with_orbax,
+    )
+    print(report)
 
 
 def _bits_per_byte(args: argparse.Namespace) -> None:
     print(bits_per_byte.run(EngineConfig(**given(args, _ENGINE_FIELDS)), text_path=args.text))
+
+
+def _serving(args: argparse.Namespace) -> int:
+    try:
+        from jaxserve.bench.serving.run import run
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
+    return run(ServingOptions(**given(args, _SERVING_FIELDS)), goodput=args.goodput)

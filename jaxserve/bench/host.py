@@ -39,7 +39,7 @@ def run(config: Mapping[str, Any], *, num_requests: int, input_len: int, num_ste
             max_model_len=max_model_len,
             max_num_seqs=num_requests,
             max_num_batched_tokens=max(2048, num_requests),
-            attention="xla",
+            kernels="xla",
             overlap=False,
             warmup=False,
         )

@@ -1,45 +1,158 @@
-"""`jaxserve bench latency`: a batch of equal requests, submitted together, on any model and any engine options."""
+"""`jaxserve bench latency`: batches of equal requests, submitted together, beside a floor and what a peer took."""
 
+import json
+import pathlib
+import sys
+import tempfile
 import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from jaxserve.bench.engine_run import complete
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import equal_jobs
+from jaxserve.bench.workloads import Job, equal_jobs
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.engine.local import LocalEngineClient
+
+HEADER = (
+    *("requests", "prefill tok/s", "peer's", "output tok/s", "peer's"),
+    *("ms a token", "peer's", "floor", "x floor", "device busy"),
+)
 
 
-def run(config: EngineConfig, *, batch_size: int, input_len: int, output_len: int) -> str:
-    """Time `batch_size` requests of random tokens: once with one token of output (prefill), once with `output_len`.
+class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a peer's file: B requests of i tokens in, o out. What it did not measure is None."""
+
+    B: int
+    i: int
+    o: int
+    prefill_tok_s: float | None = None
+    out_tok_s: float | None = None
+    tpot_ms: float | None = None
+
+
+class BatchShape(msgspec.Struct, frozen=True):
+    """What is submitted together."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> "BatchShape":
+        """From B:IN:OUT. Raises ConfigError."""
+        sizes = text.split(":")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
+        return cls(*map(int, sizes))
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch, timed. Times in seconds; None where there is no second token."""
+
+    prefill: float
+    total: float
+    per_token: float | None
+    busy: float | None
+    """Share of the decoding during which the device ran something; None where it could not be seen."""
+
+
+def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
+    """The runs of one entry of a peer's file, the first by default. Raises ConfigError if it is not there."""
+    try:
+        entries: dict[str, Any] = json.loads(path.read_text())
+        entry = entry or next(name for name, value in entries.items() if isinstance(value, dict))
+        return msgspec.convert(entries[entry]["runs"], list[PeerRun])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"no runs of {entry!r} in {path}: {error}") from error
+
+
+def run(
+    config: EngineConfig, shapes: list[BatchShape], *, peer: list[PeerRun], bandwidth: float | None, profile: bool
+) -> str:
+    """Time each shape twice: with one token of output (prefill), and in full.
 
     Each is run before it is timed, so that nothing is compiled meanwhile. The prefix cache should be off. Time per
-    output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks. Raises StartupError, InvalidRequest.
+    output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the time in which the
+    memory gives the weights and the KV of the contexts, `bandwidth` bytes a second. `profile` traces one more run to
+    see how much of it the device is at work. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
     client = LocalEngineClient.start(config, progress=True)
     started = time.perf_counter() - start
+    theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
+    rows = []
     try:
-
-        def seconds(length: int, name: str) -> float:
-            shape = {"input_len": input_len, "output_len": length, "vocab_size": client.info.vocab_size}
-            complete(client, equal_jobs(batch_size, seed=0, **shape), prefix=f"{name}-warmup")
-            jobs = equal_jobs(batch_size, seed=1, **shape)
-            start = time.perf_counter()
-            complete(client, jobs, prefix=name)
-            return time.perf_counter() - start
-
-        prefill = seconds(1, "prefill")
-        total = seconds(output_len, "total") if output_len > 1 else prefill
+        for shape in shapes:
+            measured = _measure(client, shape, profile=profile)
+            floor = _floor(client, shape, bandwidth) if bandwidth and measured.per_token else None
+            rows.append(_row(shape, measured, theirs.get(shape), floor))
+            print(" ".join(rows[-1]), file=sys.stderr)  # the table comes at the end
     finally:
         client.close()
-    per_token = f"{(total - prefill) / (output_len - 1) * 1e3:.2f}" if output_len > 1 else "-"
-    row = [
-        f"{batch_size} x {input_len} in, {output_len} out",
-        f"{started:.1f}",
-        f"{batch_size * input_len / prefill:.0f}",
-        f"{total:.3f}",
-        f"{batch_size * output_len / total:.1f}",
-        per_token,
+    return f"ready after {started:.1f} s\n\n" + table(HEADER, rows)
+
+
+def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
+    def seconds(length: int, name: str) -> float:
+        lengths = {"input_len": shape.input_len, "output_len": length, "vocab_size": client.info.vocab_size}
+        complete(client, equal_jobs(shape.batch_size, seed=0, **lengths), prefix=f"{name}-warmup")
+        jobs = equal_jobs(shape.batch_size, seed=1, **lengths)
+        start = time.perf_counter()
+        complete(client, jobs, prefix=name)
+        return time.perf_counter() - start
+
+    name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}"
+    prefill = seconds(1, f"{name}-prefill")
+    if shape.output_len == 1:
+        return Measurement(prefill=prefill, total=prefill, per_token=None, busy=None)
+    total = seconds(shape.output_len, f"{name}-total")
+    busy = None
+    if profile:
+        lengths = {"input_len": 1, "output_len": min(shape.output_len, 33), "vocab_size": client.info.vocab_size}
+        busy = _busy(client, equal_jobs(shape.batch_size, seed=2, **lengths), prefix=f"{name}-traced")
+    per_token = (total - prefill) / (shape.output_len - 1)
+    return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
+
+
+def _busy(client: "LocalEngineClient", jobs: list[Job], *, prefix: str) -> float | None:
+    from jaxserve.engine.profile import busy_share
+
+    with tempfile.TemporaryDirectory() as folder:
+        client.start_profile(folder)
+        try:
+            complete(client, jobs, prefix=prefix)
+        finally:
+            client.stop_profile()
+        return busy_share(pathlib.Path(folder))
+
+
+def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> float:
+    """Seconds a token if nothing but memory counted: weights once, and on average half of the output's KV."""
+    context = shape.input_len + shape.output_len / 2
+    return (client.info.weight_bytes + shape.batch_size * client.info.kv_bytes(context)) / bandwidth
+
+
+def _row(shape: BatchShape, measured: Measurement, peer: PeerRun | None, floor: float | None) -> list[str]:
+    def number(value: float | None, digits: int = 0) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    per_token = measured.per_token
+    return [
+        f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out",
+        number(shape.batch_size * shape.input_len / measured.prefill),
+        number(peer and peer.prefill_tok_s),
+        number(shape.batch_size * shape.output_len / measured.total),
+        number(peer and peer.out_tok_s),
+        number(per_token and per_token * 1e3, 2),
+        number(peer and peer.tpot_ms, 2),
+        number(floor and floor * 1e3, 2),
+        number(per_token / floor if per_token and floor else None, 2),
+        number(measured.busy, 3),
     ]
-    return table(["requests", "start-up s", "prefill tok/s", "total s", "output tok/s", "ms a token"], [row])

@@ -71,6 +71,54 @@ LLAMA_HOST: dict[str, Any] = LLAMA_100M | {
 """As many layers, hence arrays to pass, as a model of 8 billion parameters, but next to no work for the device."""
 
 
+LLAMA_3_8B: dict[str, Any] = LLAMA_100M | {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "dtype": "bfloat16",
+}
+"""The shape of Llama 3 8B."""
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "dtype": "bfloat16",
+}
+"""The shape of Qwen3 30B A3B: 128 experts a layer, of which a token has 8."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-100m": LLAMA_100M,
+    "llama-3-8b": LLAMA_3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+}
+"""Shapes to run with random weights, by name."""
+
+
 def write_config(folder: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
     """A model directory without weights, for `load_format="dummy"`."""
     (folder / "config.json").write_text(json.dumps(config, indent=2))
