@@ -4,12 +4,13 @@ PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEVICELESS := $(VENV)/deviceless/.installed
 MODEL ?=
 SEED ?= 0
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install serve test lint goldens parity bench clean
+.PHONY: install deviceless serve test lint goldens parity clients bench clean
 
 install: $(STAMP)
 
@@ -19,10 +20,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# jax's CUDA plugin compiles for a GPU that is not there. In a folder of its own: where it finds no driver, it complains
+# at each start of jax.
+deviceless: $(DEVICELESS)
+
+$(DEVICELESS): constraints.txt | install
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(@D) jax-cuda13-plugin jax-cuda13-pjrt
+	@touch $@
+
 serve: install
 	$(BIN)/jaxserve serve $(MODEL)
 
-test: lint
+test: lint deviceless
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: install
@@ -38,9 +48,20 @@ goldens:
 parity: install
 	$(BIN)/python tests/golden_models.py
 
+# Clients in the wild against a real server, in a virtual environment of their own; openai-node needs node and npm.
+CLIENTS := .venv-clients
+clients: install $(CLIENTS)/.installed
+	cd tests/clients && ../../$(CLIENTS)/bin/python -m pytest
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0
+	@touch $@
+
 bench: install
 	$(BIN)/jaxserve bench throughput
 	$(BIN)/jaxserve bench host
 
 clean:
-	rm -rf $(VENV) .venv-goldens
+	rm -rf $(VENV) .venv-goldens .venv-clients

@@ -11,14 +11,15 @@ _EXPORTS = {
     "LLM": "jaxserve.llm",
     "generate": "jaxserve.llm",
     "SamplingParams": "jaxserve.request",
+    "StructuredOutputs": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "generate"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM, generate
-    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:

@@ -6,17 +6,16 @@ Nothing heavy is imported before a command needs it, so that `--help` and a mist
 import argparse
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from jaxserve import __version__
+from jaxserve import __version__, logs
 from jaxserve.bench.commands import add_commands as add_bench_commands
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.config import DType, EngineConfig, ServerConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given
+from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,14 +50,14 @@ _SAMPLING_HELP = {
 
 _ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 _SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+_MAX_NUM_WAITING = 4096  # more than one HTTP request may bring
 _GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (an error, told in one line), 2 (usage) or 130 (Ctrl-C)."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("jaxserve").setLevel(args.log_level.upper())
+    logs.configure(args.log_level, getattr(args, "log_format", "text"))
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         code = run(args) or 0
@@ -87,7 +86,7 @@ def _parser() -> Parser:
     serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API")
     serve.set_defaults(run=_serve, log_level=ServerConfig().log_level)
     serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
-    add_config_flags(serve, EngineConfig)
+    add_config_flags(serve, EngineConfig, defaults={"max_num_waiting": _MAX_NUM_WAITING})
     add_config_flags(serve, ServerConfig)
 
     generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts")
@@ -103,6 +102,28 @@ def _parser() -> Parser:
         max_tokens_help="tokens of an answer; default: the model's, else all there is room for",
         without=("n", "logprobs"),
     )
+
+    models = add("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits")
+    models.set_defaults(run=_models, log_level="warning")
+    models.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory, GGUF file, built-in model or id on the hub; none: the table",
+    )
+    models.add_flag("sizes", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
+    models.add_flag(
+        "sizes", "--memory", type=parse_size, default=140 * 2**30, metavar="SIZE", help="default: 140GiB, an H200"
+    )
+    models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+
+    convert = add("convert", "SRC DST [options]", "write a model directory whose weights need no conversion")
+    convert.set_defaults(run=_convert, log_level="warning")
+    convert.add_argument("source", metavar="SRC", help="directory, GGUF file, built-in model or id on the hub")
+    convert.add_argument("destination", metavar="DST", help="the directory to write")
+    convert.add_flag("store", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
+    convert.add_flag("store", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    convert.add_flag("store", "--force", action="store_true", help="replace DST, if it was made by convert")
 
     bench = add("bench", "BENCHMARK [options]", "measure the engine")
     bench.set_defaults(log_level="warning")
@@ -127,24 +148,31 @@ def _serve(args: argparse.Namespace) -> int:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
 
-    from jaxserve.engine.frontend import Frontend, sampling_defaults
-    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_model
-    from jaxserve.server import bind, run
-    from jaxserve.tokenizer import Tokenizer, read_generation_config
+    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
+    from jaxserve.server.supervisor import serve
 
     name = server_config.served_model_name or config.model or DEFAULT_MODEL
     server_config = dataclasses.replace(server_config, served_model_name=name)
-    # What fails quickly comes first: the port, then the tokenizer, then the weights.
-    with contextlib.closing(bind(server_config)) as listener:
-        path = resolve_model(config.model)
-        tokenizer = Tokenizer.load(config.tokenizer or path)
-        defaults = sampling_defaults(read_generation_config(path))
+    return serve(resolve_names(config), server_config)
 
-        from jaxserve.engine.local import LocalEngineClient
 
-        with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
-            frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
-            return run(frontend, server_config, listener=listener)
+def _models(args: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU has nothing to do, and may be in use
+    from jaxserve import overview
+
+    if args.model is None:
+        print(overview.families_text())
+    else:
+        found = overview.needs(args.model, revision=args.revision, memory=args.memory, dtype=args.dtype)
+        print(overview.needs_text(args.model, found, memory=args.memory))
+
+
+def _convert(args: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # as above
+    from jaxserve.convert import convert
+
+    manifest = convert(args.source, args.destination, revision=args.revision, dtype=args.dtype, force=args.force)
+    print(f"{args.destination}: {len(manifest.weights)} weights in {manifest.dtype}, from {manifest.source.name}")
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -5,10 +5,12 @@ A field is its command-line flag too (`max_num_seqs` is `--max-num-seqs`): its `
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
 
+MAX_WORKERS = 64
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -22,8 +24,16 @@ def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias
 class EngineConfig:
     """One engine. None means: chosen from the model or the device at start-up, and logged."""
 
-    model: str = _option("", "model", "model directory, or the name of a built-in model; default: scribe-15m")
-    tokenizer: str | None = _option(None, "model", "directory of the tokenizer; default: the model's")
+    model: str = _option(
+        "",
+        "model",
+        "model directory, GGUF file, name of a built-in model, or id on the Hugging Face hub (org/name, org/name@REV, "
+        "org/name/FILE.gguf), unless that is a path; default: scribe-15m",
+    )
+    revision: str | None = _option(None, "model", "branch, tag or commit of a model of the hub; default: main")
+    tokenizer: str | None = _option(
+        None, "model", "directory, GGUF file or id on the hub of the tokenizer; default: the model's"
+    )
     dtype: DType = _option(
         "auto", "model", "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU"
     )
@@ -50,10 +60,12 @@ class EngineConfig:
         None, "scheduling", "requests that run at once; default: 256 on a GPU, 64 on CPU"
     )
     max_num_batched_tokens: int | None = _option(
-        None, "scheduling", "token budget of a step; default: 2048 on a GPU, 512 on CPU"
+        None, "scheduling", "token budget of a step; default: 8192 on a GPU, 512 on CPU"
     )
     max_num_waiting: int | None = _option(
-        None, "scheduling", "requests that may wait before new ones are refused; default: no limit"
+        None,
+        "scheduling",
+        "requests that may wait, each of n one, before new ones are refused; default: 4096 in serve, else no limit",
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "scheduling", "who runs first")
     scheduler: Literal["continuous", "static"] = _option(
@@ -61,8 +73,11 @@ class EngineConfig:
     )
 
     tensor_parallel_size: int = _option(1, "execution", "devices that share each layer", alias="-tp")
-    attention: Literal["auto", "xla"] = _option(
-        "auto", "execution", "attention implementation; xla must be asked for on a GPU"
+    kernels: Literal["auto", "xla", "sm90"] = _option(
+        "auto",
+        "execution",
+        "attention, sampling and what else has kernels of its own for a GPU; "
+        "auto: sm90, for Hopper GPUs, where there is one, xla on CPU; other GPUs must be asked to run xla, slowly",
     )
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", alias="--async-scheduling"
@@ -92,20 +107,88 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "server", "address to listen on")
     port: int = _option(8000, "server", "port to listen on; 0 takes a free one")
-    api_key: str | None = _option(
-        None, "server", "key that clients must send as a bearer token; default: none is needed"
+    api_key: Sequence[str] = _option(
+        (), "security", "key that clients must send as a bearer token, for all but /live and /health; repeatable"
+    )
+    api_key_file: str | None = _option(
+        None, "security", "file with such keys, one a line; another one may stand in JAXSERVE_API_KEY"
+    )
+    admin_api_key: Sequence[str] = _option(
+        (), "security", "key of the admin routes, which are off without one; repeatable"
+    )
+    admin_api_key_file: str | None = _option(
+        None, "security", "file with such keys, one a line; another one may stand in JAXSERVE_ADMIN_API_KEY"
+    )
+    ssl_certfile: str | None = _option(None, "security", "certificate chain of the server (PEM): serves HTTPS")
+    ssl_keyfile: str | None = _option(
+        None, "security", "private key of the certificate (PEM); default: it is in the same file"
+    )
+    ssl_ca_certs: str | None = _option(
+        None, "security", "authorities (PEM), one of which must have signed the certificate that a client shows"
+    )
+    allowed_origins: Sequence[str] = _option(
+        (), "security", "web origin whose pages may read answers (CORS), '*' for any; repeatable"
     )
     served_model_name: str | None = _option(None, "server", "name of the model in the API; default: the model argument")
-    shutdown_timeout: float = _option(30.0, "server", "seconds that running requests may take after SIGTERM")
-    max_body_size: int = _option(32 * 2**20, "server", "largest request body, in bytes", is_size=True)
-    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "server", "what is logged")
+    chat_template: str | None = _option(
+        None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "gpt_oss", "qwen3_coder", "glm45"
+    ] = _option("auto", "chat", "how the model writes tool calls; auto: read off its chat template")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "gpt_oss"] = _option(
+        "auto", "chat", "how the model writes its reasoning; auto: read off its chat template"
+    )
+    api_workers: int = _option(
+        1, "server", "processes that serve HTTP and text over the one engine", alias="--api-server-count"
+    )
+    shutdown_timeout: float = _option(30.0, "timeouts", "seconds that running requests may take after SIGTERM")
+    request_timeout: float | None = _option(
+        None, "timeouts", "seconds that a request may take in all; default: no limit"
+    )
+    receive_timeout: float = _option(60.0, "timeouts", "seconds for a request's headers, then for its body, to arrive")
+    send_timeout: float = _option(60.0, "timeouts", "seconds that a client may take nothing of what is sent to it")
+    keep_alive_timeout: int = _option(30, "timeouts", "seconds that a connection may wait for its next request")
+    max_body_size: int = _option(8 * 2**20, "server", "largest request body, in bytes", is_size=True)
+    pooling: Literal["last", "mean"] = _option(
+        "last", "server", "embeddings: the hidden state of the last token, or the mean over all"
+    )
+    max_stored_responses: int = _option(
+        1000, "server", "answers of /v1/responses that are kept for later turns; 0: none"
+    )
+    response_ttl: float = _option(3600.0, "server", "seconds that they are kept")
+    profile_dir: str | None = _option(
+        None, "server", "directory for what /start_profile records; default: the route is off"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "logging", "what is logged")
+    log_format: Literal["text", "json"] = _option("text", "logging", "json: one object a line")
+    access_log: bool = _option(True, "logging", "log each request, with its X-Request-Id")
+    otlp_traces_endpoint: str | None = _option(
+        None, "logging", "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span of each request"
+    )
 
     def __post_init__(self) -> None:
         _check_literals(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}")
+        for name in ("shutdown_timeout", "keep_alive_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("receive_timeout", "send_timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        if not 1 <= self.api_workers <= MAX_WORKERS:
+            raise ConfigError(f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}")
+        for name in ("api_key", "admin_api_key", "allowed_origins"):
+            if isinstance(getattr(self, name), str):  # would be taken for a list of one-letter keys
+                raise ConfigError(f"{name} must be a list of texts")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+        if self.max_stored_responses < 0:
+            raise ConfigError(f"max_stored_responses must not be negative, got {self.max_stored_responses}")
+        if self.response_ttl <= 0:
+            raise ConfigError(f"response_ttl must be positive, got {self.response_ttl}")
         if self.max_body_size < 1:
             raise ConfigError(f"max_body_size must be at least 1, got {self.max_body_size}")
 

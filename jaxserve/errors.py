@@ -3,13 +3,16 @@
     JaxserveError
     ├── InvalidRequest        the caller's fault: names the parameter; HTTP 400
     │   ├── ContextLengthExceeded   prompt + max_tokens over the context length; 400
-    │   ├── ModelNotFound           an unknown model name; 404
+    │   ├── NotFound                names something that is not here; 404
+    │   │   └── ModelNotFound           an unknown model name
+    │   ├── UnsupportedMediaType    a body that is not called JSON; 415
     │   └── CapacityExceeded        could never fit into the KV cache of this engine; 400
     ├── Unavailable           try again later; HTTP 503
     │   ├── QueueFull               the waiting queue is at its limit; 429 with Retry-After
     │   ├── Draining                the server is shutting down; 503
     │   └── EngineDead              the engine loop has died; 503
     ├── RequestFailed         the engine could not finish one request (NaN guard); HTTP 500
+    │   └── RequestTimeout          it took longer than a request may; 504
     └── StartupError          nothing can be served; the CLI prints it as one line and exits 1
         ├── ConfigError             an engine option that cannot hold
         ├── CheckpointError         a model directory that cannot be read
@@ -24,6 +27,7 @@ class JaxserveError(Exception):
 
     status = 500
     type = "internal_error"
+    code: str | None = "internal_error"
 
 
 class InvalidRequest(JaxserveError, ValueError):
@@ -47,11 +51,21 @@ class CapacityExceeded(InvalidRequest):
     """A request that needs more KV blocks than the engine owns, so that waiting would never help."""
 
 
-class ModelNotFound(InvalidRequest):
-    """The request names a model that is not served here."""
+class NotFound(InvalidRequest):
+    """The request names something that is not here."""
 
     status = 404
     type = "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    """The request names a model that is not served here."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body of the request is not of a kind that can be read."""
+
+    status = 415
 
 
 class Unavailable(JaxserveError):
@@ -59,6 +73,7 @@ class Unavailable(JaxserveError):
 
     status = 503
     type = "service_unavailable_error"
+    code = "unavailable"
 
 
 class QueueFull(Unavailable):
@@ -66,6 +81,7 @@ class QueueFull(Unavailable):
 
     status = 429
     type = "rate_limit_error"
+    code = "queue_full"
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
@@ -82,6 +98,15 @@ class EngineDead(Unavailable):
 
 class RequestFailed(JaxserveError):
     """One request could not be finished; the others go on."""
+
+    code = "request_failed"
+
+
+class RequestTimeout(RequestFailed):
+    """A request has taken longer than the server allows."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class StartupError(JaxserveError):

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.request import SamplingParams
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
@@ -60,9 +59,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def add_config_flags(
-    parser: Parser, config: type[EngineConfig] | type[ServerConfig], *, defaults: Mapping[str, Any] | None = None
-) -> None:
+def add_config_flags(parser: Parser, config: type[Any], *, defaults: Mapping[str, Any] | None = None) -> None:
     """A flag for each field of a config dataclass, in the groups of their metadata.
 
     `defaults` are values that this command has instead of the field's own.

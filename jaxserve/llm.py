@@ -9,7 +9,6 @@ import itertools
 import logging
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -17,21 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from jaxserve.config import DType, EngineConfig
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
+from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.loading.builtin import resolve_model
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.loading.builtin import resolve_names
+from jaxserve.progress import Progress
+from jaxserve.request import Pooling, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 logger = logging.getLogger(__name__)
-
-_RATE_INTERVAL = 0.2  # seconds between two updates of the progress bar's rates
-
 
 Message = Mapping[str, Any]
 
@@ -56,6 +54,7 @@ class LLM:
         *,
         mesh: "Mesh | None" = None,
         progress: bool = True,
+        revision: str | None = None,
         tokenizer: str | None = None,
         dtype: DType = "auto",
         max_model_len: int | None = None,
@@ -71,7 +70,7 @@ class LLM:
         scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         scheduler: Literal["continuous", "static"] = "continuous",
         tensor_parallel_size: int = 1,
-        attention: Literal["auto", "xla"] = "auto",
+        kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
         warmup: bool = True,
         compilation_cache_dir: str | None = None,
@@ -79,6 +78,7 @@ class LLM:
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
         config = EngineConfig(
             model=model,
+            revision=revision,
             tokenizer=tokenizer,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -94,15 +94,15 @@ class LLM:
             scheduling_policy=scheduling_policy,
             scheduler=scheduler,
             tensor_parallel_size=tensor_parallel_size,
-            attention=attention,
+            kernels=kernels,
             overlap=overlap,
             warmup=warmup,
             compilation_cache_dir=compilation_cache_dir,
         )
         # The tokenizer comes first: a directory without one fails before any weight is read.
-        path = resolve_model(config.model)
-        loaded_tokenizer = Tokenizer.load(config.tokenizer or path)
-        defaults = sampling_defaults(read_generation_config(path))
+        config = resolve_names(config, progress=progress)
+        loaded_tokenizer = Tokenizer.load(config.tokenizer or config.model)
+        defaults = sampling_defaults(read_generation_config(config.model))
 
         from jaxserve.engine.local import LocalEngineClient
 
@@ -197,6 +197,45 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         return self.stream(prompt, sampling_params)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each prompt, from the hidden states after the final norm; prompts are as in `generate`.
+
+        `pooling` takes the last token's or the mean over all tokens. `dimensions` keeps the first entries only;
+        `normalize` gives vectors of length 1. Raises InvalidRequest (nothing has run then), RequestFailed, EngineDead.
+        """
+        check_dimensions(dimensions, self.info.hidden_size)
+        tokenized = tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
+        groups = [
+            self._frontend.prepare_embedding(
+                prompt.token_ids,
+                pooling=pooling,
+                request_id=f"{self._id_prefix}-{next(self._counter)}",
+                prompt_text=prompt.text,
+            )
+            for prompt in tokenized
+        ]
+        outputs = []
+        for group, result in zip(groups, self._run(groups, use_tqdm=use_tqdm), strict=True):
+            if group.embedding is None:
+                raise RequestFailed(group.error or "the engine could not finish a prompt")
+            outputs.append(
+                EmbeddingOutput(
+                    prompt=result.prompt,
+                    prompt_token_ids=result.prompt_token_ids,
+                    embedding=finish_embedding(group.embedding, dimensions=dimensions, normalize=normalize),
+                    num_cached_tokens=result.num_cached_tokens,
+                )
+            )
+        return outputs
 
     def sampling_params(
         self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
@@ -293,7 +332,7 @@ class LLM:
             return []
         # closing: a traceback that someone keeps (Jupyter does) would keep the generator, and its requests, alive.
         with (
-            _Progress(len(groups), is_shown=use_tqdm) as progress,
+            Progress(len(groups), is_shown=use_tqdm) as progress,
             contextlib.closing(self._frontend.generate(groups)) as events,
         ):
             for group, delta in events:
@@ -309,41 +348,6 @@ class LLM:
                 if group.error is not None:
                     raise RequestFailed(group.error)
                 yield delta
-
-
-class _Progress:
-    """A bar of finished prompts, with the tokens a second that go in and come out."""
-
-    def __init__(self, num_prompts: int, *, is_shown: bool):
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=num_prompts, desc="generating", unit="prompt", dynamic_ncols=True, disable=not is_shown)
-        self._is_shown = is_shown
-        self._start = self._last = time.perf_counter()
-        self._num_in = self._num_out = 0
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._show_rates(time.perf_counter())
-        self._bar.close()
-
-    def update(self, group: RequestGroup, delta: RequestOutput) -> None:
-        if not self._is_shown:
-            return
-        self._num_out += sum(len(output.token_ids) for output in delta.outputs)
-        if delta.finished:
-            self._num_in += len(group.prompt_token_ids)
-            self._bar.update()
-        now = time.perf_counter()
-        if now - self._last >= _RATE_INTERVAL:
-            self._last = now
-            self._show_rates(now)
-
-    def _show_rates(self, now: float) -> None:
-        seconds = max(now - self._start, 1e-9)
-        self._bar.set_postfix_str(f"in {self._num_in / seconds:.0f} tok/s, out {self._num_out / seconds:.0f} tok/s")
 
 
 class _DefaultLLMs:

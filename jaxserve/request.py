@@ -8,13 +8,16 @@ structs, so that the same objects cross a process border as msgpack. `RequestOut
 import enum
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from jaxserve.errors import InvalidRequest
+from jaxserve import errors
+from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+Pooling = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -26,13 +29,43 @@ MAX_N = 128
 SEED_LIMIT = 2**63
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of a request must be: exactly one of the fields.
+
+    `json` is a JSON schema, as a dict or as its text; `json_object` any JSON object; `regex` an expression for the
+    whole text (in Rust's syntax, its digits ASCII); `choice` one of these texts; `grammar` a context-free grammar in
+    Lark's or in GBNF syntax. Raises InvalidRequest, naming the field.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.regex, self.choice, self.grammar, self.json_object or None]
+        num_given = sum(field is not None for field in given)
+        if num_given != 1:
+            raise InvalidRequest(
+                f"structured_outputs takes one of json, json_object, regex, choice and grammar, got {num_given}",
+                param="structured_outputs",
+            )
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not all(isinstance(text, str) and text for text in self.choice):
+                raise InvalidRequest("structured_outputs.choice must be texts", param="structured_outputs.choice")
+            if not self.choice:
+                raise InvalidRequest("structured_outputs.choice must not be empty", param="structured_outputs.choice")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
 
     Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
     the temperature. `temperature=0` is greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the context
     length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from the
-    model's raw distribution (before temperature and penalties). A `seed` fixes the text, whatever else is in the batch.
+    model's raw distribution (before temperature and penalties). `structured_outputs` says what form the text must have.
+    A `seed` fixes the text, whatever else is in the batch.
 
     Raises InvalidRequest, naming the field, when a value is out of its range.
     """
@@ -59,6 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, MAX_N, integer=True)
@@ -130,7 +164,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `group_id` names the siblings that share a prompt (equal to `request_id` of the first). `bad_word_ids` are the
     token sequences of `params.bad_words`, `stop_token_ids` the complete set that ends the request (the model's EOS
-    ids included unless `ignore_eos`): the engine never sees text. A lower `priority` runs earlier.
+    ids included unless `ignore_eos`): the engine never sees text. `grammar` is what the output must be, as
+    `structured.grammar` writes it; "" is anything. A lower `priority` runs earlier.
+
+    With `pooling` the prompt is read and nothing generated (`max_tokens` is 1, which the engine draws and drops): its
+    one output has the `embedding`, made of the hidden state of the last token or the mean over all of them.
     """
 
     request_id: str
@@ -140,9 +178,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
     arrival_time: float = msgspec.field(default_factory=time.monotonic)
 
 
@@ -156,12 +196,44 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A JaxserveError as plain data, for an engine that refuses from afar: `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 0.0
+
+    @classmethod
+    def of(cls, error: JaxserveError) -> "Refusal":
+        """`error`, packed."""
+        invalid = error if isinstance(error, InvalidRequest) else None
+        return cls(
+            kind=type(error).__name__,
+            message=str(error),
+            param=None if invalid is None else invalid.param,
+            code=None if invalid is None else invalid.code,
+            retry_after=error.retry_after if isinstance(error, QueueFull) else 0.0,
+        )
+
+    def error(self) -> JaxserveError:
+        """The error that was packed; a plain JaxserveError where its class is not one of `errors`."""
+        kind = getattr(errors, self.kind, JaxserveError)
+        if issubclass(kind, InvalidRequest):
+            return kind(self.message, param=self.param, code=self.code)
+        if issubclass(kind, QueueFull):
+            return kind(self.message, retry_after=self.retry_after)
+        return kind(self.message)
+
+
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one engine step adds to one request. `finish_reason` is set on its last output only.
 
     `stop_reason` is the token id that ended the request, if one did. `logprobs` runs parallel to `new_token_ids`.
     `prompt_logprobs` comes in pieces with the prompt's chunks, entry i of the whole belonging to prompt token i + 1.
-    `queue_seconds` is the time from the request's arrival to its first step.
+    `queue_seconds` is the time from the request's arrival to its first step. `embedding` are float32 numbers, little
+    endian, not normalized. `refusal` is set where the engine has not even queued the request.
     """
 
     request_id: str
@@ -172,7 +244,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    embedding: bytes | None = None
     error: str | None = None
+    refusal: Refusal | None = None
 
 
 class RequestStatus(enum.Enum):
@@ -184,22 +258,28 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+NO_BLOCK = -1
+"""In a block table: the block has been given back."""
+
+
 class Request:
     """The engine's state of one sequence. Written by the scheduler only (`queue_seconds`: by the engine).
 
     Invariants (checked by `Scheduler.check_integrity`):
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
       device, or will be by a step in flight, and `num_tokens` counts both.
-    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight; `block_ids` covers
-      exactly these positions: len(block_ids) == ceil(num_computed_tokens / block_size).
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each group of layers
+      has a block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the
+      first `first_blocks[group]` are NO_BLOCK: given back, since no token to come attends to them.
     - `slot` is -1 unless RUNNING.
     """
 
     __slots__ = (
         "arrival",
         "block_hashes",
-        "block_ids",
+        "block_tables",
         "finish_reason",
+        "first_blocks",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -216,7 +296,7 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, *, arrival: int):
+    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1):
         self.request = request
         self.request_id = request.request_id
         self.priority = request.priority
@@ -227,10 +307,11 @@ class Request:
         self.num_pending = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
-        self.num_indexed_blocks = 0  # leading block_ids that have been offered to the prefix cache
+        self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
         self.num_preemptions = 0
         self.queue_seconds: float | None = None  # None until the first admission
-        self.block_ids: list[int] = []
+        self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.first_blocks = [0] * num_groups
         self.block_hashes: list[bytes] = []  # chained hashes of the leading full blocks of token_ids, as far as needed
         self.slot = -1
         self.status = RequestStatus.WAITING
@@ -245,6 +326,18 @@ class Request:
     def is_finished(self) -> bool:
         """Whether nothing more will come for this request."""
         return self.status is RequestStatus.FINISHED
+
+    def held_blocks(self) -> list[int]:
+        """The ids of the blocks that it holds, in the order of the positions that they are for."""
+        if len(self.block_tables) == 1:
+            return self.block_tables[0][self.first_blocks[0] :]
+        by_position = zip(*self.block_tables, strict=True)
+        return [block_id for block_ids in by_position for block_id in block_ids if block_id != NO_BLOCK]
+
+    def clear_blocks(self) -> None:
+        """Forget its blocks, which it no longer holds."""
+        self.block_tables = [[] for _ in self.block_tables]
+        self.first_blocks = [0] * len(self.first_blocks)
 
 
 class Logprob(msgspec.Struct, frozen=True):

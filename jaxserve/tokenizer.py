@@ -6,13 +6,19 @@ tokens are what a model's authors tested. No remote code, no network.
 """
 
 import codecs
+import copy
+import functools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.errors import CheckpointError, InvalidRequest
+import jinja2
+
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest
+from jaxserve.loading.gguf_tokenizer import read_tokenizer
+from jaxserve.token_pieces import TokenPieces
 
 # Without one of these, transformers would build an empty tokenizer from the model's class name.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -46,10 +52,11 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, *, eos_token_ids: Iterable[int] = ()):
         """Wrap a `transformers` tokenizer that is backed by the `tokenizers` library."""
         self._tokenizer = tokenizer
+        self._chat_template: str | None = None  # in place of the model's
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._pieces = _Pieces(self._backend)
+        self._pieces = TokenPieces(self._backend)
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos, *eos_token_ids]))
         self.bos_token_id: int | None = tokenizer.bos_token_id
@@ -62,11 +69,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read the tokenizer of a model directory. Raises CheckpointError when there is none, or an unusable one."""
+        """Read the tokenizer of a model directory or a GGUF file.
+
+        Raises CheckpointError when there is none, or an unusable one.
+        """
         path = Path(path)
+        if path.suffix == ".gguf" and not path.is_dir():
+            return cls._from_gguf(path)
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise CheckpointError(f"no tokenizer in {path}: expected one of {', '.join(_TOKENIZER_FILES)}")
-        auto_tokenizer = _import_auto_tokenizer()
+        auto_tokenizer = _import_transformers().AutoTokenizer
         try:
             tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers lets anything through: json, tokenizers' bare Exception, KeyError
@@ -75,6 +87,21 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json form; convert it first")
         eos = read_generation_config(path).get("eos_token_id")
         return cls(tokenizer, eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> "Tokenizer":
+        read = read_tokenizer(path)
+        wrapped = _import_transformers().PreTrainedTokenizerFast(
+            tokenizer_object=read.backend,
+            chat_template=read.chat_template,
+            clean_up_tokenization_spaces=False,
+            **read.special,
+        )
+        return cls(wrapped, eos_token_ids=read.end_token_ids)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and its companions, which `load` reads."""
+        self._tokenizer.save_pretrained(str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS if the model wants one. Raises InvalidRequest for lone surrogates."""
@@ -103,15 +130,56 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for what is only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` where nothing in it is taken for an added token, and nothing is put around it."""
+        return self._plain_backend.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _plain_backend(self) -> Any:
+        fields = json.loads(self._backend.to_str())
+        fields["added_tokens"] = []
+        fields["post_processor"] = None
+        return type(self._backend).from_str(json.dumps(fields))
+
+    def added_token_id(self, token: str) -> int | None:
+        """The id of the added token that is spelled like this, special or not, if there is one."""
+        token_id = self._backend.token_to_id(token)
+        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+
+    def special_token_id(self, token: str) -> int | None:
+        """The id of the special token that is spelled like this, if there is one."""
+        token_id = self._backend.token_to_id(token)
+        return token_id if token_id in self.special_token_ids else None
+
     @property
     def strips_first_space(self) -> bool:
         """Whether the decoder drops one space at the start of a text (sentencepiece puts one there)."""
         return self._pieces.strips_first_space
 
     @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, if it brings one; of several by name the default."""
+        if self._chat_template is not None:
+            return self._chat_template
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model brings a chat template."""
-        return bool(self._tokenizer.chat_template)
+        return bool(self._chat_template or self._tokenizer.chat_template)
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same tokenizer with another chat template, the operator's. Raises ConfigError if it is no jinja."""
+        changed = copy.copy(self)
+        changed._chat_template = template
+        try:
+            changed.render_chat_template([{"role": "user", "content": "?"}])
+        except InvalidRequest as error:  # a template may refuse any conversation, if it can be read
+            cause = error.__cause__
+            if isinstance(cause, jinja2.TemplateSyntaxError):
+                raise ConfigError(f"chat_template, line {cause.lineno}: {cause.message}") from cause
+        return changed
 
     def render_chat_template(
         self,
@@ -144,7 +212,7 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=chat_template,
+                chat_template=chat_template or self._chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
@@ -183,16 +251,24 @@ class IncrementalDetokenizer:
     runs of byte-fallback tokens, where one U+FFFD stands for each broken character instead of each byte.
 
     `prompt_token_ids` is what comes before: it decides whether a leading space belongs to the text, and the first
-    tokens may complete a character that it began.
+    tokens may complete a character that it began. `visible_special_tokens` are never skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        visible_special_tokens: frozenset[int] = frozenset(),
+    ):
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - visible_special_tokens if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = self._visible_tail(prompt_token_ids)
         self._strips_next_space = tokenizer.strips_first_space and not tail
         self._decoder.decode(tail)
+        self._is_clean = not self._decoder.getstate()[0]  # no character is half done
 
     def _visible_tail(self, token_ids: Sequence[int]) -> bytes:
         """The last bytes of the prompt: enough to hold the beginning of a character (3 bytes) if it has that many."""
@@ -208,7 +284,13 @@ class IncrementalDetokenizer:
         """Text that this token completes: empty for skipped tokens and inside a character."""
         if token_id in self._skipped:
             return ""
-        return self._without_first_space(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._is_clean and piece.isascii():  # most tokens: no need for a decoder
+            text = piece.decode()
+        else:
+            text = self._decoder.decode(piece)
+            self._is_clean = not self._decoder.getstate()[0]
+        return self._without_first_space(text) if self._strips_next_space else text
 
     def flush(self) -> str:
         """End of the sequence: U+FFFD if a character has been left incomplete, else nothing."""
@@ -219,77 +301,6 @@ class IncrementalDetokenizer:
             self._strips_next_space = False
             return text.removeprefix(" ")
         return text
-
-
-class _Pieces:
-    """What each token contributes to a text, read off the tokenizer's decoder.
-
-    Two kinds of decoder cover the language models of the field: byte-level BPE spells bytes with stand-in characters
-    (GPT-2's table), sentencepiece marks spaces with U+2581 and spells rare bytes as tokens `<0xE2>`.
-    """
-
-    def __init__(self, backend: Any):
-        self._id_to_token = backend.id_to_token
-        self._cache: dict[int, bytes] = {}
-        self._is_byte_level = False
-        self._has_byte_fallback = False
-        self._replacements: list[tuple[str, str]] = []
-        self.strips_first_space = False
-        decoder = backend.decoder
-        for step in _decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else []:
-            match step:
-                case {"type": "ByteLevel"}:
-                    self._is_byte_level = True
-                case {"type": "ByteFallback"}:
-                    self._has_byte_fallback = True
-                case {"type": "Fuse"}:
-                    pass  # joins tokens: there is nothing between them here either
-                case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-                    self._replacements.append((pattern, content))
-                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                    self.strips_first_space = True
-                case {"type": "Metaspace", "replacement": replacement}:
-                    self._replacements.append((replacement, " "))
-                    self.strips_first_space = step.get("prepend_scheme", "always") != "never"
-                case _:
-                    raise CheckpointError(f"tokenizers with a {step.get('type')} decoder are not supported: {step}")
-
-    def bytes_of(self, token_id: int) -> bytes:
-        piece = self._cache.get(token_id)
-        if piece is None:
-            token = self._id_to_token(token_id) if token_id >= 0 else None
-            if token is None:
-                return b""
-            piece = self._cache[token_id] = self._spell(token)
-        return piece
-
-    def _spell(self, token: str) -> bytes:
-        if self._is_byte_level:
-            try:
-                return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-            except KeyError:  # an added token is spelled as it is
-                return token.encode()
-        if self._has_byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        for pattern, content in self._replacements:
-            token = token.replace(pattern, content)
-        return token.encode()
-
-
-def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for child in decoder["decoders"] for step in _decoder_steps(child)]
-
-
-def _byte_level_table() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 as itself, the other bytes, in order, from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_level_table()
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
@@ -306,8 +317,8 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def _import_auto_tokenizer() -> Any:
-    """AutoTokenizer, without the advice that PyTorch is missing: this project has no use for it."""
+def _import_transformers() -> Any:
+    """transformers, without the advice that PyTorch is missing: this project has no use for it."""
 
     def is_no_advice(record: logging.LogRecord) -> bool:
         return "PyTorch was not found" not in record.getMessage()
@@ -315,10 +326,10 @@ def _import_auto_tokenizer() -> Any:
     logger = logging.getLogger("transformers")
     logger.addFilter(is_no_advice)
     try:
-        from transformers import AutoTokenizer
+        import transformers
     finally:
         logger.removeFilter(is_no_advice)
-    return AutoTokenizer
+    return transformers
 
 
 def _check_unicode(text: str) -> None:

@@ -2,10 +2,13 @@
 
 import os
 import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# jax looks for plugins once, when it is first asked for devices: pallas_kernels.deviceless would come too late.
+sys.path.append(str(pathlib.Path(sys.prefix) / "deviceless"))
 
 from jaxtyping import install_import_hook
 
@@ -16,6 +19,13 @@ install_import_hook(
 
 import jax
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a commit is judged by what it changes; `pytest --hypothesis-profile explore`
+# draws new ones.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("repeat")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

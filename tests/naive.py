@@ -7,13 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
+from pallas_kernels.kv_write import rotate
 
 
-def dense_attention(q, k, v, k_pages, v_pages, batch, *, scale, sliding_window=None, soft_cap=None):
+def dense_attention(
+    qkv,
+    k_pages,
+    v_pages,
+    batch,
+    *,
+    rotation,
+    scale,
+    sliding_window=None,
+    soft_cap=None,
+    sinks=None,
+    alibi_slopes=None,
+):
     """An AttentionFn for one sequence whose tokens are all in the batch, in order; the pages pass through untouched."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    num_tokens, num_kv_heads, members, head_dim = qkv.shape
+    q, k, v = qkv[:, :, :-2].reshape(num_tokens, -1, head_dim), qkv[:, :, -2], qkv[:, :, -1]
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    grouped = q.reshape(num_tokens, num_kv_heads, members - 2, head_dim)
     precision = jax.lax.Precision.HIGHEST
     scores = jnp.einsum(
         "qkgd,skd->kgqs", grouped, k, precision=precision, preferred_element_type=jnp.float32
@@ -21,12 +36,24 @@ def dense_attention(q, k, v, k_pages, v_pages, batch, *, scale, sliding_window=N
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     distance = batch.positions[:, None] - batch.positions[None, :]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.reshape(*scores.shape[:2], 1, 1) * distance.astype(jnp.float32)[None, None]
     visible = distance >= 0
     if sliding_window is not None:
         visible &= distance < sliding_window
-    weights = jax.nn.softmax(jnp.where(visible[None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(visible[None, None], scores, -jnp.inf)
+    if sinks is not None:  # a key without a value
+        sink = sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:3], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens]
     out = jnp.einsum("kgqs,skd->qkgd", weights, v.astype(jnp.float32), precision=precision)
-    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype), k_pages, v_pages
+    return out.reshape(q.shape).astype(q.dtype), k_pages, v_pages
+
+
+def dense_latent_attention(q, stored, pages, batch, *, scale):
+    """`dense_attention` as a LatentAttentionFn."""
+    qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
+    return dense_attention(qkv, pages, pages, batch, rotation=None, scale=scale)[:2]
 
 
 def one_sequence(token_ids):
@@ -51,11 +78,26 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)
 def naive_logits(params, config, family, token_ids):
     """Logits [T, V] of every position of one sequence, float32."""
+    return family.logits(params, config, _forward(params, config, family, token_ids))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)
+def naive_hidden(params, config, family, token_ids):
+    """Hidden states [T, E] after the final norm of every position of one sequence."""
+    return _forward(params, config, family, token_ids)
+
+
+def _forward(params, config, family, token_ids):
     specs = family.kv_specs(config)
-    no_pages = tuple(jnp.zeros((1, spec.num_kv_heads, 1, spec.head_dim), jnp.float32) for spec in specs)
-    cache = KVCache(k=no_pages, v=no_pages)
-    hidden, _ = family.forward(params, config, one_sequence(token_ids), cache, dense_attention)
-    return family.logits(params, config, hidden)
+
+    def no_pages(sizes):
+        shapes = [(1, spec.num_kv_heads, 1, size) for spec, size in zip(specs, sizes, strict=True)]
+        return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+
+    cache = KVCache(k=no_pages(spec.head_dim for spec in specs), v=no_pages(spec.value_dim for spec in specs))
+    attention = dense_latent_attention if specs[0].is_latent else dense_attention
+    hidden, _ = family.forward(params, config, one_sequence(token_ids), cache, attention)
+    return hidden
 
 
 def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_length=None):

@@ -12,12 +12,12 @@ import sys
 
 import openai
 import pytest
-from engine.fake_client import FakeEngineClient
 
 import jaxserve.llm
 from jaxserve import cli
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
+from jaxserve.models import FAMILIES
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 
@@ -127,6 +127,11 @@ def test_every_field_of_the_configs_is_a_flag_of_serve(capsys):
     text = capsys.readouterr().out
     for name in cli._ENGINE_FIELDS + cli._SERVER_FIELDS:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_a_server_has_a_limit_of_requests_that_wait_and_a_program_none():
+    assert cli._parser().parse_args(["serve"]).max_num_waiting == 4096
+    assert not hasattr(cli._parser().parse_args(["generate"]), "max_num_waiting")
 
 
 def test_flags_become_engine_options(llm):
@@ -277,8 +282,8 @@ def test_chat_ends_with_its_input(llm, capsys, monkeypatch):
         ("generate a --temperature -1", "temperature must be in [0.0, 100.0], got -1.0"),
         ("generate a --block-size 3", "block_size must be a power of two up to 512, got 3"),
         ("serve --port 99999", "port must be in [0, 65535], got 99999"),
-        ("generate a --model nowhere", "no model 'nowhere': it is neither"),
-        ("serve nowhere --port 0", "no model 'nowhere': it is neither"),
+        ("generate a --model nowhere", "no model 'nowhere': it is no .gguf file"),
+        ("serve nowhere --port 0", "no model 'nowhere': it is no .gguf file"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(capsys, arguments, message):
@@ -296,18 +301,14 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
     assert re.fullmatch(rf"jaxserve: error: cannot listen on 127.0.0.1:{port}: .+\n", capsys.readouterr().err)
 
 
-def test_the_seed_of_serve_is_that_of_requests_without_one(monkeypatch):
-    frontends = []
-    monkeypatch.setattr(
-        "jaxserve.engine.local.LocalEngineClient.start", lambda _config, *, progress: FakeEngineClient()
-    )
-    monkeypatch.setattr("jaxserve.server.run", lambda frontend, _config, *, listener: frontends.append(frontend) or 0)
-    for seed in ("7", "7", "8"):
-        assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", seed]) == 0
-    first, again, other = (
-        frontend.prepare([3], SamplingParams(), request_id="x").requests[0].seed for frontend in frontends
-    )
-    assert first == again != other
+def test_serve_hands_on_what_it_was_told(monkeypatch):
+    served = []
+    monkeypatch.setattr("jaxserve.server.supervisor.serve", lambda *configs: served.append(configs) or 0)
+    assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", "7", "--api-workers", "2"]) == 0
+    ((engine, server),) = served
+    assert pathlib.Path(engine.model).name == "scribe-2m"
+    assert pathlib.Path(engine.model).is_dir()
+    assert (engine.seed, server.api_workers, server.served_model_name) == (7, 2, "scribe-2m")
 
 
 def test_debug_shows_the_traceback(llm):
@@ -379,6 +380,43 @@ def test_serve_answers_and_ends_when_told(test_data):
             assert server.wait(timeout=60) == 0
         finally:
             server.kill()
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    """`models` and `convert` choose the platform of their process, which here is that of other tests too."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_models_prints_a_row_for_each_family(platform, capsys):
+    assert cli.main(["models"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "model_type"
+    assert {row.split()[0] for row in rows} == FAMILIES.keys()
+
+
+def test_models_says_what_a_model_needs(platform, capsys, test_data):
+    model = str(test_data / "models/stories260K")
+    assert cli.main(["models", model, "--memory", "4MiB", "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"parameters +260,032\n", shown)
+    assert re.search(r"weights +0\.99 MiB in float32, 0\.50 MiB in bfloat16, 0\.50 MiB in float16\n", shown)
+    assert re.search(r"KV +640 bytes a token in bfloat16\n", shown)
+    assert re.search(r"alone +a request of 512 tokens\n", shown)
+    assert re.search(r"at once +11 requests of 512 tokens\n", shown)  # 3.5 MiB / (512 * 640 bytes) = 11.2
+    assert cli.main(["models", model, "--memory", "256KiB"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"fits +not: 0\.25 MiB .* float32 are 0\.74 MiB too little for the weights alone\n", shown)
+
+
+def test_convert_and_its_mistakes(platform, capsys, test_data, tmp_path):
+    model, store = str(test_data / "models/stories260K"), str(tmp_path / "store")
+    assert cli.main(["convert", model, store, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == f"{store}: 32 weights in bfloat16, from stories260K\n"
+    assert cli.main(["convert", model, store]) == 1
+    assert capsys.readouterr().err == f"jaxserve: error: {store} exists already: --force replaces it\n"
+    assert cli.main(["convert", model, store, "--force"]) == 0
+    assert cli.main(["models", store, "--memory", "1GiB"]) == 0
 
 
 def test_a_model_that_does_not_fit_is_one_line(test_data, tmp_path, capsys):

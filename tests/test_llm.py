@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import tiny_tokenizer
-from engine.fake_client import FakeEngineClient, Script, echo
+from engine.fake_client import HIDDEN_SIZE, FakeEngineClient, Script, echo
 
 import jaxserve
 import jaxserve.llm
@@ -88,12 +88,13 @@ class TestOptions:
             "scheduling_policy": "priority",
             "scheduler": "static",
             "tensor_parallel_size": 2,
-            "attention": "xla",
+            "kernels": "xla",
             "overlap": False,
             "warmup": False,
             "compilation_cache_dir": "",
         }
-        assert given.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+        # A revision is of use to the hub alone: tests/loading/test_hub.py.
+        assert given.keys() | {"revision"} == {field.name for field in dataclasses.fields(EngineConfig)}
         calls = []
 
         def fake_start(config, *, mesh=None, progress=False):
@@ -252,7 +253,7 @@ class TestGenerate:
 
     def test_an_interrupt_aborts_what_runs(self, start, monkeypatch):
         llm, client = start(lambda _: Script(token_ids=[5, 6, 7], hangs=True))
-        monkeypatch.setattr(jaxserve.llm._Progress, "update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(jaxserve.llm.Progress, "update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt) as caught:
             llm.generate(["abc", "def"])
         assert client.num_running == 0, "although the traceback is still held"
@@ -407,3 +408,34 @@ class TestModuleGenerate:
     def test_every_sampling_field_is_accepted(self, started):
         defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
         assert jaxserve.generate("abc", **defaults).finished
+
+
+class TestEmbed:
+    def test_a_vector_for_each_prompt(self, start):
+        llm, client = start()
+        outputs = llm.embed(["ab", [7, 9], {"prompt_token_ids": [3], "prompt": "c"}], use_tqdm=False)
+        assert [output.prompt for output in outputs] == ["ab", None, "c"]
+        assert [output.prompt_token_ids for output in outputs][1:] == [[7, 9], [3]]
+        for output in outputs:
+            powers = float(output.prompt_token_ids[-1]) ** np.arange(HIDDEN_SIZE)
+            np.testing.assert_allclose(output.embedding, powers / np.linalg.norm(powers), rtol=1e-6)
+        assert all(request.pooling == "last" for request in client.submitted)
+
+    def test_options(self, start):
+        llm, _ = start()
+        (output,) = llm.embed([4, 8], pooling="mean", dimensions=2, normalize=False, use_tqdm=False)
+        assert output.embedding.dtype == np.float32
+        assert output.embedding.tolist() == [1.0, 6.0]
+
+    def test_refusals(self, start):
+        llm, client = start()
+        with pytest.raises(InvalidRequest, match="dimensions"):
+            llm.embed("a", dimensions=HIDDEN_SIZE + 1)
+        with pytest.raises(ContextLengthExceeded):
+            llm.embed(["a", [5] * 513])
+        assert client.submitted == []
+
+    def test_a_failure(self, start):
+        llm, _ = start(lambda request: Script(token_ids=[], error="not a number"))
+        with pytest.raises(RequestFailed, match="not a number"):
+            llm.embed("a", use_tqdm=False)

@@ -14,7 +14,7 @@ from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-PACKAGE_SUFFIXES = {".py", ".md", ".html", ".css", ".js", ".svg", ".txtpb"}
+PACKAGE_SUFFIXES = {".json", ".py", ".md", ".html", ".css", ".js", ".svg", ".txtpb"}
 MODEL_SUFFIXES = {".json", ".safetensors", ".md", ".jinja"}
 
 # The hosts that files of this project may name: documentation, and what they cite.
@@ -31,6 +31,7 @@ HOSTS = {
     "localhost",
     "platform.openai.com",
     "www.apache.org",
+    "www.w3.org",  # the name of the SVG namespace
     "x",  # what tests say when any host will do
 }
 
@@ -97,7 +98,7 @@ def test_the_wheel_names_its_command_and_extras(wheel):
 
     assert "jaxserve = jaxserve.cli:main" in read("entry_points.txt")
     metadata = read("METADATA")
-    assert re.findall(r"^Provides-Extra: (.+)$", metadata, re.M) == ["cuda12", "cuda13", "dev"]
+    assert re.findall(r"^Provides-Extra: (.+)$", metadata, re.M) == ["bench", "cuda12", "cuda13", "dev", "otel"]
     assert "Requires-Python: >=3.12" in metadata
 
 

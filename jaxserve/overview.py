@@ -1,0 +1,211 @@
+"""`jaxserve models`: the table of families, what a model needs, and what memory has room for. No device is touched."""
+
+import collections
+import dataclasses
+import math
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import DType, EngineConfig
+from jaxserve.execution.kv_cache import block_bytes
+from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.layers.params import num_bytes
+from jaxserve.layers.rope import Rope
+from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.huggingface import DTYPES, resolve_dtype
+from jaxserve.loading.weights import load_config
+from jaxserve.models import FAMILIES, get_family
+from jaxserve.scheduling.block_needs import BlockNeeds
+
+HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
+
+# What a field of a family's Config says about the family: column, words. Fields of every family are left out. What all
+# checkpoints of a family have and no field tells stands in its module's FEATURES.
+FEATURES = {
+    "num_kv_heads": (HEADS, "grouped"),
+    "latent_heads": (HEADS, "latent"),
+    "sliding_window": (WINDOWS, "all layers"),
+    "sliding_windows": (WINDOWS, "by layer"),
+    "rope": (POSITIONS, "rotary"),
+    "local_rope": (POSITIONS, "local rotary"),
+    "alibi_slopes": (POSITIONS, "ALiBi"),
+    "tie_word_embeddings": (HEAD, "tied or own"),
+    "routing": (OTHER, "experts"),
+    "shared_expert_size": (OTHER, "shared expert"),
+    "use_parallel_residual": (OTHER, "parallel blocks"),
+    "use_qk_norm": (OTHER, "QK norm"),
+    "qk_layernorm": (OTHER, "QK norm"),
+    "attention_soft_cap": (OTHER, "attention cap"),
+    "logit_soft_cap": (OTHER, "logit cap"),
+    "logit_scale": (OTHER, "scaled logits"),
+    "logits_scaling": (OTHER, "scaled logits"),
+    "swiglu_limit": (OTHER, "clamped SwiGLU"),
+}
+MAX_CHUNK = 8192
+"""Tokens that a step on a GPU computes at most, unless told otherwise: while it does, they are in every window."""
+
+_ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: "as declared", OTHER: "-"}
+
+
+def families() -> list[dict[str, str]]:
+    """A row a family: its `model_type`, the checkpoints it is for, and what its config can say."""
+    return [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
+
+
+def _features(family: ModuleType) -> dict[str, str]:
+    words: dict[str, list[str]] = collections.defaultdict(list)
+    words[OTHER] += getattr(family, "FEATURES", ())
+    for field in dataclasses.fields(family.Config):
+        if field.name in FEATURES:
+            column, word = FEATURES[field.name]
+            words[column].append(word)
+    row = {column: ", ".join(dict.fromkeys(words[column])) or absent for column, absent in _ABSENT.items()}
+    return row | {"serves": (family.__doc__ or "").split("(")[0].split(":")[0].strip().rstrip(",.")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What one model is and needs. Bytes are of the whole model, for all devices together."""
+
+    model_type: str
+    layers: str
+    positions: str
+    is_tied: bool
+    num_parameters: int
+    weight_bytes: dict[str, int]
+    """By dtype."""
+    dtype: str
+    kv_bytes_per_token: dict[int | None, int]
+    """By window, None for the layers without one: what a token takes in all of these layers as long as it is in it."""
+    context: int
+    """Tokens that the model was made for."""
+    kv_memory: int
+    """What weights in `dtype` leave for KV; negative if they do not fit."""
+    max_context: int
+    """Longest request that fits alone, at most `context`; 0 if the weights do not fit."""
+    max_batch: int
+    """Requests of `context` tokens that fit together."""
+
+
+def needs(
+    model: str,
+    *,
+    revision: str | None = None,
+    memory: int,
+    dtype: DType = "auto",
+    block_size: int = EngineConfig().block_size,
+) -> Needs:
+    """What a model, by any name that `serve` takes, needs of `memory` bytes for its weights and KV.
+
+    "auto" is the checkpoint's own dtype. Temporaries of a step are not counted. Of a model of the hub its config is
+    enough, of its GGUF files the whole is downloaded. Raises CheckpointError.
+    """
+    fields = load_config(resolve_model(model, revision=revision, with_weights=False))
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    specs, kv_specs = family.param_specs(config), family.kv_specs(config)
+    served = resolve_dtype(dtype, fields, is_cpu=False)
+    weight_bytes = {name: num_bytes(specs, dtype=np.dtype(kind)) for name, kind in DTYPES.items()}
+    context = config.max_position_embeddings
+    layout = kv_layout(kv_specs, max_model_len=context)
+    per_block = block_bytes(layout.pool_specs, block_size=block_size, dtype=served)
+    kv_memory = memory - weight_bytes[str(served)]
+    num_blocks = max(0, kv_memory) // per_block
+    blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
+    return Needs(
+        model_type=fields["model_type"],
+        layers=_layers(kv_specs),
+        positions=_positions(config),
+        is_tied="lm_head" not in specs,
+        num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
+        weight_bytes=weight_bytes,
+        dtype=str(served),
+        kv_bytes_per_token={
+            window: layout.windows.count(window) * per_block // block_size for window in dict.fromkeys(layout.windows)
+        },
+        context=context,
+        kv_memory=kv_memory,
+        max_context=blocks.longest(num_blocks, limit=context),
+        max_batch=blocks.num_requests(num_blocks, num_tokens=context),
+    )
+
+
+def _layers(kv_specs: tuple[Any, ...]) -> str:
+    """How many layers keep what, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
+    windows = collections.Counter(spec.sliding_window for spec in kv_specs)
+    spans = [
+        f"{count} full" if window is None else f"{count} with a window of {window}" for window, count in windows.items()
+    ]
+    heads = dict.fromkeys(
+        f"a latent of {spec.head_dim}" if spec.is_latent else f"KV heads: {spec.num_kv_heads} of {spec.head_dim}"
+        for spec in kv_specs
+    )
+    return f"{', '.join(spans)}; {', '.join(heads)}"
+
+
+def _positions(config: Any) -> str:
+    """What a family's Config says of positions, such as "rope: base 10000, 8 dimensions of a head"."""
+
+    def describe(rope: Rope) -> str:
+        scaling = "" if rope.scaling is None else f", {type(rope.scaling).__name__.removesuffix('Scaling')} scaling"
+        return f"base {rope.theta:g}, {rope.head_dim} dimensions of a head{scaling}"
+
+    ropes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    found = [f"{name}: {describe(rope)}" for name, rope in ropes.items() if isinstance(rope, Rope)]
+    if getattr(config, "alibi_slopes", None):
+        found.append("ALiBi")
+    return "; ".join(found) or "learned"
+
+
+def families_text() -> str:
+    """The table of families."""
+    rows = [["model_type", HEADS, WINDOWS, POSITIONS, HEAD, OTHER, "serves"]]
+    rows += [[row[name] for name in rows[0]] for row in families()]
+    return _aligned(rows)
+
+
+def needs_text(model: str, found: Needs, *, memory: int) -> str:
+    """What `needs` has found, a line a fact."""
+    weights = ", ".join(f"{_size(size)} in {name}" for name, size in found.weight_bytes.items())
+    rows = [
+        ["model", f"{model} ({found.model_type})"],
+        ["layers", found.layers],
+        ["positions", found.positions],
+        ["LM head", "tied to the embedding" if found.is_tied else "its own"],
+        ["parameters", f"{found.num_parameters:,}"],
+        ["weights", weights],
+        ["KV", f"{_kv(found.kv_bytes_per_token)} in {found.dtype}"],
+        ["context", f"{found.context:,} tokens at most"],
+    ]
+    room = f"{_size(memory)} for weights and KV in {found.dtype}"
+    if found.kv_memory < 0:
+        rows.append(["fits", f"not: {room} are {_size(-found.kv_memory)} too little for the weights alone"])
+    else:
+        rows += [
+            ["fits", f"{room}: {_size(found.kv_memory)} are left for KV"],
+            ["  alone", f"a request of {found.max_context:,} tokens"],
+            ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
+        ]
+    return _aligned(rows)
+
+
+def _kv(bytes_per_token: dict[int | None, int]) -> str:
+    """Such as "8,192 bytes a token, 45,056 more in a window of 512"."""
+    whole = bytes_per_token.get(None, 0)
+    windows = [
+        f"{size:,} more in a window of {window:,}" for window, size in bytes_per_token.items() if window is not None
+    ]
+    return ", ".join([f"{whole:,} bytes a token", *windows])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

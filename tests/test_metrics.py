@@ -1,0 +1,112 @@
+"""What /metrics shows: sums over processes, and names that the dashboard and other people's rely on."""
+
+import json
+import pathlib
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import jaxserve.server
+from jaxserve.engine.client import EngineStats
+from jaxserve.metrics import HISTOGRAMS, Metrics, SequenceTimer
+
+DASHBOARD = pathlib.Path(jaxserve.server.__file__).parent / "grafana.json"
+# The names that vLLM's dashboards know, under our prefix, and our own.
+NAMES = """
+    num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
+    num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
+    time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
+    request_queue_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
+    iteration_tokens_total_bucket compiles_total recompiles_after_warmup_total step_time_seconds_bucket
+    hbm_bandwidth_utilization_ratio corrupted_requests_total
+"""
+
+
+def samples(metrics):
+    """Name and labels -> value, from the text that is served."""
+    return {
+        (sample.name.removeprefix("jaxserve:"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics, name, **labels):
+    return samples(metrics)[name, *sorted({"model_name": "m", **labels}.items())]
+
+
+@pytest.fixture
+def metrics():
+    return Metrics(model="m", stats=EngineStats)
+
+
+def test_every_name_that_is_promised(metrics):
+    assert set(NAMES.split()) <= {name for name, *_ in samples(metrics)}
+
+
+def test_the_dashboard_asks_for_what_there_is(metrics):
+    names = {name for name, *_ in samples(metrics)}
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    asked = {name for query in queries for name in re.findall(r"jaxserve:(\w+)", query)}
+    assert asked <= names
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in asked} >= {
+        re.sub("_(bucket|sum|count)$", "", name) for name in NAMES.split()
+    }
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(set(places)) == len(places)
+
+
+def test_histograms_count_as_prometheus_does(metrics):
+    for seconds in (0.004, 0.005, 0.0051, 1000.0):
+        metrics.e2e_latency.observe(seconds)
+    counts = {
+        le: value(metrics, "e2e_request_latency_seconds_bucket", le=le) for le in ("0.005", "0.01", "600.0", "+Inf")
+    }
+    assert counts == {"0.005": 2, "0.01": 3, "600.0": 3, "+Inf": 4}  # a bound belongs to its bucket
+    assert value(metrics, "e2e_request_latency_seconds_count") == 4
+    assert value(metrics, "e2e_request_latency_seconds_sum") == pytest.approx(1000.0141)
+
+
+def test_every_histogram_has_cells_of_its_own(metrics):
+    observed = [metrics.time_to_first_token, metrics.inter_token_latency, metrics.e2e_latency]
+    observed += [metrics.queue_time, metrics.prefill_time, metrics.decode_time]
+    for number, histogram in enumerate(observed, 1):
+        for _ in range(number):
+            histogram.observe(1e6)
+    counts = [value(metrics, f"{name}_count") for name in HISTOGRAMS]
+    assert sorted(counts) == [1, 2, 3, 4, 5, 6]
+    assert value(metrics, "generation_tokens_total") == value(metrics, "prompt_tokens_total") == 0
+
+
+def test_a_sequence_from_arrival_to_end(metrics):
+    timer = SequenceTimer(metrics, arrival=0.0)
+    timer.tokens(1)
+    timer.tokens(3)
+    timer.finish("length")
+    assert value(metrics, "generation_tokens_total") == 4
+    assert (
+        value(metrics, "time_to_first_token_seconds_count") == value(metrics, "inter_token_latency_seconds_count") == 1
+    )
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 0
+
+
+def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
+    one, other = (Metrics(model="m", stats=EngineStats, file=tmp_path / f"metrics-{i}") for i in range(2))
+    one.prompt_tokens.inc(5)
+    one.finished("stop")
+    other.prompt_tokens.inc(7)
+    other.e2e_latency.observe(0.1)
+    for shows in (one, other):
+        assert value(shows, "prompt_tokens_total") == 12
+        assert value(shows, "request_success_total", finished_reason="stop") == 1
+        assert value(shows, "e2e_request_latency_seconds_count") == 1
+    (tmp_path / "metrics-2").touch()  # a process that has come this far
+    assert value(one, "prompt_tokens_total") == 12
+    del other  # its process is killed, and another one takes its place
+    successor = Metrics(model="m", stats=EngineStats, file=tmp_path / "metrics-1")
+    successor.prompt_tokens.inc(1)
+    assert value(one, "prompt_tokens_total") == 13

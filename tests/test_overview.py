@@ -1,0 +1,107 @@
+"""What `jaxserve models` computes, against counting by hand."""
+
+import json
+import pathlib
+
+import pytest
+
+from jaxserve import overview
+from jaxserve.convert import convert
+from jaxserve.errors import CheckpointError
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 100,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+PARAMETERS = 2 * 100 * 32 + 32 + 3 * (2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48)
+KV_BYTES = 3 * 2 * 2 * 8 * 2  # layers, K and V, heads, their size, bfloat16
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def test_counts(model):
+    needs = overview.needs(model, memory=2**30)
+    assert needs.num_parameters == PARAMETERS
+    assert needs.weight_bytes == {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS, "float16": 2 * PARAMETERS}
+    assert (needs.dtype, needs.kv_bytes_per_token, needs.is_tied) == ("bfloat16", {None: KV_BYTES}, False)
+    assert overview.needs(model, memory=2**30, dtype="float32").kv_bytes_per_token == {None: 2 * KV_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "batch"), [(0, 0, 0), (15, 0, 0), (47, 32, 0), (111, 96, 0), (112, 100, 1), (1000, 100, 8)]
+)
+def test_what_fits_is_whole_blocks(model, tokens, context, batch):
+    needs = overview.needs(model, memory=2 * PARAMETERS + tokens * KV_BYTES)
+    assert (needs.max_context, needs.max_batch) == (context, batch)
+
+
+def test_hybrids_keep_less_of_what_is_out_of_their_windows():
+    """Gemma 3 with windows of 7 in two layers of three, 2 KV heads of 8, a context of 512 and float32."""
+    model = str(GOLDENS / "gemma3_two_thetas")
+    weights = overview.needs(model, memory=0).weight_bytes["float32"]
+    block = 16 * 2 * 2 * 8 * 4
+    prompt, other = 3 * 32, 32 + 2 * 2  # while a prompt of 512 is computed, all of it is kept; then two blocks a window
+
+    def fits(num_blocks):
+        found = overview.needs(model, memory=weights + num_blocks * block, dtype="float32")
+        assert found.kv_bytes_per_token == {7: 2 * block // 16, None: block // 16}
+        return found.max_context, found.max_batch
+
+    assert [fits(prompt - 1), fits(prompt), fits(prompt + other - 1), fits(prompt + other)] == [
+        *((496, 0), (512, 1), (512, 1), (512, 2))
+    ]
+    assert "1 full" in overview.needs(model, memory=0).layers
+
+
+def test_latents():
+    (model,) = sorted(GOLDENS.glob("deepseek_v2*"))[:1]
+    fields = json.loads((model / "config.json").read_text())
+    found = overview.needs(str(model), memory=2**30, dtype="bfloat16")
+    latent = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
+    assert found.kv_bytes_per_token == {None: fields["num_hidden_layers"] * latent * 2}
+    assert f"a latent of {latent}" in found.layers
+
+
+def test_gguf_files_and_stores(test_data, tmp_path):
+    folder = test_data / "models" / "stories260K"
+    convert(str(folder), tmp_path / "store", dtype="bfloat16", progress=False)
+    expected = overview.needs(str(folder), memory=2**20, dtype="bfloat16")
+    assert overview.needs(str(tmp_path / "store"), memory=2**20) == expected
+    own_head = overview.needs(str(folder / "stories260K-f32.gguf"), memory=2**20, dtype="bfloat16")  # repeats it
+    assert own_head.num_parameters == expected.num_parameters + 512 * 64
+    assert own_head.kv_bytes_per_token == expected.kv_bytes_per_token
+
+
+def test_weights_that_do_not_fit(model):
+    needs = overview.needs(model, memory=2 * PARAMETERS - 1)
+    assert (needs.kv_memory, needs.max_context, needs.max_batch) == (-1, 0, 0)
+
+
+def test_families_say_what_their_configs_can():
+    rows = {row["model_type"]: row for row in overview.families()}
+    assert rows["gpt2"]["KV heads"] == "one a query head"
+    assert rows["deepseek_v2"]["KV heads"] == "latent"
+    assert rows["gemma3_text"]["positions"] == "rotary, local rotary"
+    assert rows["gemma2"]["windows"] == "by layer"
+    assert {name for name, row in rows.items() if row["positions"] == "learned"} == {"gpt2", "opt"}
+    assert {name for name, row in rows.items() if "ALiBi" in row["positions"]} == {"bloom", "falcon"}
+    assert all(all(row.values()) for row in rows.values())
+
+
+def test_no_such_model():
+    with pytest.raises(CheckpointError, match="no model 'nowhere'"):
+        overview.needs("nowhere", memory=1)
