@@ -68,13 +68,15 @@ def moe_specs(
     router_bias: bool = False,
     selection_bias: bool = False,
     shared_size: int = 0,
+    shared_bias: bool = False,
     shared_gate: bool = False,
     names: ExpertNames = EXPERT_NAMES,
 ) -> Params:
     """Weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
 
     `intermediate_size` is that of one expert, `shared_size` of the one that serves every token (0: there is none), with
-    a gate of its own or not. `router_bias` is part of the logits, `selection_bias` only of the choice among experts.
+    biases or not, with a gate of its own or not. `router_bias` is part of the logits, `selection_bias` only of the
+    choice among experts.
     """
     X, E, F = num_experts, hidden_size, intermediate_size
 
@@ -116,6 +118,7 @@ def moe_specs(
             f"{prefix}.{names.shared}",
             hidden_size=hidden_size,
             intermediate_size=shared_size,
+            bias=shared_bias,
             inputs=(names.gate, names.up),
             output=names.down,
         )

@@ -17,7 +17,7 @@ from jaxserve.layers.decoder import decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.latent_attention import LatentAttentionFn, LatentHeads, latent_attention_specs, latent_decoder
 from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.moe import Routing, moe_specs
+from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
@@ -25,7 +25,7 @@ from jaxserve.models import hf_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The shape of one DeepSeek V2; `intermediate_size` is that of layers without experts."""
+    """The shape of one DeepSeek V2 or V3; `intermediate_size` is that of layers without experts."""
 
     vocab_size: int
     hidden_size: int
@@ -39,6 +39,8 @@ class Config:
     attention_bias: bool
     mlp_bias: bool
     """Of layers without experts and of the shared ones."""
+    is_interleaved: bool
+    """Whether the checkpoint has the two dimensions of a rotated pair side by side."""
     sparse_layers: tuple[bool, ...]
     expert_size: int
     shared_expert_size: int
@@ -49,26 +51,34 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
-        heads = hf_config.latent_heads(fields)
-        expert_size = hf_config.integer(fields, "moe_intermediate_size")
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            latent_heads=heads,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+            **common(fields),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
+            is_interleaved=True,
             sparse_layers=hf_config.sparse_layers_after_dense(fields, 0),
-            expert_size=expert_size,
-            shared_expert_size=expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
             routing=_routing(fields),
-            rope=hf_config.rope(fields, size=heads.rotated_size),
         )
+
+
+def common(fields: dict[str, Any]) -> dict[str, Any]:
+    """The part of a Config that V3 reads as V2 does."""
+    heads = hf_config.latent_heads(fields)
+    expert_size = hf_config.integer(fields, "moe_intermediate_size")
+    return {
+        "vocab_size": hf_config.integer(fields, "vocab_size"),
+        "hidden_size": hf_config.integer(fields, "hidden_size"),
+        "intermediate_size": hf_config.integer(fields, "intermediate_size"),
+        "num_layers": hf_config.integer(fields, "num_hidden_layers"),
+        "latent_heads": heads,
+        "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
+        "norm_eps": hf_config.number(fields, "rms_norm_eps"),
+        "activation": hf_config.activation(fields),
+        "tie_word_embeddings": hf_config.flag(fields, "tie_word_embeddings"),
+        "attention_bias": hf_config.flag(fields, "attention_bias"),
+        "expert_size": expert_size,
+        "shared_expert_size": expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
+        "rope": hf_config.rope(fields, size=heads.rotated_size),
+    }
 
 
 def _routing(fields: dict[str, Any]) -> Routing:
@@ -87,15 +97,24 @@ def _routing(fields: dict[str, Any]) -> Routing:
     )
 
 
-def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
+    """The declaration of every weight; `selection_bias` is V3's, by which experts are chosen."""
     dense = functools.partial(
         gated_mlp_specs,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         bias=config.mlp_bias,
     )
-    sparse = functools.partial(_moe_specs, config=config)
+    sparse = functools.partial(
+        moe_specs,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.expert_size,
+        num_experts=config.routing.num_experts,
+        selection_bias=selection_bias,
+        shared_size=config.shared_expert_size,
+        shared_bias=config.mlp_bias,
+        names=ExpertNames(shared="shared_experts"),
+    )
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -106,27 +125,10 @@ def param_specs(config: Config) -> Params:
             heads=config.latent_heads,
             hidden_size=config.hidden_size,
             bias=config.attention_bias,
-            is_interleaved=True,
+            is_interleaved=config.is_interleaved,
         ),
         mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
     )
-
-
-def _moe_specs(prefix: str, *, config: Config) -> Params:
-    specs = moe_specs(
-        prefix,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.expert_size,
-        num_experts=config.routing.num_experts,
-    )
-    if config.shared_expert_size:
-        specs["shared"] = gated_mlp_specs(
-            f"{prefix}.shared_experts",
-            hidden_size=config.hidden_size,
-            intermediate_size=config.shared_expert_size,
-            bias=config.mlp_bias,
-        )
-    return specs
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:

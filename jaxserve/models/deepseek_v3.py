@@ -4,69 +4,27 @@ The layers behind the last one, which predict further tokens (`num_nextn_predict
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import KVSpec
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import decoder_specs
-from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.latent_attention import LatentAttentionFn, LatentHeads, latent_attention_specs, latent_decoder
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config
+from jaxserve.models import deepseek_v2, hf_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The shape of one DeepSeek V3; `intermediate_size` is that of layers without experts."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    latent_heads: LatentHeads
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
-    attention_bias: bool
-    is_interleaved: bool
-    """Whether the checkpoint has the two dimensions of a rotated pair side by side."""
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    shared_expert_size: int
-    """Of all that share a layer together."""
-    routing: Routing
-    rope: Rope
+class Config(deepseek_v2.Config):
+    """The shape of one DeepSeek V3."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
-        heads = hf_config.latent_heads(fields)
-        expert_size = hf_config.integer(fields, "moe_intermediate_size")
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            latent_heads=heads,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+            **deepseek_v2.common(fields),
+            mlp_bias=False,
             is_interleaved=hf_config.flag(fields, "rope_interleave", True),
             sparse_layers=hf_config.sparse_layers_after_dense(fields, 3),
-            expert_size=expert_size,
-            shared_expert_size=expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
             routing=_routing(fields),
-            rope=hf_config.rope(fields, size=heads.rotated_size),
         )
 
 
@@ -93,57 +51,9 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 def param_specs(config: Config) -> Params:
     """The declaration of every weight."""
-    dense = functools.partial(
-        gated_mlp_specs, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size
-    )
-    sparse = functools.partial(
-        moe_specs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.expert_size,
-        num_experts=config.routing.num_experts,
-        selection_bias=True,
-        shared_size=config.shared_expert_size,
-        names=ExpertNames(shared="shared_experts"),
-    )
-    return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            latent_attention_specs,
-            heads=config.latent_heads,
-            hidden_size=config.hidden_size,
-            bias=config.attention_bias,
-            is_interleaved=config.is_interleaved,
-        ),
-        mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
-    )
+    return deepseek_v2.param_specs(config, selection_bias=True)
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
-    return (config.latent_heads.kv_spec,) * config.num_layers
-
-
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: LatentAttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's latents in it."""
-    return latent_decoder(
-        params,
-        embed(params["embed"], batch.token_ids),
-        batch,
-        kv_cache,
-        heads=config.latent_heads,
-        attention=attention,
-        activation=config.activation,
-        rope=config.rope,
-        norm_eps=config.norm_eps,
-        routing=config.routing,
-    )
-
-
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
-    """Logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
+kv_specs = deepseek_v2.kv_specs
+forward = deepseek_v2.forward
+logits = deepseek_v2.logits
