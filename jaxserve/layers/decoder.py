@@ -38,6 +38,24 @@ is nothing to add, as in the first layer.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What the config of every family with grouped query heads and rotary embedding has; a family adds its own."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    rope: Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
     """What a checkpoint calls the parts of a decoder; `attention` and `mlp` are parts of its numbered `layers`."""
 
@@ -100,26 +118,27 @@ def decoder_specs(
 
 def decoder(
     params: Params,
+    config: DecoderConfig,
     x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
-    *,
     attention: AttentionFn,
-    activation: str | Gate,
-    rope: Rope,
-    norm_eps: float,
-    sliding_windows: Sequence[int | None],
+    *,
+    sliding_windows: Sequence[int | None] | None = None,
     routing: Routing | None = None,
+    gate: Gate | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
 
-    `x` are the embedded tokens; `activation` is that of the gated feed-forward, as `mlp.gate_of` takes it;
-    `sliding_windows` has an entry a layer; `routing` is for the layers that have experts.
+    `x` are the embedded tokens; `sliding_windows` has an entry a layer, by default None for each; `routing` is for the
+    layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it.
     """
-    rotation = rotations(rope, batch.positions)
-    norm = functools.partial(rms_norm, eps=norm_eps)
+    activation = config.activation if gate is None else gate
+    rotation = rotations(config.rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
     shared = {"attention": attention, "rotation": rotation, "norm": norm}
-    views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(sliding_windows)]
+    windows = sliding_windows or [None] * config.num_layers
+    views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(windows)]
     if isinstance(activation, str) and decode_layer.supports(params["layers"], x, batch, activation=activation):
         attends = [functools.partial(attend_heads, **view, **shared) for view in views]
         return decode_layer.decode_layers(
@@ -128,14 +147,14 @@ def decoder(
             kv_cache,
             attends=attends,
             activation=ACTIVATIONS[activation],
-            eps=norm_eps,
+            eps=config.norm_eps,
             kernels=batch.kernels,
         )
 
     mlp = functools.partial(gated_mlp, activation=activation)
     if routing is not None:
         mlp = functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation)
-    add_norm = functools.partial(add_rms_norm, eps=norm_eps, kernels=batch.kernels)
+    add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels)
 
     attends = [functools.partial(self_attention, **view, **shared) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)

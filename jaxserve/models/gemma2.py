@@ -8,38 +8,26 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, Block, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, soft_cap, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config
 
 FEATURES = ("norms around blocks",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one Gemma 2."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     attention_bias: bool
     query_pre_attn_scalar: float
     sliding_windows: tuple[int | None, ...]
     attention_soft_cap: float | None
     logit_soft_cap: float | None
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -49,22 +37,15 @@ class Config:
         num_layers = hf_config.integer(fields, "num_hidden_layers")
         window = hf_config.integer(fields, "sliding_window", 4096)
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
-        kinds = hf_config.layer_types(fields, alternating)
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=hf_config.integer(fields, "num_attention_heads"),
-            num_kv_heads=hf_config.num_kv_heads(fields),
+            **hf_config.sizes(fields),
             head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
             norm_eps=hf_config.number(fields, "rms_norm_eps"),
             activation=hf_config.activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar", 256),
-            sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            sliding_windows=hf_config.windows_by_type(fields, window, alternating),
             attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping", 50.0),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping", 30.0),
             rope=hf_config.rope(fields, size=head_dim),

@@ -13,12 +13,11 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import decoder, decoder_specs
+from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
 
 YARN = {
@@ -35,25 +34,14 @@ FEATURES = ("sinks",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one GPT-OSS; `intermediate_size` is that of one expert."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    tie_word_embeddings: bool
     attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     swiglu_alpha: float
     swiglu_limit: float
     routing: Routing
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -62,22 +50,12 @@ class Config:
         num_layers = hf_config.integer(fields, "num_hidden_layers")
         window = hf_config.optional_integer(fields, "sliding_window", 128)
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
-        kinds = hf_config.layer_types(fields, alternating)
         says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
         positions = {"rope_parameters": YARN} if says_nothing else {}
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=hf_config.integer(fields, "num_attention_heads"),
-            num_kv_heads=hf_config.num_kv_heads(fields),
-            head_dim=hf_config.head_dim({"head_dim": 64} | fields),
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            **hf_config.as_llama({"head_dim": 64} | fields),
             attention_bias=hf_config.flag(fields, "attention_bias", True),
-            sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            sliding_windows=hf_config.windows_by_type(fields, window, alternating),
             swiglu_alpha=hf_config.number(fields, "swiglu_alpha", 1.702),
             swiglu_limit=hf_config.number(fields, "swiglu_limit", 7.0),
             routing=Routing(
@@ -166,17 +144,17 @@ def forward(
     params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    x = embed(params["embed"], batch.token_ids)
     return decoder(
         params,
-        embed(params["embed"], batch.token_ids),
+        config,
+        x,
         batch,
         kv_cache,
-        attention=attention,
-        activation=ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit),
-        rope=config.rope,
-        norm_eps=config.norm_eps,
+        attention,
         sliding_windows=config.sliding_windows,
         routing=config.routing,
+        gate=ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit),
     )
 
 

@@ -70,6 +70,29 @@ def require(fields: Fields, name: str, value: Any) -> None:
         raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
+def sizes(fields: Fields) -> dict[str, int]:
+    """The sizes of a `layers.decoder.DecoderConfig` that have the same names everywhere, and no defaults."""
+    return {
+        "vocab_size": integer(fields, "vocab_size"),
+        "hidden_size": integer(fields, "hidden_size"),
+        "intermediate_size": integer(fields, "intermediate_size"),
+        "num_layers": integer(fields, "num_hidden_layers"),
+        "num_heads": integer(fields, "num_attention_heads"),
+        "num_kv_heads": num_kv_heads(fields),
+        "max_position_embeddings": integer(fields, "max_position_embeddings"),
+    }
+
+
+def as_llama(fields: Fields) -> dict[str, Any]:
+    """All of a `layers.decoder.DecoderConfig` but `rope`, with the names and defaults of Llama and most relatives."""
+    return sizes(fields) | {
+        "head_dim": head_dim(fields),
+        "norm_eps": number(fields, "rms_norm_eps"),
+        "activation": activation(fields),
+        "tie_word_embeddings": flag(fields, "tie_word_embeddings"),
+    }
+
+
 def num_kv_heads(fields: Fields) -> int:
     """`num_key_value_heads`, by default one a query head. Raises CheckpointError unless it divides the query heads."""
     num_heads = integer(fields, "num_attention_heads")
@@ -204,8 +227,8 @@ def _yarn(parameters: Fields, context: int) -> YarnScaling:
     )
 
 
-def layer_types(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
-    """`layer_types`, an entry a layer: "full_attention" or "sliding_attention"."""
+def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
+    """Each layer's sliding window: this one where `layer_types` has "sliding_attention", none at "full_attention"."""
     num_layers = integer(fields, "num_hidden_layers")
     kinds = fields.get("layer_types")
     kinds = list(default) if kinds is None else kinds
@@ -214,7 +237,7 @@ def layer_types(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
         raise CheckpointError(
             f"config.json: layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
         )
-    return tuple(kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
@@ -223,7 +246,7 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     window = optional_integer(fields, "sliding_window", 4096) if flag(fields, "use_sliding_window") else None
     num_full = min(integer(fields, "max_window_layers", 28, minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types(fields, default))
+    return windows_by_type(fields, window, default)
 
 
 def num_experts(fields: Fields) -> int:

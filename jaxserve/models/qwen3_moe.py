@@ -8,54 +8,31 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import decoder, decoder_specs
+from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import Routing, moe_specs
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config
 
 FEATURES = ("QK norm",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one Qwen 3 with experts; `intermediate_size` is that of layers without."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     sparse_layers: tuple[bool, ...]
     expert_size: int
     routing: Routing
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            num_heads=hf_config.integer(fields, "num_attention_heads"),
-            num_kv_heads=hf_config.num_kv_heads(fields),
-            head_dim=hf_config.head_dim(fields),
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             sliding_windows=_windows(fields),
             sparse_layers=hf_config.sparse_layers(fields),
@@ -115,17 +92,9 @@ def forward(
     params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    x = embed(params["embed"], batch.token_ids)
     return decoder(
-        params,
-        embed(params["embed"], batch.token_ids),
-        batch,
-        kv_cache,
-        attention=attention,
-        activation=config.activation,
-        rope=config.rope,
-        norm_eps=config.norm_eps,
-        sliding_windows=config.sliding_windows,
-        routing=config.routing,
+        params, config, x, batch, kv_cache, attention, sliding_windows=config.sliding_windows, routing=config.routing
     )
 
 

@@ -9,48 +9,37 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import PRE_NORMS, decoder_specs, parallel_block, run_layers, sequential_block
+from jaxserve.layers.decoder import (
+    PRE_NORMS,
+    DecoderConfig,
+    decoder_specs,
+    parallel_block,
+    run_layers,
+    sequential_block,
+)
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one StableLM."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     qkv_bias: bool
     qk_layernorm: bool
     use_parallel_residual: bool
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            num_heads=hf_config.integer(fields, "num_attention_heads"),
-            num_kv_heads=hf_config.num_kv_heads(fields),
+            **hf_config.sizes(fields),
             head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
             norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
             activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
