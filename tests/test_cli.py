@@ -12,6 +12,7 @@ import sys
 
 import openai
 import pytest
+from waiting import PATIENCE
 
 import jaxserve.llm
 from jaxserve import cli
@@ -371,7 +372,7 @@ def test_serve_answers_and_ends_when_told(test_data):
                     break
             else:
                 pytest.fail("the server did not start:\n" + "".join(log))
-            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0)
+            client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=PATIENCE)
             completion = client.completions.create(
                 model="stories", prompt="Once upon a time", max_tokens=8, temperature=0
             )

@@ -4,11 +4,15 @@ It keeps the engine's promises: tokens come from a thread of its own, one sink c
 their stop token ids and at max_tokens, logprobs come if asked for.
 """
 
+import contextlib
 import dataclasses
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
+
+from waiting import wait_until
 
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, KVKind, OutputSink
 from jaxserve.errors import EngineDead, InvalidRequest
@@ -57,10 +61,10 @@ class _Running:
 
 
 class FakeEngineClient(EngineClient):
-    """`play` is called once a sequence and returns its Script. `step_seconds` is the time between steps.
+    """`play` is called once a sequence and returns its Script. `step_seconds` is the least time between steps.
 
-    Set `refusal` to make `submit` raise it. `submitted`, `aborted`, `profiles` and `num_sink_calls` record what
-    happened.
+    Set `refusal` to make `submit` raise it, and `pause` to be called after each step. `submitted`, `aborted`,
+    `profiles` and `num_sink_calls` record what happened.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class FakeEngineClient(EngineClient):
         self.num_snapshots = 0
         self.num_output_tokens = 0
         self._play = play
-        self._step_seconds = step_seconds
+        self.pause: Callable[[], object] = lambda: time.sleep(step_seconds)
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._is_alive = True
@@ -180,13 +184,9 @@ class FakeEngineClient(EngineClient):
                 self._running.clear()
         self._end(lambda request: EngineOutput(request_id=request.request_id, finish_reason="error", error=message))
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
-        """Wait for something that another thread does. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the fake engine's state did not come about")
-            time.sleep(0.001)
+    def held(self) -> contextlib.AbstractContextManager[Any]:
+        """The engine makes no step meanwhile; what this thread submits is there when it goes on."""
+        return self._changed
 
     def wait_until_told(self) -> None:
         """Wait until there is nothing more to do, and the sinks have it all. Raises TimeoutError."""
@@ -195,7 +195,7 @@ class FakeEngineClient(EngineClient):
             with self._changed:
                 return not self._has_work() and self._num_steps_told == self.num_steps
 
-        self.wait_until(is_told)
+        wait_until(is_told)
 
     @property
     def num_running(self) -> int:
@@ -223,7 +223,7 @@ class FakeEngineClient(EngineClient):
                 self.num_output_tokens += sum(len(output.new_token_ids) for _, output in news)
             self._send(news)
             self._num_steps_told += 1
-            time.sleep(self._step_seconds)
+            self.pause()
 
     def _send(self, news: list[tuple[_Running, EngineOutput]]) -> None:
         by_sink: dict[OutputSink, list[EngineOutput]] = {}

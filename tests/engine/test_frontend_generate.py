@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from engine.fake_client import Script, collect, echo
+from waiting import wait_until
 
 from jaxserve.errors import EngineDead, QueueFull
 from jaxserve.request import SamplingParams
@@ -38,7 +39,7 @@ class TestGenerate:
         (result,) = collect(frontend, group)
         assert [(completion.text, completion.stop_reason) for completion in result.outputs] == [(" abc", "d a")] * 2
         assert sorted(frontend.client.aborted) == ["x-0", "x-1"]
-        frontend.client.wait_until(lambda: frontend.client.num_running == 0)
+        wait_until(lambda: frontend.client.num_running == 0)
 
     def test_leaving_early_aborts(self, start, tokenizer):
         frontend = start(tokenizer, step_seconds=0.001)

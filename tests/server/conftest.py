@@ -1,15 +1,29 @@
 """The tokenizer and one server for all tests that do not end it."""
 
 import contextlib
+import threading
 
 import pytest
 from engine.fake_client import echo
 from server.serving import byte_tokenizer, running
 from structured import tiny_model
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient
 from jaxserve.server.parsing.syntax import TOOL_PARSERS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience():
+    """Of the server's own limits, those that only a slow machine reaches. A test that is about one sets it itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxserve.server.generation.GRAMMAR_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.generation.GRAMMAR_QUEUE_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.lifecycle.FLUSH_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
+        patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +62,8 @@ def shared_server(tokenizer):
 
 @pytest.fixture
 def server(shared_server):
-    """A server whose engine echoes the prompt, or does what the test sets as `play`."""
+    """A server whose engine echoes the prompt, or does what the test sets as `play`; nothing runs in it."""
+    wait_until(lambda: shared_server.client.num_running == shared_server.server.state.num_inside == 0)
     shared_server.play = echo
     shared_server.client.refusal = None
     shared_server.client.submitted.clear()
@@ -57,7 +72,10 @@ def server(shared_server):
 
 
 @pytest.fixture
-def slow_server(tokenizer):
-    """A server of its own, whose engine takes so long for a step that each step is seen apart from the next."""
-    with running(tokenizer, client_options={"step_seconds": 0.1}) as server:
-        yield server
+def step_by_step(server):
+    """An event for which the server's engine waits after each step."""
+    go_on = threading.Event()
+    pause, server.client.pause = server.client.pause, lambda: go_on.wait(PATIENCE)
+    yield go_on
+    go_on.set()
+    server.client.pause = pause

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import httpx
 import tokenizers
 import transformers
 from engine.fake_client import FakeEngineClient, Script, echo
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -62,20 +62,13 @@ class Running:
 
     def start(self) -> None:
         self._thread.start()
-        self.wait_until(lambda: self.server.is_serving)
+        wait_until(lambda: self.server.is_serving)
 
     def wait(self) -> int | None:
         """The exit code, when the server has ended."""
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=PATIENCE)
         assert not self._thread.is_alive(), "the server did not end"
         return self.exit_code
-
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
-        """Wait for something that another thread does."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, "it did not come about"
-            time.sleep(0.002)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.request("POST", path, json=body, **options)
@@ -85,7 +78,16 @@ class Running:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request on a connection of its own. verify=False: reading certificates takes longer than the request."""
-        return httpx.request(method, self.url + path, timeout=20, verify=False, **options)
+        return httpx.request(method, self.url + path, timeout=PATIENCE, verify=False, **options)
+
+    def stream(self, path: str, body: Any, *, on_data: Callable[[bytes], Any] = lambda _: None) -> httpx.Response:
+        """A request whose answer is read as it comes: `on_data` is called with all that there is of it so far."""
+        content = b""
+        with httpx.stream("POST", self.url + path, json=body, timeout=PATIENCE, verify=False) as response:
+            for data in response.iter_bytes():
+                content += data
+                on_data(content)
+        return httpx.Response(response.status_code, headers=response.headers, content=content)
 
 
 class RunningFake(Running):
@@ -148,4 +150,4 @@ def assert_well(server: RunningFake) -> None:
     answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 2})
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == "ab"
-    server.client.wait_until(lambda: server.client.num_running == 0 and server.server.state.num_inside == 0)
+    wait_until(lambda: server.client.num_running == server.server.state.num_inside == 0)

@@ -3,6 +3,7 @@
 import jsonschema
 import pytest
 from server.serving import frames, running
+from waiting import wait_until
 
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
 from jaxserve.server.middleware import OPEN_PATHS
@@ -58,7 +59,7 @@ REQUESTS = {
 @pytest.mark.parametrize(("path", "method"), sorted(set(operations())))
 def test_answers_are_as_described(administered, document, path, method):
     response_id = administered.post("/v1/responses", {"input": "a", "background": True}).json()["id"]
-    administered.wait_until(lambda: not administered.server.state.background)
+    wait_until(lambda: not administered.server.state.background)
     if path == "/stop_profile":
         administered.client.start_profile("/profiles")
     url = path.format(model="fake", response_id=response_id) if "{" in path else path

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from engine.fake_client import FakeEngineClient, Script
 from server.serving import assert_error, running
+from waiting import PATIENCE, wait_until
 
 import jaxserve.server
 from jaxserve.server.engine_view import MAX_AGE, EngineState, EngineView
@@ -134,9 +135,9 @@ def test_the_page_is_small():
 def test_the_state_is_what_the_engine_holds(server):
     server.play = lambda request: Script(token_ids=[10, 11, 12], hangs=True)
     body = {"prompt": "abc", "max_tokens": 9, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=20, verify=False):
-        server.client.wait_until(lambda: server.client.num_running == 1)
-        server.client.wait_until(lambda: server.client.snapshot().running[0].num_output_tokens == 3)
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=PATIENCE, verify=False):
+        wait_until(lambda: server.client.num_running == 1)
+        wait_until(lambda: server.client.snapshot().running[0].num_output_tokens == 3)
         time.sleep(MAX_AGE)  # the state that was shown last may be from before
         state = msgspec.json.decode(server.get("/engine/state").content, type=EngineState)
     info = server.client.info
@@ -179,12 +180,12 @@ def test_one_who_leaves_takes_nothing_from_the_others():
     client = FakeEngineClient()
     gate = threading.Event()
     take = client.snapshot
-    client.snapshot = lambda: gate.wait(10) and take()
+    client.snapshot = lambda: gate.wait(PATIENCE) and take()
 
     async def look():
         view = EngineView(client)
         leaver, stayer = asyncio.create_task(view.state()), asyncio.create_task(view.state())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # both are waiting now
         leaver.cancel()
         await asyncio.sleep(0)
         gate.set()

@@ -9,6 +9,7 @@ import pytest
 from engine.fake_client import Script
 from server.browser import browsing, missing
 from server.serving import byte_tokenizer, running
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs a browser: {missing()}")
 
@@ -75,7 +76,7 @@ def test_escape_stops_an_answer_and_its_request(page, server):
     page.wait_until("document.querySelectorAll('.token').length > 5")
     page.press("Escape")
     page.wait_until("document.querySelector('#send').textContent === 'Send'")
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
     assert "stopped" in page.text("#status")
     assert page.text(f"{LAST} .prose").startswith("on and")
 
@@ -151,7 +152,7 @@ def test_the_engine_is_shown_while_it_is_looked_at(page, server):
     time.sleep(0.8)
     assert server.client.num_snapshots == before, "nobody looks"
     page.press("Escape")
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
 
 
 def test_light_and_dark_follow_the_system_until_somebody_chooses(page):

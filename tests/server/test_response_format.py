@@ -1,5 +1,6 @@
 """Answers of a form over HTTP: the fields of OpenAI and of vLLM, whole and streamed, and a client that parses them."""
 
+import contextlib
 import json
 import re
 import threading
@@ -9,6 +10,7 @@ import openai
 import pydantic
 import pytest
 from server.serving import Running, assert_error, frames
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -103,7 +105,7 @@ def test_a_stream_is_the_answer_in_pieces(server):
 
 
 def test_the_client_parses_what_it_has_asked_for(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         for seed in range(3):
             try:
                 answer = client.chat.completions.parse(
@@ -124,66 +126,85 @@ def test_a_prompt_that_is_scored_needs_no_form(server):
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_a_slow_grammar_does_not_hold_up_others(server, monkeypatch):
-    """Grammars are checked in threads, two at a time; the server answers meanwhile."""
-    is_over = threading.Event()
-    running, most = [], []
+class SlowGrammars:
+    """Grammars that are being made until `go_on` is set; `num_running` of them at this moment, `most` at once."""
 
-    def slow(*_arguments):
-        running.append(1)
-        most.append(len(running))
-        is_over.wait(60)
-        running.pop()
+    def __init__(self, server):
+        self.go_on = threading.Event()
+        self.num_running = self.most = 0
+        self._compiling = server.server.state.compiling
+        self._lock = threading.Lock()
+
+    def make(self, _outputs):
+        with self._lock:
+            self.num_running += 1
+            self.most = max(self.most, self.num_running)
+        self.go_on.wait(PATIENCE)
+        with self._lock:
+            self.num_running -= 1
         return ""
 
-    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", slow)
-    body = {"messages": [USER], "max_tokens": 2} | FORMS["json"]
-    clients = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(5)]
+    def end(self):
+        """Let all that wait be made, and their turns be given back."""
+        self.go_on.set()
+        wait_until(lambda: self.num_running == 0 and self._compiling._value == MAX_COMPILING)
+        self.go_on.clear()
+
+
+@pytest.fixture
+def slow_grammars(server, monkeypatch):
+    """All turns are free before and after: a thread holds its turn on when its client has had the answer long since."""
+    slow = SlowGrammars(server)
+    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", slow.make)
+    slow.end()
+    yield slow
+    slow.end()
+
+
+@contextlib.contextmanager
+def asking(server, body, number):
+    """So many clients at once, of whom nobody leaves before the end."""
+    clients = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(number)]
     for client in clients:
         client.start()
-    server.wait_until(lambda: len(running) == 2)
-    assert server.get("/health").status_code == 200
-    assert server.post(CHAT, {"messages": [USER], "max_tokens": 2}).status_code == 200
-    assert len(running) == 2, "nothing of this waits for them"
-    is_over.set()
+    yield
     for client in clients:
         client.join()
-    assert max(most) == 2
 
 
-def test_a_grammar_that_takes_too_long_is_refused(server, monkeypatch):
-    is_over = threading.Event()
+def test_a_slow_grammar_does_not_hold_up_others(server, slow_grammars):
+    """Grammars are checked in threads, two at a time; the server answers meanwhile."""
+    with asking(server, {"messages": [USER], "max_tokens": 2} | FORMS["json"], 5):
+        wait_until(lambda: slow_grammars.num_running == MAX_COMPILING)
+        assert server.get("/health").status_code == 200
+        assert server.post(CHAT, {"messages": [USER], "max_tokens": 2}).status_code == 200
+        assert slow_grammars.num_running == MAX_COMPILING, "nothing of this waits for them"
+        slow_grammars.go_on.set()
+    assert slow_grammars.most == MAX_COMPILING
+
+
+def test_a_grammar_that_takes_too_long_is_refused(server, slow_grammars, monkeypatch):
     monkeypatch.setattr("jaxserve.server.generation.GRAMMAR_TIMEOUT", 0.05)
-    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", lambda _: is_over.wait(10))
     for fields, param in (
         (FORMS["json"], "structured_outputs"),
         (FORMS["json_schema"], "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ):
         assert_error(server.post(CHAT, {"messages": [USER]} | fields), 400, param)
-        is_over.set()
-        server.wait_until(lambda: server.server.state.compiling._value == MAX_COMPILING)
-        is_over.clear()
+        slow_grammars.end()
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     assert_error(server.post("/v1/responses", {"input": "a", "text": text}), 400, "text.format.schema")
-    is_over.set()
 
 
-def test_a_turn_that_does_not_come(server, monkeypatch):
-    is_over = threading.Event()
-    monkeypatch.setattr("jaxserve.server.generation.GRAMMAR_QUEUE_TIMEOUT", 0.05)
-    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", lambda _: is_over.wait(10) and "")
+def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
     body = {"messages": [USER], "max_tokens": 2} | FORMS["json"]
-    clients = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(MAX_COMPILING)]
-    for client in clients:
-        client.start()
-    server.wait_until(server.server.state.compiling.locked)
-    refused = server.post(CHAT, body)
+    with asking(server, body, MAX_COMPILING):
+        wait_until(lambda: slow_grammars.num_running == MAX_COMPILING)
+        monkeypatch.setattr("jaxserve.server.generation.GRAMMAR_QUEUE_TIMEOUT", 0.05)  # they have their turns
+        refused = server.post(CHAT, body)
+        slow_grammars.go_on.set()
     assert_error(refused, 429, None, "rate_limit_error")
-    assert refused.headers["retry-after"] == "10"
-    is_over.set()
-    for client in clients:
-        client.join()
+    assert refused.headers["retry-after"] == str(int(PATIENCE)), "by then those have been made or given up"
 
 
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):

@@ -4,6 +4,7 @@ import multiprocessing
 import threading
 
 import pytest
+from waiting import PATIENCE
 
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 
@@ -131,7 +132,7 @@ def test_workers_share_a_file(make, tmp_path):
     store.put("here", stored("here"), owner="me")
     process = multiprocessing.get_context("spawn").Process(target=_put_elsewhere, args=(file,))
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=PATIENCE)
     assert process.exitcode == 0
     assert store.get("there", owner="me") == stored("there")
     assert store.is_cancelled("here")

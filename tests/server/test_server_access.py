@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from server.serving import assert_error, assert_well, running
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
@@ -66,7 +67,7 @@ def test_probes_need_no_key(locked, path):
 
 def test_openai_client_names_a_wrong_key(locked):
     with (
-        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0, timeout=PATIENCE) as client,
         pytest.raises(openai.AuthenticationError, match="API key"),
     ):
         client.models.list()
@@ -179,7 +180,7 @@ def test_a_response_is_there_for_the_key_that_made_it(locked):
     assert_error(locked.post(path, more, headers=other), 400, "previous_response_id")
     assert locked.get(f"{path}/{done}", headers=mine).status_code == 200
     assert locked.post(path, more, headers=mine).status_code == 200
-    locked.wait_until(lambda: not locked.server.state.background)
+    wait_until(lambda: not locked.server.state.background)
     assert locked.request("DELETE", f"{path}/{running}", headers=mine).status_code == 200
 
 
@@ -246,11 +247,12 @@ def test_tls(tokenizer, tmp_path):
         trusted = ssl.create_default_context(cafile=certificate)
         url = server.url.replace("http:", "https:")
         body = {"prompt": "ab", "max_tokens": 2}
-        assert httpx.post(f"{url}/v1/completions", json=body, verify=trusted).json()["choices"][0]["text"] == "ab"
+        answer = httpx.post(f"{url}/v1/completions", json=body, verify=trusted, timeout=PATIENCE)
+        assert answer.json()["choices"][0]["text"] == "ab"
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-            httpx.get(url, verify=ssl.create_default_context())
+            httpx.get(url, verify=ssl.create_default_context(), timeout=PATIENCE)
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.get(server.url)
+            httpx.get(server.url, timeout=PATIENCE)
 
 
 def test_tls_with_certificates_of_clients(tokenizer, tmp_path):
@@ -261,9 +263,9 @@ def test_tls_with_certificates_of_clients(tokenizer, tmp_path):
         url = f"{server.url.replace('http:', 'https:')}/live"
         context = ssl.create_default_context(cafile=authority)
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
-            httpx.get(url, verify=context)
+            httpx.get(url, verify=context, timeout=PATIENCE)
         context.load_cert_chain(*of_client)
-        assert httpx.get(url, verify=context).status_code == 200
+        assert httpx.get(url, verify=context, timeout=PATIENCE).status_code == 200
 
 
 def test_tls_that_cannot_be(tmp_path):

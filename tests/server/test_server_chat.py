@@ -4,13 +4,14 @@ import asyncio
 
 import openai
 import pytest
+from waiting import PATIENCE
 
 USER = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture
 def openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -157,7 +158,7 @@ def test_fields_without_meaning_are_no_reason_to_refuse(server):
 
 
 async def ask_many(url):
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         return await asyncio.gather(
             *(
                 client.chat.completions.create(

@@ -3,11 +3,12 @@
 import openai
 import pytest
 from engine.fake_client import Script
+from waiting import PATIENCE
 
 
 @pytest.fixture
 def openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 from engine.fake_client import HIDDEN_SIZE, Script
 from server.serving import assert_error, assert_well, running
+from waiting import PATIENCE
 
 PATH = "/v1/embeddings"
 
@@ -84,7 +85,7 @@ def test_the_whole_context(server):
 
 
 def test_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         answer = client.embeddings.create(model="fake", input=["ab", "b"], dimensions=3)
         plain = client.embeddings.create(model="fake", input="b", dimensions=3, encoding_format="float")
     assert answer.data[1].embedding == pytest.approx(plain.data[0].embedding)

@@ -9,6 +9,7 @@ import openai
 import pytest
 import tiny_tokenizer
 from server.serving import Running, frames
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -72,7 +73,9 @@ def expected(engine_server):
 
 def test_many_clients_get_what_each_would_get_alone(engine_server, expected):
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{engine_server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{engine_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
 
             async def whole(prompt):
                 answer = await client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12)
@@ -126,11 +129,11 @@ def test_scores_do_not_depend_on_generating(engine_server):
 
 def test_a_client_that_leaves_frees_its_blocks(engine_server):
     body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{engine_server.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{engine_server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-    engine_server.wait_until(lambda: engine_server.frontend.client.stats().num_running == 0)
-    engine_server.wait_until(lambda: engine_server.frontend.client.stats().kv_positions_allocated == 0)
+    wait_until(lambda: engine_server.frontend.client.stats().num_running == 0)
+    wait_until(lambda: engine_server.frontend.client.stats().kv_positions_allocated == 0)
 
 
 def test_times_of_a_request_add_up(engine_server):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from engine.fake_client import Script
 from server.serving import RunningFake, assert_error, frames
+from waiting import wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
@@ -66,11 +67,11 @@ def started(tokenizer):
 def test_drain_finishes_what_runs_and_takes_nothing_new(started):
     server = started({"step_seconds": 0.02})
     stream = Stream(server, max_tokens=60)
-    server.wait_until(lambda: server.client.num_running == 1)
+    wait_until(lambda: server.client.num_running == 1)
     with httpx.Client(base_url=server.url, verify=False) as open_connection:
         assert open_connection.get("/health").status_code == 200
         server.server.stop()
-        server.wait_until(lambda: server.server.state.is_draining)
+        wait_until(lambda: server.server.state.is_draining)
         answer = open_connection.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "the server is shutting down"})
         assert open_connection.get("/live").status_code == 200
@@ -88,7 +89,7 @@ def test_drain_gives_up_after_the_timeout(started):
     server = started(shutdown_timeout=0.3)
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
-    server.wait_until(lambda: server.client.num_running == 2)
+    wait_until(lambda: server.client.num_running == 2)
     assert stream.begun.wait(timeout=20)
     server.server.stop()
     assert server.wait() == 0
@@ -101,9 +102,9 @@ def test_a_second_stop_ends_the_wait(started):
     server = started(shutdown_timeout=60)
     server.play = lambda request: Script(token_ids=[], hangs=True)
     stream = Stream(server)
-    server.wait_until(lambda: server.client.num_running == 1)
+    wait_until(lambda: server.client.num_running == 1)
     server.server.stop()
-    server.wait_until(lambda: server.server.state.is_draining)
+    wait_until(lambda: server.server.state.is_draining)
     server.server.stop()
     assert server.wait() == 0
     assert_error(stream.result(), 503, None, "service_unavailable_error")
@@ -114,7 +115,7 @@ def test_death_of_the_engine(started, silently):
     server = started()
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
-    server.wait_until(lambda: server.client.num_running == 2)
+    wait_until(lambda: server.client.num_running == 2)
     assert stream.begun.wait(timeout=20)
     server.client.die("the device is gone", silently=silently)
     assert_error(whole.result(), 503, None, "service_unavailable_error")
@@ -148,7 +149,7 @@ def test_a_fault_of_ours_shows_nothing_of_itself(server, caplog):
     assert_error(answer, 500, None, "internal_error")
     assert answer.headers["x-request-id"] == "mine"
     assert "secret" not in answer.text
-    server.wait_until(lambda: "jaxserve.access" in [record.name for record in caplog.records])
+    wait_until(lambda: "jaxserve.access" in [record.name for record in caplog.records])
     assert "secret" in caplog.text  # but it is logged
     (line,) = [record.fields for record in caplog.records if record.name == "jaxserve.access"]
     assert (line["request_id"], line["status"]) == ("mine", 500)

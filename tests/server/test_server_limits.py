@@ -4,6 +4,7 @@ import socket
 
 import pytest
 from server.serving import assert_error, assert_well, running
+from waiting import PATIENCE
 
 KEY = "s3cret-\u00e9"
 
@@ -38,7 +39,7 @@ def test_chunked_body_over_the_cap(locked):
 
 
 def test_the_rest_of_a_body_over_the_cap_is_not_read(locked):
-    with socket.create_connection(locked.server.address, timeout=10) as connection:
+    with socket.create_connection(locked.server.address, timeout=PATIENCE) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n"
             b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" % KEY.encode()
@@ -90,7 +91,7 @@ def test_wrong_methods(server, method, path):
 
 
 def test_not_http_at_all(server):
-    with socket.create_connection(server.server.address, timeout=10) as connection:
+    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
     assert_well(server)

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from server.serving import assert_error, frames, running
+from waiting import wait_until
 
 from jaxserve import logs
 from jaxserve.errors import ConfigError
@@ -26,7 +27,7 @@ def access(caplog):
         def found():
             return [record for record in caplog.records if record.name == "jaxserve.access"]
 
-        server.wait_until(lambda: len(found()) >= count)
+        wait_until(lambda: len(found()) >= count)
         return found()
 
     return lines
@@ -175,7 +176,7 @@ def test_a_request_that_takes_too_long(tokenizer):
         *chunks, last = frames(server.post("/v1/completions", {"prompt": "a", "stream": True}))
         assert chunks[0]["choices"][0]["text"]
         assert last["error"]["type"] == "timeout_error"
-        server.wait_until(lambda: server.client.num_running == 0)
+        wait_until(lambda: server.client.num_running == 0)
         server.server.state.request_timeout = 20
         server.says("quick")
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
@@ -210,7 +211,7 @@ def test_slow_senders_are_refused(tokenizer):
             answer = slow_sender(server, pieces)
             assert answer.startswith(b"HTTP/1.1 408 "), pieces
             assert "took too long" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-        server.wait_until(lambda: server.server.state.num_inside == 0)
+        wait_until(lambda: server.server.state.num_inside == 0)
 
 
 def test_who_is_slow_but_in_time_is_answered(tokenizer):
@@ -242,5 +243,5 @@ def test_a_client_that_takes_nothing_is_dropped(tokenizer):
         body = json.dumps({"prompt": "a" * 200_000, "echo": True, "n": 32, "stream": True}).encode()
         with socket.create_connection(server.server.address, timeout=20) as connection:
             connection.sendall(HEAD.replace(b"17", b"%d" % len(body)) + body)
-            server.wait_until(lambda: len(server.client.submitted) == 32)
-            server.wait_until(lambda: server.client.num_running == server.server.state.num_inside == 0)
+            wait_until(lambda: len(server.client.submitted) == 32)
+            wait_until(lambda: server.client.num_running == server.server.state.num_inside == 0)

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from engine.fake_client import Script
 from server.serving import assert_error, assert_well, running
+from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import QueueFull
 
@@ -18,7 +19,7 @@ PATH = "/v1/responses"
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -155,12 +156,11 @@ def test_stream_with_the_client(server, client):
     assert client.responses.retrieve(final.id).output_text == "Hello"
 
 
-def test_events_of_a_stream(slow_server):
-    slow_server.says("ab")
+def test_events_of_a_stream(server, step_by_step):
+    server.says("ab")
+    body = {"input": "hi", "stream": True, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     found = events(
-        slow_server.post(
-            PATH, {"input": "hi", "stream": True, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-        )
+        server.stream(PATH, body, on_data=lambda content: b"output_text.delta" in content and step_by_step.set())
     )
     assert [event["type"].removeprefix("response.") for event in found] == [
         "created",
@@ -218,7 +218,7 @@ def test_in_the_background(server, client):
     server.says("slowly")
     answer = client.responses.create(model="fake", input="hi", background=True)
     assert answer.status == "queued"
-    server.wait_until(lambda: client.responses.retrieve(answer.id).status == "completed")
+    wait_until(lambda: client.responses.retrieve(answer.id).status == "completed")
     assert client.responses.retrieve(answer.id).output_text == "slowly"
     following = client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
     assert following.status == "completed"
@@ -228,7 +228,7 @@ def test_in_the_background(server, client):
 def test_cancelled_in_the_background(server, client):
     server.play = lambda request: Script(token_ids=[70, 71], hangs=True)
     answer = client.responses.create(model="fake", input="hi", background=True)
-    server.wait_until(lambda: server.client.num_running == 1)
+    wait_until(lambda: server.client.num_running == 1)
     with pytest.raises(openai.BadRequestError, match="previous response is"):
         client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
     assert client.responses.cancel(answer.id).status == "cancelled"
@@ -245,16 +245,16 @@ def test_cancelled_while_its_beginning_is_saved(server, client, monkeypatch):
     def slow(response_id, stored, *, is_complete=True):
         if not is_complete:
             begun.set()
-            gate.wait(20)
+            gate.wait(PATIENCE)
         replace(response_id, stored, is_complete=is_complete)
 
     monkeypatch.setattr(responses, "replace", slow)
     answer = client.responses.create(model="fake", input="hi", background=True)
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE)
     responses.cancel(answer.id)
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
     threading.Timer(0.3, gate.set).start()
-    server.wait_until(lambda: not server.server.state.background)
+    wait_until(lambda: not server.server.state.background)
     assert gate.is_set()
     assert client.responses.retrieve(answer.id).status == "cancelled"
 
@@ -262,9 +262,9 @@ def test_cancelled_while_its_beginning_is_saved(server, client, monkeypatch):
 def test_deleted_in_the_background(server, client):
     server.play = lambda request: Script(token_ids=[70, 71], hangs=True)
     answer = client.responses.create(model="fake", input="hi", background=True)
-    server.wait_until(lambda: server.client.num_running == 1)
+    wait_until(lambda: server.client.num_running == 1)
     client.responses.delete(answer.id)
-    server.wait_until(lambda: server.client.num_running == 0 and not server.server.state.background)
+    wait_until(lambda: server.client.num_running == 0 and not server.server.state.background)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
@@ -272,7 +272,7 @@ def test_deleted_in_the_background(server, client):
 def test_failed_in_the_background(server, client):
     server.client.refusal = QueueFull("full")
     answer = client.responses.create(model="fake", input="hi", background=True)
-    server.wait_until(lambda: client.responses.retrieve(answer.id).status == "failed")
+    wait_until(lambda: client.responses.retrieve(answer.id).status == "failed")
     assert client.responses.retrieve(answer.id).error.message == "full"
 
 
@@ -280,7 +280,7 @@ def test_the_background_ends_with_the_server(tokenizer):
     with running(tokenizer) as server:
         server.play = lambda request: Script(token_ids=[70], hangs=True)
         assert server.post(PATH, {"input": "hi", "background": True}).status_code == 200
-        server.wait_until(lambda: server.client.num_running == 1)
+        wait_until(lambda: server.client.num_running == 1)
     assert server.exit_code == 0
     assert server.client.num_running == 0
 
@@ -292,14 +292,16 @@ def test_only_the_background_can_be_cancelled(server, client):
 
 def test_a_client_that_leaves(server):
     server.play = lambda request: Script(token_ids=[70], hangs=True)
-    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=20) as answer:
+    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=PATIENCE) as answer:
         assert next(answer.iter_lines()) == "event: response.created"
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
 
 
 def test_many_at_once(server):
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             answers = await asyncio.gather(
                 *(client.responses.create(model="fake", input="x" * (i + 1)) for i in range(20))
             )
@@ -392,7 +394,7 @@ THOUGHTS_AND_CALLS = (
 
 def test_thoughts_and_calls(agent):
     agent.says(THOUGHTS_AND_CALLS)
-    with openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         answer = client.responses.create(model="fake", input="Weather?", tools=[WEATHER])
         assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
         num_thoughts = answer.usage.output_tokens_details.reasoning_tokens

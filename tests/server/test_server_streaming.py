@@ -11,12 +11,13 @@ import openai
 import pytest
 from engine.fake_client import Script
 from server.serving import frames, running
+from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}
 
 
 def test_completions_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         chunks = list(client.completions.create(model="fake", prompt="abc", max_tokens=7, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabca"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
@@ -27,7 +28,9 @@ def test_chat_with_the_async_openai_client(server):
     server.says("good day")
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
             return [chunk async for chunk in stream]
 
@@ -125,10 +128,10 @@ def test_chat_logprobs_in_pieces(server):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_error_after_the_first_byte_is_an_event(slow_server, path):
-    server = slow_server
+def test_an_error_after_the_first_byte_is_an_event(server, step_by_step, path):
     server.play = lambda request: Script(token_ids=[70, 71], error="NaN in the logits")
-    *chunks, last = frames(server.post(path, {"prompt": "abc", "messages": [USER], "stream": True}))
+    body = {"prompt": "abc", "messages": [USER], "stream": True}
+    *chunks, last = frames(server.stream(path, body, on_data=lambda _: step_by_step.set()))
     error = {"message": "NaN in the logits", "type": "internal_error", "param": None, "code": "request_failed"}
     assert last == {"error": error}
     assert chunks
@@ -150,7 +153,7 @@ def test_one_failed_prompt_ends_the_others(server):
     )
     bad = server.tokenizer.decode([70])
     assert server.post("/v1/completions", {"prompt": ["x", bad, "y"]}).status_code == 500
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
 
 
 def post(body):
@@ -167,13 +170,13 @@ def hanging(request):
 def test_a_client_that_leaves_a_stream_aborts_its_request(server, path):
     server.play = hanging
     body = {"prompt": ["a", "b"], "messages": [USER], "n": 2, "stream": True}
-    with httpx.stream("POST", server.url + path, json=body, timeout=20) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=PATIENCE, verify=False) as response:
         lines = response.iter_lines()  # kept: with this iterator the connection would go
         assert next(lines).startswith("data: ")
         assert server.client.num_running > 0
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)
     assert sorted(server.client.aborted) == sorted(request.request_id for request in server.client.submitted)
-    server.wait_until(lambda: server.server.state.num_inside == 0)
+    wait_until(lambda: server.server.state.num_inside == 0)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -184,9 +187,9 @@ def test_a_client_that_leaves_while_it_waits_aborts_its_request(server, is_strea
     with socket.create_connection(server.server.address) as connection:
         connection.sendall(post({"prompt": "a", "stream": is_stream}))
         # Not finished without the stream; with it, nothing at all or nothing more comes.
-        server.wait_until(lambda: server.client.num_running == 1)
-        server.wait_until(lambda: server.client.num_output_tokens == num_before + num_tokens)
-    server.wait_until(lambda: server.client.num_running == 0)
+        wait_until(lambda: server.client.num_running == 1)
+        wait_until(lambda: server.client.num_output_tokens == num_before + num_tokens)
+    wait_until(lambda: server.client.num_running == 0)
     assert len(server.client.aborted) == 1
 
 
@@ -199,7 +202,7 @@ def test_a_client_that_stops_reading_holds_up_nobody(tokenizer):
         with socket.create_connection(server.server.address) as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 400}))
-            server.wait_until(lambda: server.client.num_output_tokens > 100)
+            wait_until(lambda: server.client.num_output_tokens > 100)
             answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
             assert answer.json()["usage"]["completion_tokens"] == 5
 

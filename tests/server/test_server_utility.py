@@ -8,6 +8,7 @@ import openai
 import pytest
 from engine.fake_client import Script
 from server.serving import assert_error, running
+from waiting import PATIENCE, wait_until
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
@@ -17,7 +18,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def test_models_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         (model,) = client.models.list()
         assert (model.id, model.object, model.owned_by) == ("fake", "model", "jaxserve")
         assert model.model_dump()["max_model_len"] == 512
@@ -140,9 +141,11 @@ def test_probes_do_not_wait_for_generations(server):
     server.play = lambda request: Script(token_ids=[], hangs=True)
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
-            await asyncio.to_thread(server.client.wait_until, lambda: server.client.num_running == 8)
+            await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
             answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
             for task in waiting:
                 task.cancel()
@@ -150,4 +153,4 @@ def test_probes_do_not_wait_for_generations(server):
             return answers
 
     assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 200]
-    server.wait_until(lambda: server.client.num_running == 0)
+    wait_until(lambda: server.client.num_running == 0)

@@ -7,6 +7,7 @@ import jsonschema
 import openai
 import pytest
 from server.serving import Running, assert_error, frames, running
+from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -357,7 +358,7 @@ def test_an_answer_of_a_form_behind_free_thoughts(random_engine, tokenizer, reas
 
 
 def test_real_clients(forced):
-    with openai.OpenAI(base_url=f"{forced.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{forced.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         answer = client.chat.completions.create(
             model="tiny", messages=[USER], tools=TOOLS, tool_choice="required", seed=1, max_tokens=400
         )

@@ -1,0 +1,24 @@
+"""Waiting for what another thread or process does: however slow the machine, only what is broken reaches the limit."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+PATIENCE = 240.0
+"""Seconds: for what is sure to come. A test as a whole has 600."""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when it holds. Raises TimeoutError."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not come about")
+        time.sleep(0.002)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, interval: float = 0.01) -> None:
+    """Return when it holds; other tasks run meanwhile. Raises TimeoutError."""
+    async with asyncio.timeout(PATIENCE):
+        while not (holds if isinstance(holds := condition(), bool) else await holds):
+            await asyncio.sleep(interval)
