@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, spec_of
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
@@ -60,10 +60,12 @@ class AttentionFn(Protocol):
         soft_cap: float | None = None,
         sinks: Float[Array, " H"] | None = None,
         alibi_slopes: Float[Array, " H"] | None = None,
+        prefetch: Float[Array, "outputs H D"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
         """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `rotation` None
         leaves positions to others; `sinks` are logits that join a head's softmax's denominator; of `alibi_slopes` a
-        head's slope times (key's position - query's position) is added to its scores.
+        head's slope times (key's position - query's position) is added to its scores. `prefetch` is the weight that is
+        read next: it may be brought into a cache meanwhile.
         """
         ...
 
@@ -80,6 +82,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
+    prefetch: Float[Array, "outputs H D"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """The AttentionFn of serving: K and V into their pages, then attention over block tables.
 
@@ -87,9 +90,15 @@ def paged_attention(
     device writes and reads its own kv heads, and nothing is exchanged.
     """
 
-    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch):
+    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch):
         q, k_pages, v_pages = rope_and_write_kv(
-            qkv, k_pages, v_pages, batch.write_index, rotation=rotation, implementation=batch.kernels
+            qkv,
+            k_pages,
+            v_pages,
+            batch.write_index,
+            rotation=rotation,
+            prefetch=None if prefetch is None else prefetch.reshape(prefetch.shape[0], -1),
+            implementation=batch.kernels,
         )
         out = attend_over_pages(
             q,
@@ -106,18 +115,27 @@ def paged_attention(
 
     sharding = jax.typeof(k_pages).sharding
     if sharding.mesh.empty:
-        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch)
     axis = sharding.spec[1]
     heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
     if alibi_slopes is not None:  # a constant, so that every device has all of them
         alibi_slopes = jax.sharding.reshard(alibi_slopes, PartitionSpec(axis))
     island = jax.shard_map(
         on_local_heads,
-        in_specs=(of_heads, of_heads, of_heads, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
+        in_specs=(
+            of_heads,
+            of_heads,
+            of_heads,
+            whole,
+            PartitionSpec(axis),
+            PartitionSpec(axis),
+            spec_of(prefetch),
+            whole,
+        ),
         out_specs=(heads, of_heads, of_heads),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch)
 
 
 def attend_over_pages(
@@ -312,6 +330,7 @@ def attend_heads(
         soft_cap=soft_cap,
         sinks=params.get("sinks"),
         alibi_slopes=alibi_slopes,
+        prefetch=params["out"],
     )
 
 

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels import l2_prefetch
+from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,28 +25,70 @@ class Config:
     """What a thread block takes; `heuristic` picks one."""
 
     tokens: int
-    """A multiple of 16."""
+    """Times half of what is turned a multiple of 128, times what is not a multiple of 64."""
     vectors: int
     """Of the members of `qkv`: a divisor of their number."""
+    prefetch_bytes: int = 0
+    """Of the weight to prefetch."""
 
 
-def heuristic(num_tokens: int, members: int, head_dim: int) -> Config:
-    """As many thread blocks as there can be for few tokens; for many, cosines and sines that serve all of a head, if
-    they and the head fit into shared memory.
+def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int) -> Config:
+    """As many thread blocks as there can be for few tokens, up to 3 a multiprocessor: a block writes its tokens one
+    after the other. For many, cosines and sines that serve all of a head, if they and the head fit into shared memory.
     """
     tokens = 16
-    room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
-    bytes_per_vector = tokens * (head_dim + 8) * 2
-    return Config(tokens=tokens, vectors=members if num_tokens > 512 and members * bytes_per_vector <= room else 1)
+    if num_tokens > 512:
+        room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
+        bytes_per_vector = tokens * (head_dim + 8) * 2
+        return Config(tokens=tokens, vectors=members if members * bytes_per_vector <= room else 1)
+    for fewer in (8, 4):
+        is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 64 == 0
+        if is_whole and num_kv_heads * members * pl.cdiv(num_tokens, fewer) <= 3 * NUM_SMS:
+            tokens = fewer
+    return Config(tokens=tokens, vectors=1, prefetch_bytes=prefetch_bytes(num_tokens))
 
 
-def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, halves, rests, cosines, sines, full, *, is_turned):
-    """`qkv` to `q` lie in global memory, what follows in shared memory: [vectors, 2, tokens, half] of them `halves`."""
+def prefetch_bytes(num_tokens: int) -> int:
+    """How much of a weight comes while the memory would idle, at 4.3 TB/s.
+
+    Of few rows, it idles from here to the end of the attention, 9 us or more; of others only until the attention reads
+    their pages, 5 us, and what came earlier than those must still be there after them.
+    """
+    if num_tokens > l2_prefetch.MAX_TOKENS:
+        return 0
+    return 40_000_000 if num_tokens < 16 else 20_000_000
+
+
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, num_groups, num_tiles, config, is_turned):
+    """`refs` begin with the weight to prefetch, if there is one; the rest is as in `_work`."""
+    block = lax.axis_index("block")
+    num_working = num_groups * num_tiles
+    weight, refs = (refs[0], refs[1:]) if config.prefetch_bytes else (None, refs)
+    group, tile = lax.rem(block, jnp.int32(num_groups)), lax.div(block, jnp.int32(num_groups))
+    operands = (qkv, cos, sin, write_index, k_pages, v_pages)
+    work = functools.partial(_work, group, tile, *operands, *refs, is_turned=is_turned)
+    if weight is None:
+        work()
+        return
+    pl.when(block < num_working)(work)
+
+    @pl.when(block >= num_working)
+    def _():
+        count = l2_prefetch.num_blocks(num_working)
+        l2_prefetch.prefetch_share(weight, block - num_working, count, config.prefetch_bytes)
+
+
+def _work(group, tile, qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned):
+    """A tile of tokens of a group of vectors.
+
+    `qkv` to `q` lie in global memory, `scratch` in shared memory: [vectors, 2, tokens, half] of it `halves`.
+    """
+    halves, rests, cosines, sines, places, full = scratch
     num_tokens, _, members, head_dim = qkv.shape
     num_pages, _, block_size, _ = k_pages.shape
     num_vectors, _, tile_size, half = halves.shape
     int32 = jnp.int32
-    first = lax.axis_index("tile") * tile_size
+    first = tile * tile_size
     tokens = pl.ds(first, tile_size)
     parts = [pl.ds(0, half), pl.ds(half, half)]
     if head_dim > 2 * half:
@@ -53,12 +96,13 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, halves, rests, cosi
 
     vectors = []
     for i in range(num_vectors):
-        vector = lax.axis_index("vector") * num_vectors + i
+        vector = group * num_vectors + i
         kv_head, member = lax.div(vector, int32(members)), lax.rem(vector, int32(members))
         smem = [halves.at[i, 0], halves.at[i, 1], rests.at[i]][: len(parts)]
         vectors.append((kv_head, member, smem))
         for part, ref in zip(parts, smem, strict=True):
             plgpu.copy_gmem_to_smem(qkv.at[tokens, kv_head, member, part], ref, full)
+    plgpu.copy_gmem_to_smem(write_index.at[pl.ds(first, places.shape[0])], places, full)
     if is_turned:
         plgpu.copy_gmem_to_smem(cos.at[tokens], cosines, full)
         plgpu.copy_gmem_to_smem(sin.at[tokens], sines, full)
@@ -84,7 +128,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, halves, rests, cosi
 
     def write(pages, kv_head, smem):
         def one_token(i, _):
-            place = write_index[first + i]
+            place = places[i]
 
             @pl.when(place < num_pages * block_size)
             def _():
@@ -108,6 +152,7 @@ def rope_and_write_kv_sm90(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    prefetch: Float[Array, "..."] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """See `rope_and_write_kv`."""
@@ -115,12 +160,15 @@ def rope_and_write_kv_sm90(
         raise NotImplementedError(
             f"qkv and pages must all be bfloat16 or all float16, got {qkv.dtype}, {k_pages.dtype} and {v_pages.dtype}"
         )
-    num_tokens, _, members, head_dim = qkv.shape
+    num_tokens, num_kv_heads, members, head_dim = qkv.shape
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
-    config = config or heuristic(num_tokens, members, head_dim)
-    return _call(qkv, k_pages, v_pages, write_index, rotation, half=half, config=config)
+    config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
+    weights = l2_prefetch.operand(prefetch, config.prefetch_bytes)
+    if not weights:
+        config = dataclasses.replace(config, prefetch_bytes=0)
+    return _call(qkv, k_pages, v_pages, write_index, rotation, weights, half=half, config=config)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
@@ -131,6 +179,7 @@ def _call(
     v_pages: Float[Array, "P K S D"],
     write_index: Int[Array, " T"],
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    weights: list[Float[Array, "N inputs"]],
     *,
     half: int,
     config: Config,
@@ -141,9 +190,13 @@ def _call(
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
+    num_groups, num_tiles = num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)
+    num_blocks = num_groups * num_tiles
+    if weights:
+        num_blocks += l2_prefetch.num_blocks(num_blocks)
     angles = plgpu.SMEM((config.tokens, half), jnp.float32)
     q = plgpu.kernel(
-        functools.partial(_kernel, is_turned=is_turned),
+        functools.partial(_kernel, num_groups=num_groups, num_tiles=num_tiles, config=config, is_turned=is_turned),
         kernel_name="rope_and_write_kv",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
         scratch_types=(
@@ -151,12 +204,13 @@ def _call(
             plgpu.SMEM((config.vectors, config.tokens, num_rest or 8), qkv.dtype),
             angles,
             angles,
-            plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 2 * is_turned),
+            plgpu.SMEM((pl.cdiv(config.tokens, 32) * 32,), jnp.int32),  # a copy is 128 bytes or more
+            plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 1 + 2 * is_turned),
         ),
-        grid=(num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)),
-        grid_names=("vector", "tile"),
+        grid=(num_blocks,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(qkv, cos, sin, write_index, k_ref, v_ref)
+    )(qkv, cos, sin, write_index, k_ref, v_ref, *weights)
     return q, jax.freeze(k_ref), jax.freeze(v_ref)

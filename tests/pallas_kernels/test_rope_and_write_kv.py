@@ -116,7 +116,7 @@ def test_changes_the_pools_in_place(implementation):
 @pytest.mark.parametrize(("members", "fits"), [(6, True), (66, False)])
 def test_heads_that_share_much_are_taken_apart(members, fits):
     """Cosines that serve all of a head pay only where the head fits into shared memory."""
-    assert heuristic(513, members, 128) == Config(tokens=16, vectors=members if fits else 1)
+    assert heuristic(513, 1, members, 128, 64) == Config(tokens=16, vectors=members if fits else 1)
     pages = jax.ShapeDtypeStruct((100, 1, 16, 128), jnp.bfloat16)
     qkv = jax.ShapeDtypeStruct((600, 1, members, 128), jnp.bfloat16)
     angles = jax.ShapeDtypeStruct((600, 64), jnp.float32)
