@@ -10,7 +10,6 @@ import bisect
 import itertools
 import mmap
 import pathlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -245,7 +244,7 @@ def _cells(count: int, file: pathlib.Path | None) -> Cells:
 
 
 class SequenceTimer:
-    """Observes one sequence, from its `arrival` to its end. Times are seconds of the monotonic clock."""
+    """Observes one sequence, from its `arrival` to its end. `now` and it are seconds of the monotonic clock."""
 
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "is_finished")
 
@@ -256,9 +255,8 @@ class SequenceTimer:
         self._first: float | None = None
         self._last = arrival
 
-    def tokens(self, count: int) -> None:
+    def tokens(self, count: int, *, now: float) -> None:
         """`count` new tokens have arrived."""
-        now = time.monotonic()
         if self._first is None:
             self._first = now
             self._metrics.time_to_first_token.observe(now - self._arrival)
@@ -267,10 +265,10 @@ class SequenceTimer:
         self._last = now
         self._metrics.generation_tokens.inc(count)
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, *, now: float) -> None:
         """The sequence has ended, with this finish_reason."""
         self.is_finished = True
         self._metrics.finished(reason)
-        self._metrics.e2e_latency.observe(time.monotonic() - self._arrival)
+        self._metrics.e2e_latency.observe(now - self._arrival)
         if self._first is not None:
             self._metrics.decode_time.observe(self._last - self._first)

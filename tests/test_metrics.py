@@ -81,15 +81,20 @@ def test_every_histogram_has_cells_of_its_own(metrics):
     assert value(metrics, "generation_tokens_total") == value(metrics, "prompt_tokens_total") == 0
 
 
+TIMES = ["time_to_first_token", "inter_token_latency", "request_decode_time", "e2e_request_latency"]
+
+
 def test_a_sequence_from_arrival_to_end(metrics):
     timer = SequenceTimer(metrics, arrival=0.0)
-    timer.tokens(1)
-    timer.tokens(3)
-    timer.finish("length")
+    timer.tokens(1, now=2.0)
+    timer.tokens(3, now=5.0)
+    timer.finish("length", now=5.5)
     assert value(metrics, "generation_tokens_total") == 4
     assert (
         value(metrics, "time_to_first_token_seconds_count") == value(metrics, "inter_token_latency_seconds_count") == 1
     )
+    sums = [value(metrics, f"{name}_seconds_sum") for name in TIMES]
+    assert sums == [2.0, 3.0, 3.0, 5.5]
     assert value(metrics, "request_success_total", finished_reason="length") == 1
     assert value(metrics, "request_success_total", finished_reason="stop") == 0
 

@@ -118,10 +118,11 @@ class _Observer:
         is_refused = self._first is None and isinstance(error, InvalidRequest | QueueFull)
         if not is_refused:
             self._metrics.prompt_tokens.inc(sum(self._uncounted.values()))
+            now = time.monotonic()
             for timers in self._timers:
                 for timer in timers:
                     if not timer.is_finished:
-                        timer.finish("error" if isinstance(error, Exception) else "abort")
+                        timer.finish("error" if isinstance(error, Exception) else "abort", now=now)
         if self._tracing is not None:
             self._tracing.record(self._times())
 
@@ -140,10 +141,10 @@ class _Observer:
 
     def observe(self, index: int, delta: RequestOutput) -> None:
         """Take a delta of prompt `index`."""
+        now = time.monotonic()  # for all of it, so that the parts of a request's time add up
         if index in self._arrivals:  # the first delta: the prompt has been read
             arrival = self._arrivals.pop(index)
             self._metrics.prompt_tokens.inc(self._uncounted.pop(index))
-            now = time.monotonic()
             self._metrics.queue_time.observe(delta.queue_seconds)
             self._metrics.prefill_time.observe(max(0.0, now - arrival - delta.queue_seconds))
             if self._first is None:
@@ -151,10 +152,10 @@ class _Observer:
         for output in delta.outputs:
             timer = self._timers[index][output.index]
             if output.token_ids:
-                timer.tokens(len(output.token_ids))
+                timer.tokens(len(output.token_ids), now=now)
                 self._num_output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                timer.finish(output.finish_reason)
+                timer.finish(output.finish_reason, now=now)
 
 
 class UsageCounter:
