@@ -6,6 +6,7 @@ import threading
 import pytest
 from engine.fake_client import echo
 from server.serving import byte_tokenizer, running
+from server.wire_clock import WireClock
 from structured import tiny_model
 from waiting import PATIENCE, wait_until
 
@@ -69,6 +70,12 @@ def server(shared_server):
     shared_server.client.submitted.clear()
     shared_server.client.aborted.clear()
     return shared_server
+
+
+@pytest.fixture
+def wire_clock(monkeypatch):
+    """The time of the connections to servers that start after it."""
+    return WireClock(monkeypatch)
 
 
 @pytest.fixture

@@ -209,16 +209,19 @@ def test_pages_of_other_origins(tokenizer):
 
 
 @pytest.mark.parametrize(("allowed", "may_read"), [("https://example.org", True), ("*", True), ("https://x", False)])
-def test_pages_may_read_what_is_refused_before_it_is_a_request(tokenizer, allowed, may_read):
+def test_pages_may_read_what_is_refused_before_it_is_a_request(tokenizer, wire_clock, allowed, may_read):
     with (
-        running(tokenizer, allowed_origins=[allowed], receive_timeout=0.5) as server,
-        socket.create_connection(server.server.address, timeout=10) as connection,
+        running(tokenizer, allowed_origins=[allowed], receive_timeout=10) as server,
+        socket.create_connection(server.server.address, timeout=PATIENCE) as connection,
     ):
-        connection.sendall(
+        head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://example.org\r\n"
             b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         )
-        answer = connection.recv(1000).lower()
+        connection.sendall(head)
+        wait_until(lambda: wire_clock.num_received == len(head))
+        wire_clock.advance(10)
+        answer = connection.makefile("rb").read().lower()
         assert answer.startswith(b"http/1.1 408 ")
         assert (b"access-control-allow-origin: https://example.org\r\n" in answer) == may_read
 
