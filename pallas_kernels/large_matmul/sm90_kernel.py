@@ -1,0 +1,221 @@
+"""The body of the Hopper kernel of the large matmul: what the warpgroups of a thread block do. See sm90.py.
+
+An item is a tile of rows, one for each thread block of a cluster, times a tile of outputs that they share. The last
+warpgroup copies rows and weights into a ring in shared memory, as far ahead as there is room; each of the others
+multiplies half of the tile's rows.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+UNITS = 2
+"""Computing warpgroups."""
+COLUMNS = 64
+"""Of K, a step of the ring: 16-bit values in the 128 bytes that the swizzle mixes."""
+ROWS = 64
+"""Of a piece of the result: what one wgmma instruction multiplies."""
+
+_int = jnp.int32
+
+
+class Problem(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    rows: int
+    """Of a tile."""
+    outputs: int
+    """Of a tile, that is of each half of it."""
+    halves: int
+    """Gate and up, or one."""
+    stages: int
+    cluster: int
+    band: int
+    lead: int
+    piece: int
+    """Columns of the result that are stored at a time."""
+    slots: int
+    """Pieces of a warpgroup's result that shared memory has room for; as many or a divisor of all."""
+    num_rows: int
+    num_outputs: int
+    depth: int
+    num_groups: int
+    """Clusters that run."""
+    activation: Callable[[Array], Array] | None
+    interpret: bool
+
+    @property
+    def unit_rows(self) -> int:
+        """Of a computing warpgroup."""
+        return self.rows // UNITS
+
+    @property
+    def row_tiles(self) -> int:
+        """Of clusters."""
+        return -(-self.num_rows // (self.rows * self.cluster))
+
+    @property
+    def output_tiles(self) -> int:
+        """Tiles that a row's outputs are cut into."""
+        return -(-self.num_outputs // self.outputs)
+
+    @property
+    def steps(self) -> int:
+        """Of an item."""
+        return self.depth // COLUMNS
+
+
+class Global(NamedTuple):
+    """Arrays in global memory."""
+
+    x: Any
+    weight: Any
+    """[halves, N, K]"""
+    y: Any
+
+
+class Shared(NamedTuple):
+    """Arrays and barriers in shared memory.
+
+    The rows' and the result's have two views each, of the same bytes: as wgmma and registers take them, and as boxes,
+    which may end at any row and column.
+    """
+
+    x: Any
+    x_boxes: Any
+    weight: Any
+    out: Any
+    out_boxes: Any
+    full: Any
+    free: Any
+    started: Any
+
+
+def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
+    """Each warpgroup of the mesh axis "wg", of each thread block "rank" of each cluster "group"."""
+    group, rank, wg = (lax.axis_index(name) for name in ("group", "rank", "wg"))
+    num_items = problem.row_tiles * problem.output_tiles
+    num_own = lax.div(num_items - group + (problem.num_groups - 1), _int(problem.num_groups))
+
+    def for_each_item(visit) -> None:
+        """`visit(row, output, step)`: the tile's first ones, and how many steps there were before."""
+
+        def turn(index, _):
+            row_tile, output_tile = _item(problem, group + index * problem.num_groups)
+            row = (row_tile * problem.cluster + rank) * problem.rows
+            visit(row, output_tile * problem.outputs, index * problem.steps)
+
+        lax.fori_loop(_int(0), num_own, turn, None)
+
+    @pl.when(wg == UNITS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        for_each_item(lambda row, output, step: _copy(problem, gmem, smem, row, output, step))
+        for slot in range(problem.stages):
+            plgpu.barrier_wait(smem.free.at[slot])  # no barrier ends unobserved, no block before its peers
+
+    @pl.when(wg < UNITS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        for slot in range(problem.stages):
+            plgpu.barrier_arrive(smem.free.at[slot])
+        for_each_item(lambda row, output, step: _compute(problem, gmem, smem, wg, row, output, step))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _item(problem: Problem, index) -> tuple[Any, Any]:
+    """Tile of rows and tile of outputs: a band of rows goes through all outputs before the next band.
+
+    So what runs at a time is about as high as wide, and its rows and weights are read from the L2.
+    """
+    band_items = problem.band * problem.output_tiles
+    band = lax.div(index, _int(band_items))
+    within = index - band * band_items
+    band_size = lax.min(_int(problem.row_tiles) - band * problem.band, _int(problem.band))
+    return band * problem.band + lax.rem(within, band_size), lax.div(within, band_size)
+
+
+def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step) -> None:
+    """Rows and weights of an item. Behind the last row or output TMA fills in zeros."""
+    shared = None if problem.cluster == 1 or problem.interpret else "rank"
+
+    def one_step(k, _):
+        slot = lax.rem(first_step + k, _int(problem.stages))
+        full, columns = smem.full.at[slot], pl.ds(k * COLUMNS, COLUMNS)
+        plgpu.barrier_wait(smem.free.at[slot])
+        for unit in range(UNITS):
+            rows = pl.ds(row + unit * problem.unit_rows, problem.unit_rows)
+            plgpu.copy_gmem_to_smem(gmem.x.at[rows, columns], smem.x_boxes.at[slot, unit], full)
+        for half in range(problem.halves):
+            plgpu.copy_gmem_to_smem(
+                gmem.weight.at[half, pl.ds(output, problem.outputs), columns],
+                smem.weight.at[slot, pl.ds(half * problem.outputs, problem.outputs)],
+                full,
+                collective_axes=shared,
+            )
+
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+
+
+def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, first_step) -> None:
+    """A computing warpgroup's half of an item."""
+
+    def multiply(acc):
+        return _multiply(problem, smem, wg, first_step, acc)
+
+    shape = (problem.unit_rows, problem.halves * problem.outputs)
+    sums = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    _store(problem, gmem, smem, sums, wg, row + wg * problem.unit_rows, output)
+
+
+def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Array, "rows N"]:
+    """The sums of an item. A step's slot is given back when the products of the next one are on their way."""
+
+    def one_step(k, _):
+        step = first_step + k
+        slot = lax.rem(step, _int(problem.stages))
+        plgpu.barrier_wait(smem.full.at[slot])
+        plgpu.wgmma(acc, smem.x.at[slot, wg], smem.weight.at[slot].transpose((1, 0)))
+        plgpu.wgmma_wait(1)
+
+        @pl.when(k > 0)
+        def _():
+            plgpu.barrier_arrive(smem.free.at[lax.rem(step + (problem.stages - 1), _int(problem.stages))])
+
+        if problem.lead:
+
+            @pl.when((k == problem.lead) & (wg == 0))
+            def _():
+                plgpu.barrier_arrive(smem.started)
+
+    if problem.lead:
+        # One of them ends an item while the other still multiplies.
+        pl.when(wg == 1)(lambda: plgpu.barrier_wait(smem.started))
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+    sums = acc[...]
+    plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(problem.stages))])
+    return sums
+
+
+def _store(problem: Problem, gmem: Global, smem: Shared, sums, wg, row, output) -> None:
+    """A warpgroup's result, piece by piece. TMA leaves out what lies behind the last row or output."""
+    starts = itertools.product(range(0, problem.unit_rows, ROWS), range(0, problem.outputs, problem.piece))
+    for index, (down, right) in enumerate(starts):
+        y, *up = (
+            sums[down : down + ROWS, start : start + problem.piece]
+            for start in (right + half * problem.outputs for half in range(problem.halves))
+        )
+        if problem.activation is not None:
+            y = problem.activation(y) * up[0]
+        slot = index % problem.slots
+        plgpu.wait_smem_to_gmem(problem.slots - 1, wait_read_only=True)  # of the slot's piece before
+        smem.out[wg, slot] = y.astype(gmem.y.dtype)
+        plgpu.commit_smem()
+        window = gmem.y.at[pl.ds(row + down, ROWS), pl.ds(output + right, problem.piece)]
+        plgpu.copy_smem_to_gmem(smem.out_boxes.at[wg, slot], window)
