@@ -1,7 +1,8 @@
 """`jaxserve serve` over a scripted engine: a parent, an engine's process and API workers, all real and quickly there.
 
 `python -m server.fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the
-engine's process: it repeats the prompt's first character, and knows two letters that make it misbehave.
+engine's process: it repeats the prompt's first character, without an end where more than ENDLESS tokens are asked for,
+and knows two letters that make it misbehave.
 """
 
 import asyncio
@@ -9,7 +10,6 @@ import logging
 import pathlib
 import sys
 import threading
-import time
 from typing import override
 
 import msgspec
@@ -24,11 +24,13 @@ from jaxserve.flags import Parser, add_config_flags, given
 from jaxserve.server.supervisor import Supervisor
 
 STEP_SECONDS = 0.02
-LONG_STEP_SECONDS = 2.0
+ENDLESS = 1000
+IN_STEP, STEP_OVER = "in-step", "step-over"
+"""Files in the private folder: the engine makes the first in its long step, which lasts until the second is there."""
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """`start_error`: what the start fails with; "crash": not even with an error of ours."""
+    """`start_error`: what the start fails with; "crash": with none of ours; "hang": it has no end."""
 
     folder: str
     vocab_size: int
@@ -47,14 +49,16 @@ class Engine(FakeEngineClient):
     def _script(self, request):
         if request.prompt_token_ids[0] == self._settings.dies:
             threading.Timer(0.1, self.die, ["a bug in the engine"]).start()
-        return Script(token_ids=request.prompt_token_ids[:1] * 2048)
+        is_endless = request.max_tokens > ENDLESS
+        return Script(token_ids=request.prompt_token_ids[:1] * (50 if is_endless else 2048), hangs=is_endless)
 
     @override
     def _advance(self, entry):
         if entry.request.prompt_token_ids[0] == self._settings.takes_long:
-            end = time.monotonic() + LONG_STEP_SECONDS
-            while time.monotonic() < end:
-                pass
+            folder = pathlib.Path(self._settings.folder)
+            (folder / IN_STEP).touch()
+            while not (folder / STEP_OVER).exists():
+                sum(range(100_000))  # other threads have to ask for their turn
         return super()._advance(entry)
 
 
@@ -63,6 +67,8 @@ def _engine(parent: Parent) -> int:
     parent.folder = settings.folder
     if settings.start_error == "crash":
         raise RuntimeError("a bug")
+    if settings.start_error == "hang":
+        threading.Event().wait()
     if settings.start_error is not None:
         raise OutOfMemory(settings.start_error)
     return serve(parent, Engine(settings), pathlib.Path(settings.folder))
