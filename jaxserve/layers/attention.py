@@ -91,13 +91,14 @@ def paged_attention(
     """
 
     def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch):
+        weight = None if prefetch is None else prefetch.reshape(prefetch.shape[0], -1)
         q, k_pages, v_pages = rope_and_write_kv(
             qkv,
             k_pages,
             v_pages,
             batch.write_index,
             rotation=rotation,
-            prefetch=None if prefetch is None else prefetch.reshape(prefetch.shape[0], -1),
+            prefetch=weight,
             implementation=batch.kernels,
         )
         out = attend_over_pages(
@@ -110,6 +111,7 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            prefetch=weight,
         )
         return out, k_pages, v_pages
 
@@ -149,8 +151,12 @@ def attend_over_pages(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
+    prefetch: Float[Array, "outputs inputs"] | None = None,
 ) -> Float[Array, "T H D"]:
-    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included."""
+    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included.
+
+    `prefetch` is the weight that is read next.
+    """
     num_tokens, num_rows = q.shape[0], batch.seq_lens.shape[0]
     # The rows with one token come first, so that row b is token b.
     decodes = slice(0, min(num_tokens, num_rows))
@@ -168,6 +174,7 @@ def attend_over_pages(
         v_pages,
         block_tables=batch.block_tables[decodes],
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
+        prefetch=prefetch,
         implementation=batch.kernels,
         **scores,
     )

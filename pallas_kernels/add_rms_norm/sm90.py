@@ -75,7 +75,7 @@ def _kernel(
 
         @pl.when(block >= num_rows)
         def _():
-            l2_prefetch.prefetch_share(next_weight[0], block - num_rows, num_prefetching, prefetch_bytes)
+            l2_prefetch.prefetch_share(next_weight[0], block - num_rows, num_prefetching, 0, prefetch_bytes)
 
     run = plgpu.kernel(
         body,

@@ -49,14 +49,10 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
 
 
 def prefetch_bytes(num_tokens: int) -> int:
-    """How much of a weight comes while the memory would idle, at 4.3 TB/s.
-
-    Of few rows, it idles from here to the end of the attention, 9 us or more; of others only until the attention reads
-    their pages, 5 us, and what came earlier than those must still be there after them.
+    """How much of a weight comes while the memory would idle: with few tokens, that is 9 us or more from here to the
+    attention's end, at 4.3 TB/s. With more, the attention itself does it, at its end.
     """
-    if num_tokens > l2_prefetch.MAX_TOKENS:
-        return 0
-    return 40_000_000 if num_tokens < 16 else 20_000_000
+    return 40_000_000 if num_tokens < l2_prefetch.MIN_TOKENS_IN_ATTENTION else 0
 
 
 def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, num_groups, num_tiles, config, is_turned):
@@ -75,7 +71,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, num_groups, num
     @pl.when(block >= num_working)
     def _():
         count = l2_prefetch.num_blocks(num_working)
-        l2_prefetch.prefetch_share(weight, block - num_working, count, config.prefetch_bytes)
+        l2_prefetch.prefetch_share(weight, block - num_working, count, 0, config.prefetch_bytes)
 
 
 def _work(group, tile, qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned):
