@@ -12,6 +12,7 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from waiting import PATIENCE
 
 import jaxserve
 
@@ -213,7 +214,7 @@ def test_imports_by_string_are_the_lazy_exports_only():
 
 
 def _python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

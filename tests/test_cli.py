@@ -353,7 +353,7 @@ def test_stories_continue_as_published(test_data):
     published = golden.split("-t 0.0\n")[1].split("\n```")[0]
     model = str(test_data / "models/stories260K")
     command = _command("generate", "Once upon a time", "--model", model, "--temperature", "0", "--max-tokens", "150")
-    result = subprocess.run(**command, capture_output=True, timeout=300)
+    result = subprocess.run(**command, capture_output=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     text = result.stdout.removesuffix("\n")
     assert published.startswith(text)
@@ -378,7 +378,7 @@ def test_serve_answers_and_ends_when_told(test_data):
             )
             assert completion.choices[0].text == ", there was a little girl"
             server.send_signal(signal.SIGTERM)
-            assert server.wait(timeout=60) == 0
+            assert server.wait(timeout=PATIENCE) == 0
         finally:
             server.kill()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_tokenizer
 from engine.fake_client import HIDDEN_SIZE, FakeEngineClient, Script, echo
+from waiting import PATIENCE
 
 import jaxserve
 import jaxserve.llm
@@ -246,7 +247,7 @@ class TestGenerate:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(PATIENCE)
         assert {name: texts(outputs) for name, outputs in results.items()} == {
             name: [name * 4] * 3 for name in "abcdef"
         }
@@ -395,7 +396,7 @@ class TestModuleGenerate:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(PATIENCE)
         assert started == [""]
 
     def test_wrong_sampling_starts_no_engine(self, started):

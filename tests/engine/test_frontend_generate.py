@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from engine.fake_client import Script, collect, echo
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import EngineDead, QueueFull
 from jaxserve.request import SamplingParams
@@ -42,7 +42,7 @@ class TestGenerate:
         wait_until(lambda: frontend.client.num_running == 0)
 
     def test_leaving_early_aborts(self, start, tokenizer):
-        frontend = start(tokenizer, step_seconds=0.001)
+        frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
         groups = [frontend.prepare("the", SamplingParams(max_tokens=400), request_id=f"{i}") for i in range(3)]
         events = frontend.generate(groups)
         next(events)
@@ -67,7 +67,12 @@ class TestGenerate:
     def test_engine_death(self, start, tokenizer, silently):
         frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
         group = frontend.prepare("the", SamplingParams(), request_id="x")
-        threading.Timer(0.05, frontend.client.die, kwargs={"silently": silently}).start()
+
+        def die():
+            wait_until(lambda: frontend.client.num_output_tokens == 1)
+            frontend.client.die(silently=silently)
+
+        threading.Thread(target=die).start()
         with pytest.raises(EngineDead, match="died" if silently else "the device is gone"):
             collect(frontend, group)
         with pytest.raises(EngineDead):
@@ -91,6 +96,6 @@ class TestGenerate:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(PATIENCE)
         for name in "abcdefgh":
             assert results[name].outputs[0].text.startswith(f" {name} the {name} the")

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from engine.fake_client import Script, collect, echo
+from waiting import PATIENCE, until
 
 from jaxserve.engine.stream import PROMPTS_A_TURN, Dispatcher
 from jaxserve.errors import EngineDead, QueueFull, RequestFailed
@@ -51,7 +52,7 @@ class TestRun:
         assert [result for part in asyncio.run(all_of_them()) for result in part] == expected
 
     def test_one_call_into_the_loop_a_step(self, start, tokenizer):
-        frontend = start(tokenizer, step_seconds=0.002)
+        frontend = start(tokenizer)
 
         async def main():
             calls = []
@@ -59,10 +60,13 @@ class TestRun:
             original = loop.call_soon_threadsafe
             loop.call_soon_threadsafe = lambda *args: (calls.append(args), original(*args))
             groups = [frontend.prepare("the", SamplingParams(max_tokens=20), request_id=str(i)) for i in range(10)]
-            await asyncio.gather(*(frontend.run([group], ignore) for group in groups))
+            with frontend.client.held():
+                running = [asyncio.create_task(frontend.run([group], ignore)) for group in groups]
+                await asyncio.sleep(0)  # all are submitted
+            await asyncio.gather(*running)
             return len(calls)
 
-        assert asyncio.run(main()) == frontend.client.num_sink_calls <= frontend.client.num_steps <= 30
+        assert asyncio.run(main()) == frontend.client.num_sink_calls == frontend.client.num_steps == 20
 
     def test_what_has_come_meanwhile_is_one_piece(self, start, tokenizer):
         frontend = start(tokenizer)
@@ -123,7 +127,7 @@ class TestRun:
             groups = [frontend.prepare("the", SamplingParams(n=2), request_id=name) for name in "xy"]
             seen = asyncio.Event()
             running = asyncio.create_task(frontend.run(groups, lambda *_: seen.set()))
-            await asyncio.wait_for(seen.wait(), 20)
+            await asyncio.wait_for(seen.wait(), PATIENCE)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
@@ -179,7 +183,10 @@ class TestRun:
         assert [(delta.outputs[0].text, delta.finished) for delta in deltas] == [("abc", False)]
 
     def test_who_cannot_take_pays_alone(self, start, tokenizer):
-        frontend = start(tokenizer, step_seconds=0.001)
+        def play(request):
+            return Script(token_ids=[5], hangs=True) if request.request_id == "x-0" else echo(request)
+
+        frontend = start(tokenizer, play)
 
         def fall(_index, _delta):
             raise ZeroDivisionError
@@ -200,9 +207,9 @@ class TestRun:
         async def main():
             groups = [frontend.prepare("the", SamplingParams(), request_id=f"{i}") for i in range(4)]
             tasks = [asyncio.create_task(frontend.run([group], ignore)) for group in groups]
-            await asyncio.sleep(0.05)
+            await until(lambda: frontend.client.num_output_tokens == 4)
             frontend.client.die(silently=silently)
-            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE)
 
         assert [type(error) for error in asyncio.run(main())] == [EngineDead] * 4
 
@@ -213,7 +220,7 @@ class TestRun:
         async def main():
             seen = asyncio.Event()
             running = asyncio.create_task(frontend.run([group], lambda *_: seen.set()))
-            await asyncio.wait_for(seen.wait(), 20)
+            await asyncio.wait_for(seen.wait(), PATIENCE)
             await asyncio.to_thread(frontend.client.close)
             await running
 
@@ -246,7 +253,7 @@ class TestRun:
         assert client.aborted == ["x-0"]
 
     def test_nothing_to_run(self, start, tokenizer):
-        asyncio.run(asyncio.wait_for(start(tokenizer).run([], ignore), 20))
+        asyncio.run(asyncio.wait_for(start(tokenizer).run([], ignore), PATIENCE))
 
     def test_a_second_loop(self, start, tokenizer):
         frontend = start(tokenizer)

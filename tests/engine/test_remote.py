@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from engine.fake_client import FakeEngineClient, Script
 from server.serving import byte_tokenizer
+from waiting import PATIENCE, until
 
 from jaxserve.engine import remote, wire
 from jaxserve.engine.frontend import Frontend
@@ -45,7 +46,7 @@ class Engine:
 
     def close(self):
         self.server.stop()
-        self.thread.join(timeout=10)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         shutil.rmtree(self.folder)
 
@@ -69,18 +70,12 @@ def request(name="a", prompt=(5, 6, 7, 8), max_tokens=4, **params):
 
 @contextlib.asynccontextmanager
 async def connected(engine, *names):
-    clients = [await asyncio.wait_for(RemoteEngineClient.connect(engine.folder, name), 10) for name in names]
+    clients = [await asyncio.wait_for(RemoteEngineClient.connect(engine.folder, name), PATIENCE) for name in names]
     try:
         yield clients
     finally:
         for client in clients:
             client.close()
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Sink:
@@ -138,7 +133,7 @@ def test_a_request_arrives_as_it_was_sent(engine):
         async with connected(engine, "x") as (x,):
             sink = Sink()
             x.submit([sent], sink)
-            await until(lambda: sink.reasons)
+            await until(lambda: bool(sink.reasons))
 
     asyncio.run(run())
     (received,) = engine.client.submitted
@@ -173,7 +168,7 @@ def test_a_refusal_comes_as_the_error_it_was(engine, error):
             await until(lambda: len(sink.reasons) == 2)
             engine.client.refusal = None
             x.submit([request("a")], sink)  # its id is free again
-            await until(lambda: sink.tokens("a"))
+            await until(lambda: bool(sink.tokens("a")))
             return sink
 
     refusal = asyncio.run(run()).outputs[0].refusal
@@ -221,7 +216,7 @@ def test_abort_from_another_thread(engine):
         async with connected(engine, "x") as (x,):
             sink = Sink()
             x.submit([request("a")], sink)
-            await until(lambda: sink.outputs)
+            await until(lambda: bool(sink.outputs))
             await asyncio.to_thread(x.abort, ["a", "unknown"])
             await until(lambda: engine.client.num_running == 0)
 
@@ -237,7 +232,7 @@ def test_requests_of_a_client_that_is_gone_are_aborted(engine):
             mine, others = Sink(), Sink()
             x.submit([request("a"), request("b")], mine)
             y.submit([request("c")], others)
-            await until(lambda: len(mine.outputs) == 2 and others.outputs)
+            await until(lambda: len(mine.outputs) == 2 and bool(others.outputs))
             engine.server.client_gone("x")
             await until(lambda: engine.client.num_running == 1)
             assert sorted(engine.client.aborted) == ["a", "b"]
@@ -281,7 +276,7 @@ def test_a_call_that_fails_is_answered(engine, caplog):
     async def run():
         async with connected(engine, "x") as (x,):
             with pytest.raises(JaxserveError, match="start_profile: cannot write to /profiles"):
-                await asyncio.wait_for(asyncio.to_thread(x.start_profile, "/profiles"), 5)
+                await asyncio.wait_for(asyncio.to_thread(x.start_profile, "/profiles"), PATIENCE)
 
     asyncio.run(run())
     assert "start_profile has failed" in caplog.text
@@ -299,23 +294,23 @@ def test_a_snapshot_comes_over_the_wire(engine):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("num_turns", [0, 3], ids=["before it is sent", "before it is answered"])
-def test_a_call_ends_when_its_client_is_closed(engine, num_turns):
-    gate = threading.Event()
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before it is sent", "before it is answered"])
+def test_a_call_ends_when_its_client_is_closed(engine, is_sent):
+    has_come, gate = threading.Event(), threading.Event()
     take = engine.client.snapshot
-    engine.client.snapshot = lambda: gate.wait(10) and take()
+    engine.client.snapshot = lambda: (has_come.set(), gate.wait(PATIENCE), take())[-1]
 
     async def run():
         async with connected(engine, "x") as (x,):
             loop = asyncio.get_running_loop()
             called = threading.Event()
             answer = loop.run_in_executor(None, lambda: (called.set(), x.snapshot()))
-            called.wait(10)
-            for _ in range(num_turns):
-                await asyncio.sleep(0.05)
+            assert called.wait(PATIENCE)
+            if is_sent:
+                await until(has_come.is_set)
             x.close()
             with pytest.raises(EngineDead, match="the connection is closed"):
-                await asyncio.wait_for(answer, 5)
+                await asyncio.wait_for(answer, PATIENCE)
 
     asyncio.run(run())
     gate.set()
@@ -324,7 +319,7 @@ def test_a_call_ends_when_its_client_is_closed(engine, num_turns):
 def test_a_call_does_not_wait_for_ever(engine, monkeypatch):
     monkeypatch.setattr("jaxserve.engine.remote.CALL_TIMEOUT", 0.05)
     gate = threading.Event()
-    engine.client.snapshot = lambda: gate.wait(10)
+    engine.client.snapshot = lambda: gate.wait(PATIENCE)
 
     async def run():
         async with connected(engine, "x") as (x,):
@@ -371,7 +366,7 @@ def test_a_process_that_ends_without_a_word(engine):
         async with connected(engine, "x") as (x,):
             sink = Sink()
             x.submit([request("a")], sink)
-            await until(lambda: sink.outputs)
+            await until(lambda: bool(sink.outputs))
             x.engine_died("its process has ended")
             assert not x.is_alive()
             assert sink.reasons == {"a": "error"}
@@ -400,7 +395,7 @@ def test_a_client_may_come_before_the_engine():
         fake = FakeEngineClient()
         server = EngineServer(fake, folder)
         running = asyncio.create_task(asyncio.to_thread(server.run))
-        client = await asyncio.wait_for(connecting, 10)
+        client = await asyncio.wait_for(connecting, PATIENCE)
         assert client.info == fake.info
         client.close()
         server.stop()

@@ -12,6 +12,7 @@ import pytest
 from engine.harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
 from llguidance import LLMatcher, LLParserLimits
 from structured.tiny_model import ascii_tokenizer
+from waiting import PATIENCE
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
@@ -270,7 +271,7 @@ class TestFailures:
         is_wanted = threading.Event()
 
         def load():
-            assert is_wanted.wait(10)
+            assert is_wanted.wait(PATIENCE)
             return tokenizer
 
         engine = start(load=load)
@@ -289,7 +290,7 @@ class TestFailures:
     def test_a_grammar_that_takes_too_long_is_refused(self, start, tokenizer, monkeypatch):
         is_over = threading.Event()
         monkeypatch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", 0.05)
-        engine = start(load=lambda: is_over.wait(10) and tokenizer)
+        engine = start(load=lambda: is_over.wait(PATIENCE) and tokenizer)
         (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"], eos=0)]).values()
         is_over.set()
         assert result.finish_reason == "error"
