@@ -8,13 +8,18 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+
+from waiting import PATIENCE, until
 
 
 @dataclasses.dataclass(kw_only=True)
 class Reply:
-    """`ttft` seconds, then `num_tokens` chunks `gap` seconds apart; or `status` with `body`, or something broken."""
+    """`ttft` seconds, then `num_tokens` chunks `gap` seconds apart; or `status` with `body`, or something broken.
+
+    Nothing comes before `may_begin`.
+    """
 
     num_tokens: int = 3
     ttft: float = 0.0
@@ -26,16 +31,18 @@ class Reply:
     cut_after: int | None = None  # chunks, then the connection is closed
     error_after: int | None = None  # chunks, then an error event
     hangs: bool = False
+    may_begin: Callable[[], bool] = lambda: True
 
 
 class ScriptedServer:
-    """`reply(path, body)` says what to do; `requests` are the (headers, path, body) that came."""
+    """`reply(path, body)` says what to do; `requests` are the (headers, path, body) that came; `sleep` passes time."""
 
     def __init__(self, reply: Callable[[str, dict[str, Any]], Reply], models: list[dict[str, Any]] | None):
         self.reply = reply
         self.models = models
         self.requests: list[tuple[dict[str, str], str, dict[str, Any]]] = []
         self.num_open = self.max_open = 0
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -43,11 +50,11 @@ class ScriptedServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(PATIENCE)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
     async def _serve(self) -> None:
@@ -94,7 +101,8 @@ class ScriptedServer:
         is_chat = path.endswith("/chat/completions")
         if is_chat:
             _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(3600 if reply.hangs else reply.ttft)
+        await until(lambda: not reply.hangs and reply.may_begin())
+        await self.sleep(reply.ttft)
         for number in range(reply.num_tokens):
             if number in (reply.cut_after, reply.error_after):
                 if number == reply.error_after:
@@ -107,7 +115,7 @@ class ScriptedServer:
             _event(writer, {"choices": [{"index": 0, "finish_reason": finish, **content}]})
             await writer.drain()
             if finish is None:
-                await asyncio.sleep(reply.gap)
+                await self.sleep(reply.gap)
         if reply.has_usage:
             prompt = body.get("prompt", body.get("messages"))
             usage = {"prompt_tokens": len(prompt), "completion_tokens": reply.num_tokens}
