@@ -13,6 +13,7 @@ import threading
 import urllib.parse
 
 from huggingface_hub import close_session, constants
+from waiting import PATIENCE
 
 LARGE = (".safetensors", ".gguf", ".bin")
 
@@ -149,6 +150,8 @@ def running_hub(monkeypatch, cache):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", PATIENCE)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

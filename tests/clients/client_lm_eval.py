@@ -6,7 +6,7 @@ import httpx
 import lm_eval
 import lm_eval.tasks
 import pytest
-from conftest import MODEL, ROOT
+from conftest import MODEL, PATIENCE, ROOT
 
 DOCS = [
     {"question": "The ship sailed over the", "choices": ["sea", "table"], "answer": 0},
@@ -59,7 +59,7 @@ def results(url, tmp_path_factory):
 def token_ids(url, text):
     """As the harness makes them: without BOS."""
     body = {"prompt": text, "add_special_tokens": False}
-    return httpx.post(f"{url.removesuffix('/v1')}/tokenize", json=body, timeout=60).json()["tokens"]
+    return httpx.post(f"{url.removesuffix('/v1')}/tokenize", json=body, timeout=PATIENCE).json()["tokens"]
 
 
 def test_scores(url, results):
@@ -72,7 +72,7 @@ def test_scores(url, results):
             scores = []
             for text in (sample["doc"]["question"], f"{sample['doc']['question']} {choice}"):
                 body = {"prompt": token_ids(url, text), "echo": True, "logprobs": 1, "max_tokens": 0}
-                answer = httpx.post(f"{url}/completions", json=body, timeout=60)
+                answer = httpx.post(f"{url}/completions", json=body, timeout=PATIENCE)
                 scores.append(sum(answer.json()["choices"][0]["logprobs"]["token_logprobs"][1:]))
             assert response[0] == pytest.approx(scores[1] - scores[0], abs=0.02)
 
@@ -80,5 +80,5 @@ def test_scores(url, results):
 def test_texts(url, results):
     for sample in results["samples"]["local_generate"]:
         body = {"prompt": token_ids(url, sample["doc"]["question"]), "max_tokens": 12, "temperature": 0, "stop": ["."]}
-        expected = httpx.post(f"{url}/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        expected = httpx.post(f"{url}/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
         assert sample["resps"][0][0] == expected

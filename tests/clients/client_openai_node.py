@@ -5,7 +5,7 @@ import os
 import pathlib
 import subprocess
 
-from conftest import MODEL, ROOT
+from conftest import MODEL, PATIENCE, ROOT
 
 
 def test_openai_node(url):
@@ -16,7 +16,7 @@ def test_openai_node(url):
         env={**os.environ, "NODE_PATH": modules},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)

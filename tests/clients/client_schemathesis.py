@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import schemathesis
 import yaml
-from conftest import FLAGS, MODEL, serving
+from conftest import FLAGS, MODEL, PATIENCE, serving
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 from schemathesis import checks
 
@@ -110,7 +110,7 @@ def send(case, base_url):
             case.body["stream"] = False
         if case.body.get("encoding_format") == "base64":  # of which the specification's answers know nothing
             case.body["encoding_format"] = "float"
-    response = case.call(base_url=base_url, timeout=60)
+    response = case.call(base_url=base_url, timeout=PATIENCE)
     if response.status_code < 400:
         case.validate_response(response, checks=list(CHECKS))
     else:  # OpenAI's specification has one of these in another form than OpenAI
@@ -138,7 +138,7 @@ def test_openai_requests(server, openai_schema, path, method):
     @given(case=operation.as_strategy(), is_real=strategies.booleans())
     def check(case, is_real):
         if is_real:
-            created = httpx.post(f"{server}/responses", json={"input": "a", "background": True}, timeout=60)
+            created = httpx.post(f"{server}/responses", json={"input": "a", "background": True}, timeout=PATIENCE)
             case = real(case, created.json()["id"])
         statuses.add(send(case, server))
 

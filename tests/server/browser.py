@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from waiting import PATIENCE, wait_until
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver wraps an element
 KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowUp": "\ue013", "Shift": "\ue008"}
@@ -85,9 +86,9 @@ class Browser:
         """What the page has complained about since it was last asked: errors, and refusals by its security policy."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
 
-    def wait_until(self, script: str, *arguments: Any, timeout: float = 20.0) -> Any:
+    def wait_until(self, script: str, *arguments: Any) -> Any:
         """What the expression is, as soon as it is anything."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while not (value := self.run(f"return {script}", *arguments)):
             assert time.monotonic() < deadline, f"it did not come about: {script}; {self.log()}"
             time.sleep(0.03)
@@ -123,7 +124,7 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
     options = {"binary": shutil.which("chromium"), "args": arguments}
     capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, verify=False) as client:
             _wait_for(client)
             answer = client.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
             session = answer.get("sessionId")
@@ -136,14 +137,13 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
                 client.delete(f"/session/{session}")
     finally:
         driver.terminate()
-        driver.wait(timeout=20)
+        driver.wait(timeout=PATIENCE)
 
 
 def _wait_for(client: httpx.Client) -> None:
-    deadline = time.monotonic() + 20
-    while True:
+    def is_ready() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if client.get("/status").json()["value"]["ready"]:
-                return
-        assert time.monotonic() < deadline, "chromedriver did not start"
-        time.sleep(0.05)
+            return client.get("/status").json()["value"]["ready"]
+        return False
+
+    wait_until(is_ready)

@@ -9,7 +9,7 @@ import pytest
 from engine.fake_client import Script
 from server.browser import browsing, missing
 from server.serving import byte_tokenizer, running
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs a browser: {missing()}")
 
@@ -135,6 +135,13 @@ def test_parameters_go_with_the_request_and_empty_ones_do_not(page, server):
     assert "Be brief." in prompt
 
 
+def nobody_looks(server):
+    """Whether no snapshot is taken in a time in which the page takes several."""
+    before = server.client.num_snapshots
+    time.sleep(0.8)
+    return server.client.num_snapshots == before
+
+
 def test_the_engine_is_shown_while_it_is_looked_at(page, server):
     server.play = lambda request: Script(token_ids=[10, 11, 12], hangs=True)
     _say(page, "watch this")
@@ -147,10 +154,7 @@ def test_the_engine_is_shown_while_it_is_looked_at(page, server):
     )
     assert drawn[:3] == [47, 128, 121], "the first block is in use"
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
-    time.sleep(0.4)
-    before = server.client.num_snapshots
-    time.sleep(0.8)
-    assert server.client.num_snapshots == before, "nobody looks"
+    wait_until(lambda: nobody_looks(server))
     page.press("Escape")
     wait_until(lambda: server.client.num_running == 0)
 
@@ -232,7 +236,7 @@ def test_sixteen_streams_are_seen_at_once(page, server):
     with contextlib.ExitStack() as streams:
         for _ in range(16):
             url = server.url + "/v1/completions"
-            streams.enter_context(httpx.stream("POST", url, json=body, timeout=20, verify=False))
+            streams.enter_context(httpx.stream("POST", url, json=body, timeout=PATIENCE, verify=False))
         page.wait_until("document.querySelectorAll('#requests li[data-id]').length === 16")
         page.wait_until("document.getElementById('running').textContent.startsWith('16')")
     page.wait_until("document.querySelectorAll('#requests li[data-id]').length === 0")
