@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_tokenizer
 from engine.fake_client import HIDDEN_SIZE, FakeEngineClient, Script, echo
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 import jaxserve
 import jaxserve.llm
@@ -263,7 +263,12 @@ class TestGenerate:
 
     def test_engine_death(self, start):
         llm, client = start(lambda _: Script(token_ids=[5], hangs=True))
-        threading.Timer(0.05, client.die).start()
+
+        def die():
+            wait_until(lambda: client.num_output_tokens == 1)
+            client.die()
+
+        threading.Thread(target=die).start()
         with pytest.raises(EngineDead, match="the device is gone"):
             llm.generate("abc")
 

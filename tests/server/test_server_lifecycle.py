@@ -88,7 +88,7 @@ def test_drain_gives_up_after_the_timeout(started):
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
     wait_until(lambda: server.client.num_running == 2)
-    assert stream.begun.wait(timeout=20)
+    assert stream.begun.wait(PATIENCE)
     server.server.stop()
     assert server.wait() == 0
     assert_error(whole.result(), 503, None, "service_unavailable_error")
@@ -114,7 +114,7 @@ def test_death_of_the_engine(started, silently):
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     stream, whole = Stream(server), Stream(server, stream=False)
     wait_until(lambda: server.client.num_running == 2)
-    assert stream.begun.wait(timeout=20)
+    assert stream.begun.wait(PATIENCE)
     server.client.die("the device is gone", silently=silently)
     assert_error(whole.result(), 503, None, "service_unavailable_error")
     assert frames(stream.result())[-1]["error"]["type"] == "service_unavailable_error"
