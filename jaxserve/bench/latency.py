@@ -18,6 +18,9 @@ from jaxserve.errors import ConfigError
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
 
+NUM_WARMUPS = 3
+"""Runs of a batch before the timed one: XLA on a GPU compiles for the first and records its graphs in the next two."""
+
 HEADER = (
     *("requests", "prefill tok/s", "peer's", "output tok/s", "peer's"),
     *("ms a token", "peer's", "floor", "x floor", "device busy"),
@@ -76,7 +79,7 @@ def run(
 ) -> str:
     """Time each shape twice: with one token of output (prefill), and in full.
 
-    Each is run before it is timed, so that nothing is compiled meanwhile. The prefix cache should be off. Time per
+    Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile. The prefix cache should be off. Time per
     output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the time in which the
     memory gives the weights and the KV of the contexts, `bandwidth` bytes a second. `profile` traces one more run to
     see how much of it the device is at work. Raises StartupError, InvalidRequest.
@@ -102,7 +105,8 @@ def run(
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
     def seconds(length: int, name: str) -> float:
         lengths = {"input_len": shape.input_len, "output_len": length, "vocab_size": client.info.vocab_size}
-        complete(client, equal_jobs(shape.batch_size, seed=0, **lengths), prefix=f"{name}-warmup")
+        for run in range(NUM_WARMUPS):
+            complete(client, equal_jobs(shape.batch_size, seed=10 + run, **lengths), prefix=f"{name}-warmup-{run}")
         jobs = equal_jobs(shape.batch_size, seed=1, **lengths)
         start = time.perf_counter()
         complete(client, jobs, prefix=name)
