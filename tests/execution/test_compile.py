@@ -1,12 +1,14 @@
 """After warm-up nothing is compiled: not by the table of steps, and not behind its back."""
 
+import concurrent.futures
 import contextlib
 import pathlib
-import time
+import threading
 
 import jax
 import numpy as np
 import pytest
+from waiting import PATIENCE
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
@@ -116,16 +118,22 @@ def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_a_failing_shape_stops_the_warm_up():
-    begun = []
+def test_a_failing_shape_stops_the_warm_up(monkeypatch):
+    begun, has_stopped = [], threading.Event()
+    shutdown = concurrent.futures.ThreadPoolExecutor.shutdown
+
+    def watched(pool, **options):
+        shutdown(pool, **options)
+        has_stopped.set()
 
     def lower(size):
         begun.append(size)
         if size == 0:
             raise KeyboardInterrupt
-        time.sleep(0.05)
+        assert has_stopped.wait(PATIENCE)
         return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32))
 
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "shutdown", watched)
     with pytest.raises(KeyboardInterrupt):
         CompiledSteps(lower).warm_up(range(200), progress=False)
     assert len(begun) < 100
