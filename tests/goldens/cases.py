@@ -1,0 +1,567 @@
+"""What goldens are made of: the families' classes in transformers, and tiny configs that use every switch of them."""
+
+import transformers
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
+    "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM),
+    "falcon": (transformers.FalconConfig, transformers.FalconForCausalLM),
+}
+HAVE_HEAD_DIM = {
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+}
+"""Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
+STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
+"""Families whose checkpoints hold the gains of norms less 1."""
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+FIELD_NAMES = {
+    "starcoder2": {"rms_norm_eps": "norm_epsilon"},
+    "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "gpt2": GPT_NAMES,
+    "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
+    "phi": {"rms_norm_eps": "layer_norm_eps"},
+    "stablelm": {"rms_norm_eps": "layer_norm_eps"},
+    "gptj": GPT_NAMES,
+    "opt": {"intermediate_size": "ffn_dim"},
+    "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
+    "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
+}
+"""What a family calls a field, where it is not what most do."""
+HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+
+SHORT_YARN = YARN | {"original_max_position_embeddings": 16, "rope_theta": 300.0}
+DEEPSEEK = {
+    "vocab_size": 40,
+    "intermediate_size": 12,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 6,
+}
+
+# name: (family, (query heads, kv heads, head dim), the rest of the config)
+CASES = {
+    "llama_untied": ("llama", (4, 4, 12), {}),
+    "llama_tied_llama3_rope": ("llama", (6, 2, 8), {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama_biases_linear_rope": (
+        "llama",
+        (4, 2, 20),
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "mistral_window": ("mistral", (4, 1, 24), {"sliding_window": 7}),
+    "mistral_full": ("mistral", (5, 5, 6), {"sliding_window": None, "hidden_act": "gelu"}),
+    "qwen2_tied": ("qwen2", (6, 3, 10), {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "qwen2",
+        (7, 1, 8),
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "hidden_act": "relu"},
+    ),
+    "qwen3_tied": ("qwen3", (4, 2, 16), {"tie_word_embeddings": True}),
+    "qwen3_biases_window": (
+        "qwen3",
+        (6, 2, 10),
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma_tied": ("gemma", (4, 1, 12), {"tie_word_embeddings": True}),
+    "gemma_biases_relu": ("gemma", (4, 2, 10), {"attention_bias": True, "hidden_act": "relu"}),
+    "gemma2_caps": (
+        "gemma2",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 23,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma2_biases_no_caps": (
+        "gemma2",
+        (3, 1, 14),
+        {
+            "attention_bias": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "hidden_activation": "silu",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3_two_thetas": (
+        "gemma3_text",
+        (4, 2, 8),
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 23,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma3_biases_cap": (
+        "gemma3_text",
+        (3, 3, 10),
+        {
+            "attention_bias": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "final_logit_softcapping": 5.0,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "phi3_fused": ("phi3", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 11}),
+    "phi3_long_factors": (
+        "phi3",
+        (3, 3, 12),
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 2.5, 6.0],
+            },
+        },
+    ),
+    "phi3_short_factors": (
+        "phi3",
+        (4, 2, 8),
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "attention_factor": 1.3,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.0, 2.5, 6.0, 9.0],
+            },
+        },
+    ),
+    "granite_multipliers": (
+        "granite",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.25,
+        },
+    ),
+    "granite_biases": ("granite", (3, 3, 12), {"mlp_bias": True, "attention_multiplier": 0.2, "hidden_act": "gelu"}),
+    "olmo2_untied": ("olmo2", (4, 2, 10), {}),
+    "olmo2_tied_biases": ("olmo2", (3, 3, 14), {"tie_word_embeddings": True, "attention_bias": True}),
+    "starcoder2_tied_window": ("starcoder2", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 7}),
+    "starcoder2_no_biases": ("starcoder2", (4, 1, 10), {"use_bias": False, "hidden_act": "gelu"}),
+    "cohere_qk_norm": (
+        "cohere",
+        (4, 2, 10),
+        {"tie_word_embeddings": True, "use_qk_norm": True, "logit_scale": 0.6, "rope_parameters": {"rope_theta": 50.0}},
+    ),
+    "cohere_biases": ("cohere", (3, 3, 12), {"attention_bias": True, "logit_scale": 1.5}),
+    "glm4_biases": ("glm4", (4, 2, 12), {}),
+    "glm4_tied": (
+        "glm4",
+        (6, 1, 8),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gpt2_tied": ("gpt2", (4, 4, 7), {"tie_word_embeddings": True, "n_positions": 64}),
+    "gpt2_scales": (
+        "gpt2",
+        (3, 3, 10),
+        {
+            "n_positions": 64,
+            "n_inner": None,
+            "activation_function": "relu",
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+        },
+    ),
+    "gpt_neox_parallel": ("gpt_neox", (3, 3, 16), {}),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        (4, 4, 9),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi_untied": ("phi", (4, 2, 12), {}),
+    "phi_tied_qk_norm": (
+        "phi",
+        (3, 3, 14),
+        {
+            "tie_word_embeddings": True,
+            "qk_layernorm": True,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.3},
+        },
+    ),
+    "stablelm_qk_norm": ("stablelm", (4, 2, 8), {"tie_word_embeddings": True, "qk_layernorm": True}),
+    "stablelm_parallel_biases": (
+        "stablelm",
+        (3, 1, 12),
+        {
+            "use_qkv_bias": True,
+            "use_parallel_residual": True,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gptj_untied": ("gptj", (4, 4, 10), {"rotary_dim": 6, "n_positions": 64}),
+    "gptj_tied": (
+        "gptj",
+        (3, 3, 8),
+        {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": None, "activation_function": "gelu"},
+    ),
+    "glm_biases": ("glm", (4, 2, 12), {}),
+    "glm_tied": (
+        "glm",
+        (6, 1, 8),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "opt_tied": ("opt", (4, 4, 9), {"tie_word_embeddings": True, "max_position_embeddings": 64}),
+    "opt_norm_after_projected": (
+        "opt",
+        (3, 3, 12),
+        {
+            "max_position_embeddings": 64,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 20,
+            "activation_function": "gelu",
+        },
+    ),
+    "opt_without_final_norm": (
+        "opt",
+        (3, 3, 10),
+        {
+            "max_position_embeddings": 64,
+            "_remove_final_layer_norm": True,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+        },
+    ),
+    "mixtral_window": (
+        "mixtral",
+        (4, 2, 10),
+        {"intermediate_size": 19, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    ),
+    "mixtral_tied": (
+        "mixtral",
+        (3, 3, 8),
+        {
+            "tie_word_embeddings": True,
+            "intermediate_size": 26,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "qwen2_moe_tied": (
+        "qwen2_moe",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 22,
+        },
+    ),
+    "qwen2_moe_windows_some_dense": (
+        "qwen2_moe",
+        (3, 1, 12),
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 21,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 18,
+            "shared_expert_intermediate_size": 13,
+        },
+    ),
+    "qwen3_moe_normalised": (
+        "qwen3_moe",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "qwen3_moe_biases_window_some_dense": (
+        "qwen3_moe",
+        (6, 3, 8),
+        {
+            "num_hidden_layers": 3,
+            "intermediate_size": 22,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 17,
+        },
+    ),
+    "gpt_oss_clamped": (
+        "gpt_oss",
+        (4, 2, 8),
+        {
+            "hidden_size": 26,
+            "intermediate_size": 11,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.8,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 16, "truncate": False, "rope_theta": 300.0},
+        },
+    ),
+    "gpt_oss_mxfp4": (
+        "gpt_oss",
+        (4, 1, 12),
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        (4, 4, 4),
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "q_lora_rank": 7,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": SHORT_YARN | {"mscale": 0.9, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v2_greedy": (
+        "deepseek_v2",
+        (3, 3, 5),
+        DEEPSEEK
+        | {
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "topk_method": "greedy",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "deepseek_v3_groups": (
+        "deepseek_v3",
+        (4, 4, 4),
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "q_lora_rank": 7,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        (3, 3, 5),
+        DEEPSEEK
+        | {
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "bloom_tied": ("bloom", (3, 3, 4), {"vocab_size": 43, "tie_word_embeddings": True, "seq_length": 64}),
+    "bloom_normed_residual": (
+        "bloom",
+        (6, 6, 3),
+        {
+            "vocab_size": 41,
+            "num_hidden_layers": 1,
+            "apply_residual_connection_post_layernorm": True,
+            "slow_but_exact": True,
+        },
+    ),
+    "falcon_multi_query": ("falcon", (5, 1, 4), {"vocab_size": 45, "tie_word_embeddings": True}),
+    "falcon_grouped": (
+        "falcon",
+        (4, 2, 6),
+        {
+            "vocab_size": 41,
+            "num_hidden_layers": 1,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "bias": True,
+        },
+    ),
+    "falcon_grouped_one_norm": (
+        "falcon",
+        (6, 2, 4),
+        {
+            "vocab_size": 42,
+            "num_hidden_layers": 1,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "parallel_attn": True,
+            "ffn_hidden_size": None,
+            "activation": "relu",
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+        },
+    ),
+    # With such heads all products of slopes and positions are exact in bfloat16, to which transformers rounds them. Its
+    # eager attention adds the biases twice.
+    "falcon_alibi": (
+        "falcon",
+        (6, 6, 3),
+        {
+            "vocab_size": 44,
+            "num_hidden_layers": 1,
+            "attn_implementation": "sdpa",
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+        },
+    ),
+}
+MXFP4 = {"gpt_oss_mxfp4"}
+"""Goldens whose experts are written as MXFP4."""
+
+# What a config says about rotary embedding, and the length of the text for which its base is computed.
+ROPES = {
+    "yarn": (YARN, None),
+    "yarn_truncate": (YARN | {"truncate": False, "factor": 32.0, "beta_fast": 20.0, "beta_slow": 1.5}, None),
+    "yarn_attention_factor": (YARN | {"attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.7}, None),
+    "yarn_mscale": (YARN | {"mscale": 1.3, "mscale_all_dim": 0.7}, None),
+    "yarn_mscale_all_dim": (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, None),
+    "yarn_ratio_of_contexts": (YARN | {"factor": None}, None),
+    "yarn_no_stretch": (YARN | {"factor": 1.0}, None),
+    "yarn_tiny_context": (YARN | {"original_max_position_embeddings": 5}, None),
+    "yarn_all_in_one_pair": (YARN | {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}, None),
+    "dynamic_short": ({"rope_type": "dynamic", "factor": 2.0}, 100),
+    "dynamic_long": ({"rope_type": "dynamic", "factor": 2.0}, 3000),
+    "dynamic_at_the_end": ({"rope_type": "dynamic", "factor": 4.0}, 1024),
+}
+
+SHARDED = {"llama_untied", "qwen2_tied"}
+"""Goldens whose weights are written as several files with an index."""
