@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.linear import linear, spec_of
+from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
@@ -60,12 +60,10 @@ class AttentionFn(Protocol):
         soft_cap: float | None = None,
         sinks: Float[Array, " H"] | None = None,
         alibi_slopes: Float[Array, " H"] | None = None,
-        prefetch: Float[Array, "outputs H D"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
         """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `rotation` None
         leaves positions to others; `sinks` are logits that join a head's softmax's denominator; of `alibi_slopes` a
-        head's slope times (key's position - query's position) is added to its scores. `prefetch` is the weight that is
-        read next: it may be brought into a cache meanwhile.
+        head's slope times (key's position - query's position) is added to its scores.
         """
         ...
 
@@ -82,7 +80,6 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
-    prefetch: Float[Array, "outputs H D"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """The AttentionFn of serving: K and V into their pages, then attention over block tables.
 
@@ -90,16 +87,9 @@ def paged_attention(
     device writes and reads its own kv heads, and nothing is exchanged.
     """
 
-    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch):
-        weight = None if prefetch is None else prefetch.reshape(prefetch.shape[0], -1)
+    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch):
         q, k_pages, v_pages = rope_and_write_kv(
-            qkv,
-            k_pages,
-            v_pages,
-            batch.write_index,
-            rotation=rotation,
-            prefetch=weight,
-            implementation=batch.kernels,
+            qkv, k_pages, v_pages, batch.write_index, rotation=rotation, implementation=batch.kernels
         )
         out = attend_over_pages(
             q,
@@ -111,33 +101,23 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
-            prefetch=weight,
         )
         return out, k_pages, v_pages
 
     sharding = jax.typeof(k_pages).sharding
     if sharding.mesh.empty:
-        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch)
+        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
     axis = sharding.spec[1]
     heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
     if alibi_slopes is not None:  # a constant, so that every device has all of them
         alibi_slopes = jax.sharding.reshard(alibi_slopes, PartitionSpec(axis))
     island = jax.shard_map(
         on_local_heads,
-        in_specs=(
-            of_heads,
-            of_heads,
-            of_heads,
-            whole,
-            PartitionSpec(axis),
-            PartitionSpec(axis),
-            spec_of(prefetch),
-            whole,
-        ),
+        in_specs=(of_heads, of_heads, of_heads, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
         out_specs=(heads, of_heads, of_heads),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, prefetch, batch)
+    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
 
 
 def attend_over_pages(
@@ -151,12 +131,8 @@ def attend_over_pages(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
-    prefetch: Float[Array, "outputs inputs"] | None = None,
 ) -> Float[Array, "T H D"]:
-    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included.
-
-    `prefetch` is the weight that is read next.
-    """
+    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included."""
     num_tokens, num_rows = q.shape[0], batch.seq_lens.shape[0]
     # The rows with one token come first, so that row b is token b.
     decodes = slice(0, min(num_tokens, num_rows))
@@ -174,7 +150,6 @@ def attend_over_pages(
         v_pages,
         block_tables=batch.block_tables[decodes],
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
-        prefetch=prefetch,
         implementation=batch.kernels,
         **scores,
     )
@@ -337,7 +312,6 @@ def attend_heads(
         soft_cap=soft_cap,
         sinks=params.get("sinks"),
         alibi_slopes=alibi_slopes,
-        prefetch=params["out"],
     )
 
 

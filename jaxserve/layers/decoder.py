@@ -27,8 +27,8 @@ Mlp = Callable[[Params, Array], Array]
 """(weights, input) -> output"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
-AddNorm = Callable[..., tuple[Array, Array]]
-"""(residual stream, update, weights, prefetch=the weight that is read next or None) -> (their sum, its norm)"""
+AddNorm = Callable[[Array, Array, Any], tuple[Array, Array]]
+"""(residual stream, update, weights) -> (their sum, its norm)"""
 Block = Callable[[Params, Array, Array | None, Array, Array], tuple[Array, Array | None, Array, Array]]
 """(weights of the layer, residual stream, update that is still to be added to it, k_pages, v_pages) -> the last four
 
@@ -197,15 +197,15 @@ def sequential_block(
     def normed(name: str, y: Array) -> Array:
         return norm(y, layer[name]) if name in layer else y
 
-    def add(x: Array, update: Array | None, name: str, following: Array | None) -> tuple[Array, Array]:
+    def add(x: Array, update: Array | None, name: str) -> tuple[Array, Array]:
         if update is not None and add_norm is not None and name in layer:
-            return add_norm(x, update, layer[name], prefetch=following)
+            return add_norm(x, update, layer[name])
         x = x if update is None else x + update
         return x, normed(name, x)
 
-    x, y = add(x, update, "attention_norm", layer["attention"].get("qkv"))
+    x, y = add(x, update, "attention_norm")
     update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
-    x, y = add(x, normed("attention_post_norm", update), "mlp_norm", layer["mlp"].get("gate_up"))
+    x, y = add(x, normed("attention_post_norm", update), "mlp_norm")
     return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), k_pages, v_pages
 
 

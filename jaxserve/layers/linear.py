@@ -54,9 +54,4 @@ def _output_sharding(weight: Array, num_outputs: int) -> NamedSharding | None:
 
 def is_split(weight: Array) -> bool:
     """Whether devices share a weight."""
-    return any(axis is not None for axis in spec_of(weight))
-
-
-def spec_of(weight: Array | None) -> PartitionSpec:
-    """How devices share a weight; of none, anything does."""
-    return PartitionSpec() if weight is None else jax.typeof(weight).sharding.spec
+    return any(axis is not None for axis in jax.typeof(weight).sharding.spec)

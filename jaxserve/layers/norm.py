@@ -1,5 +1,7 @@
 """Normalisation: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), layer norm (arXiv:1607.06450)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import spec_of
 from jaxserve.layers.params import Params, ParamSpec
 from pallas_kernels import add_rms_norm as fused
 
@@ -51,33 +52,19 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: fl
 
 
 def add_rms_norm(
-    x: Float[Array, "T E"],
-    update: Float[Array, "T E"],
-    weight: Float[Array, " E"],
-    eps: float,
-    *,
-    kernels: Kernels,
-    prefetch: Float[Array, "..."] | None = None,
+    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], eps: float, *, kernels: Kernels
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """The sum and its `rms_norm`, in one kernel where `kernels` has one for such rows.
-
-    `prefetch` is the weight that is read next: the kernel may bring it into a cache meanwhile.
-    """
+    """The sum and its `rms_norm`, in one kernel where `kernels` has one for such rows."""
     mesh = jax.typeof(x).sharding.mesh
     if kernels == "xla" or not fused.supports(x.shape[1], x.dtype):
         total = x + update
         return total, rms_norm(total, weight, eps)
-
-    def run(x: Array, update: Array, weight: Array, prefetch: Array | None) -> tuple[Array, Array]:
-        return fused.add_rms_norm(x, update, weight, eps=eps, prefetch=prefetch, implementation=kernels)
-
     with jax.named_scope("norm"):
+        run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
         if mesh.empty:
-            return run(x, update, weight, prefetch)
+            return run(x, update, weight)
         everywhere = PartitionSpec()  # each device has all rows
-        specs = (everywhere, everywhere, everywhere, spec_of(prefetch))
-        island = jax.shard_map(run, in_specs=specs, out_specs=everywhere, check_vma=False)
-        return island(x, update, weight, prefetch)
+        return jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)(x, update, weight)
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:

@@ -17,21 +17,19 @@ def add_rms_norm(
     weight: Float[Array, " E"],
     *,
     eps: float,
-    prefetch: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """The sum in the dtype of x, and its RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     The norm is computed in float32 from the rounded sum: a vector of E values, scaled to a root mean square of 1 and
-    times `weight`. `prefetch` is the weight that is read next, [*outputs, inputs]: "sm90" brings it into the L2 as far
-    as the memory would idle meanwhile, which changes no result. Raises ValueError for an unknown implementation;
-    NotImplementedError for dtypes and sizes that "sm90", the kernel for Hopper GPUs, cannot do.
+    times `weight`. Raises ValueError for an unknown implementation; NotImplementedError for dtypes and sizes that
+    "sm90", the kernel for Hopper GPUs, cannot do.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if implementation == "sm90":
-        return add_rms_norm_sm90(x, update, weight, eps=eps, prefetch=prefetch)
+        return add_rms_norm_sm90(x, update, weight, eps=eps)
     total = x + update
     wide = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -21,7 +21,6 @@ def rope_and_write_kv(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
-    prefetch: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """Rotate T tokens' queries and keys, write keys and values to their places; the queries and the changed pages.
@@ -34,9 +33,6 @@ def rope_and_write_kv(
     these are dropped. Values are cast to the dtype of the pages. Pages are changed in place where the caller donates
     them.
 
-    `prefetch` is the weight that is read after the attention, [*outputs, inputs]: "sm90" brings it into the L2 as far
-    as the memory would idle meanwhile, which changes no result.
-
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation or a head without queries; NotImplementedError for dtypes and shapes that "sm90", the kernel for
     Hopper GPUs, cannot do.
@@ -46,6 +42,5 @@ def rope_and_write_kv(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if qkv.shape[2] < 3:
         raise ValueError(f"qkv must have a query, a key and a value for each head, got {qkv.shape[2]} vectors")
-    if implementation == "sm90":
-        return rope_and_write_kv_sm90(qkv, k_pages, v_pages, write_index, rotation=rotation, prefetch=prefetch)
-    return rope_and_write_kv_xla(qkv, k_pages, v_pages, write_index, rotation=rotation)
+    run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
+    return run(qkv, k_pages, v_pages, write_index, rotation=rotation)

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 
 
@@ -28,8 +27,6 @@ class Config:
     """Times half of what is turned a multiple of 128, times what is not a multiple of 64."""
     vectors: int
     """Of the members of `qkv`: a divisor of their number."""
-    prefetch_bytes: int = 0
-    """Of the weight to prefetch."""
 
 
 def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int) -> Config:
@@ -45,46 +42,17 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
         is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 64 == 0
         if is_whole and num_kv_heads * members * pl.cdiv(num_tokens, fewer) <= 3 * NUM_SMS:
             tokens = fewer
-    return Config(tokens=tokens, vectors=1, prefetch_bytes=prefetch_bytes(num_tokens))
+    return Config(tokens=tokens, vectors=1)
 
 
-def prefetch_bytes(num_tokens: int) -> int:
-    """How much of a weight comes while the memory would idle: with few tokens, that is 9 us or more from here to the
-    attention's end, at 4.3 TB/s. With more, the attention itself does it, at its end.
-    """
-    return 40_000_000 if num_tokens < l2_prefetch.MIN_TOKENS_IN_ATTENTION else 0
-
-
-def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, num_groups, num_tiles, config, is_turned):
-    """`refs` begin with the weight to prefetch, if there is one; the rest is as in `_work`."""
-    block = lax.axis_index("block")
-    num_working = num_groups * num_tiles
-    weight, refs = (refs[0], refs[1:]) if config.prefetch_bytes else (None, refs)
-    group, tile = lax.rem(block, jnp.int32(num_groups)), lax.div(block, jnp.int32(num_groups))
-    operands = (qkv, cos, sin, write_index, k_pages, v_pages)
-    work = functools.partial(_work, group, tile, *operands, *refs, is_turned=is_turned)
-    if weight is None:
-        work()
-        return
-    pl.when(block < num_working)(work)
-
-    @pl.when(block >= num_working)
-    def _():
-        count = l2_prefetch.num_blocks(num_working)
-        l2_prefetch.prefetch_share(weight, block - num_working, count, 0, config.prefetch_bytes)
-
-
-def _work(group, tile, qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned):
-    """A tile of tokens of a group of vectors.
-
-    `qkv` to `q` lie in global memory, `scratch` in shared memory: [vectors, 2, tokens, half] of it `halves`.
-    """
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned):
+    """`qkv` to `q` lie in global memory, `scratch` in shared memory: [vectors, 2, tokens, half] of it `halves`."""
     halves, rests, cosines, sines, places, full = scratch
     num_tokens, _, members, head_dim = qkv.shape
     num_pages, _, block_size, _ = k_pages.shape
     num_vectors, _, tile_size, half = halves.shape
     int32 = jnp.int32
-    first = tile * tile_size
+    first = lax.axis_index("tile") * tile_size
     tokens = pl.ds(first, tile_size)
     parts = [pl.ds(0, half), pl.ds(half, half)]
     if head_dim > 2 * half:
@@ -92,7 +60,7 @@ def _work(group, tile, qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch
 
     vectors = []
     for i in range(num_vectors):
-        vector = group * num_vectors + i
+        vector = lax.axis_index("vector") * num_vectors + i
         kv_head, member = lax.div(vector, int32(members)), lax.rem(vector, int32(members))
         smem = [halves.at[i, 0], halves.at[i, 1], rests.at[i]][: len(parts)]
         vectors.append((kv_head, member, smem))
@@ -148,7 +116,6 @@ def rope_and_write_kv_sm90(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
-    prefetch: Float[Array, "..."] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """See `rope_and_write_kv`."""
@@ -161,10 +128,7 @@ def rope_and_write_kv_sm90(
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
     config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
-    weights = l2_prefetch.operand(prefetch, config.prefetch_bytes)
-    if not weights:
-        config = dataclasses.replace(config, prefetch_bytes=0)
-    return _call(qkv, k_pages, v_pages, write_index, rotation, weights, half=half, config=config)
+    return _call(qkv, k_pages, v_pages, write_index, rotation, half=half, config=config)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
@@ -175,7 +139,6 @@ def _call(
     v_pages: Float[Array, "P K S D"],
     write_index: Int[Array, " T"],
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
-    weights: list[Float[Array, "N inputs"]],
     *,
     half: int,
     config: Config,
@@ -186,13 +149,9 @@ def _call(
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
-    num_groups, num_tiles = num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)
-    num_blocks = num_groups * num_tiles
-    if weights:
-        num_blocks += l2_prefetch.num_blocks(num_blocks)
     angles = plgpu.SMEM((config.tokens, half), jnp.float32)
     q = plgpu.kernel(
-        functools.partial(_kernel, num_groups=num_groups, num_tiles=num_tiles, config=config, is_turned=is_turned),
+        functools.partial(_kernel, is_turned=is_turned),
         kernel_name="rope_and_write_kv",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
         scratch_types=(
@@ -203,10 +162,10 @@ def _call(
             plgpu.SMEM((pl.cdiv(config.tokens, 32) * 32,), jnp.int32),  # a copy is 128 bytes or more
             plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 1 + 2 * is_turned),
         ),
-        grid=(num_blocks,),
-        grid_names=("block",),
+        grid=(num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)),
+        grid_names=("vector", "tile"),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(qkv, cos, sin, write_index, k_ref, v_ref, *weights)
+    )(qkv, cos, sin, write_index, k_ref, v_ref)
     return q, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.plan import BLOCK_COST, TILE_COST, block_range
@@ -70,8 +69,6 @@ class Problem(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    prefetched: tuple[int, int]
-    """First byte and end of what is prefetched of the next weight."""
     interpret: bool
 
     def cast(self, x, layout):
@@ -193,9 +190,6 @@ def copy(problem, share, refs, scratch):
 
     nothing = (jnp.int32(0), jnp.int32(0))
     num_tiles, num_blocks = _for_each_tile(problem, refs.shares, refs.rows, share, visit, nothing)
-
-    if refs.next_weight is not None:
-        l2_prefetch.prefetch_share(refs.next_weight, share, config.num_shares, *problem.prefetched)
 
     # A barrier must not be left with an arrival that nobody has waited for.
     @pl.when(num_tiles > 0)
@@ -510,7 +504,6 @@ class Refs(NamedTuple):
     arrivals: Any
     sinks: Any
     alibi_slopes: Any
-    next_weight: Any
     out: Any
     lse: Any
     parts: Any

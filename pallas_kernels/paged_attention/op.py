@@ -2,7 +2,6 @@
 and values; rows with longer chunks go to `ragged_prefill_attention`.
 """
 
-import functools
 from typing import Literal, get_args
 
 from jaxtyping import Array, Float, Int
@@ -27,7 +26,6 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
-    prefetch: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
     """Causal attention of the last tokens of B sequences over keys and values that lie in pages.
@@ -47,9 +45,6 @@ def paged_attention(
     context are never let into its result, whatever they hold (NaN too). Cost follows the contexts in use, not B, N or
     P.
 
-    `prefetch` is the weight that is read next, [*outputs, inputs]: "sm90" brings it into the L2 as far as the memory
-    would idle meanwhile, which changes no result.
-
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, shapes that do not fit together, or a window or cap that is not positive; NotImplementedError for
     dtypes and shapes that "sm90", the kernel for Hopper GPUs, cannot do.
@@ -65,7 +60,7 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )
-    run = paged_attention_xla if implementation == "xla" else functools.partial(paged_attention_sm90, prefetch=prefetch)
+    run = {"xla": paged_attention_xla, "sm90": paged_attention_sm90}[implementation]
     return run(
         q,
         k_pages,

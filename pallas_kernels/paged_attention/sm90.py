@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.paged_attention.kernel import (
     ROWS,
@@ -47,15 +46,6 @@ def heuristic(head_dim: int, num_tiles: int) -> Config:
     raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
 
 
-def prefetch_range(num_tokens: int) -> tuple[int, int]:
-    """Which bytes of the next weight come behind a block's last pages: all that the KV write left.
-
-    What is still on its way when the next kernel begins is not read twice, so that too much costs next to nothing.
-    """
-    is_any = l2_prefetch.MIN_TOKENS_IN_ATTENTION <= num_tokens <= l2_prefetch.MAX_TOKENS
-    return (0, 40_000_000) if is_any else (0, 0)
-
-
 def paged_attention_sm90(
     q: Float[Array, "B Q H D"],
     k_pages: Float[Array, "P K S D"],
@@ -69,7 +59,6 @@ def paged_attention_sm90(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
     alibi_slopes: Float[Array, " H"] | None,
-    prefetch: Float[Array, "..."] | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
@@ -84,8 +73,6 @@ def paged_attention_sm90(
     head_rows = num_queries * queries_per_token
     tiles_per_head = -(-head_rows // ROWS)
     config = config or heuristic(head_dim, num_rows * num_kv_heads * tiles_per_head)
-    prefetched = prefetch_range(num_rows * num_queries)
-    [weight] = l2_prefetch.operand(prefetch, prefetched[1]) or [None]
     problem = Problem(
         config=config,
         head_dim=head_dim,
@@ -98,7 +85,6 @@ def paged_attention_sm90(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        prefetched=prefetched,
         interpret=interpret,
     )
     if query_lens is None:
@@ -126,7 +112,7 @@ def paged_attention_sm90(
         rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * ROWS - head_rows)))
         return rows.reshape(problem.num_tiles, ROWS)
 
-    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes), weight]
+    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes)]
     out, lse = _call(problem, num_rows * problem.num_tiles, q.dtype, operands)
 
     def by_query(x: Array) -> Array:

@@ -75,23 +75,6 @@ def test_on_an_h200_it_is_one_kernel_without_spills(size):
     assert len(program.kernels) <= 2  # compiled for the first layer, and for all the others
 
 
-@pytest.mark.parametrize(("num_rows", "prefetches"), [(1, True), (64, True), (65, False)])
-def test_prefetches_a_weight_for_few_rows(num_rows, prefetches):
-    call = functools.partial(add_rms_norm, eps=EPS, implementation="sm90")
-    x = jax.ShapeDtypeStruct((num_rows, 1024), jnp.bfloat16)
-    gain, weight = jax.ShapeDtypeStruct((1024,), jnp.bfloat16), jax.ShapeDtypeStruct((2, 3072, 1024), jnp.bfloat16)
-    program = compile_for_h200(lambda x, gain, weight: call(x, x, gain, prefetch=weight), x, gain, weight)
-    assert program.compiled.as_text().count("cp.async.bulk.prefetch.tensor") == prefetches
-    assert program.num_launches == 1
-    assert program.spill_bytes == 0
-
-
-def test_prefetching_changes_nothing(capsys):
-    case = arrays((3, 256), jnp.bfloat16)
-    call = functools.partial(add_rms_norm, eps=EPS, prefetch=jnp.zeros((40, 264), jnp.bfloat16), implementation="sm90")
-    check(interpret(capsys, call, *case), *case)
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(96, jnp.bfloat16), (16512, jnp.bfloat16), (1024, jnp.float32)])
 def test_what_the_kernel_cannot_do(size, dtype):
     x = jnp.zeros((1, size), dtype)

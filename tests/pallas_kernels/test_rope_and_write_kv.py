@@ -113,38 +113,6 @@ def test_changes_the_pools_in_place(implementation):
         assert program.num_launches == 4  # a kernel and an addition each
 
 
-@pytest.mark.parametrize(("num_tokens", "num_bytes"), [(1, 40_000_000), (15, 40_000_000), (16, 0)])
-def test_prefetches_a_weight_for_few_tokens(num_tokens, num_bytes):
-    def layers(pools, qkv, index, angles, weights):
-        outs = []
-        for (k, v), weight in zip(pools, weights, strict=True):
-            q, k, v = rope_and_write_kv(
-                qkv, k, v, index, rotation=(angles, angles), prefetch=weight, implementation="sm90"
-            )
-            qkv = qkv + q.reshape(num_tokens, 8, 4, 128)[:, :, :1]
-            outs.append((k, v))
-        return outs, qkv
-
-    assert heuristic(num_tokens, 8, 6, 128, 64).prefetch_bytes == num_bytes
-    pages = jax.ShapeDtypeStruct((100, 8, 16, 128), jnp.bfloat16)
-    qkv = jax.ShapeDtypeStruct((num_tokens, 8, 6, 128), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    index = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    angles = jax.ShapeDtypeStruct((num_tokens, 64), jnp.float32)
-    program = compile_for_h200(layers, [(pages, pages)] * 2, qkv, index, angles, [weight] * 2, donate_argnums=(0,))
-    assert program.compiled.as_text().count("cp.async.bulk.prefetch.tensor") == 2 * (num_bytes > 0)
-    assert program.copies_of(weight.shape) == []
-    assert program.num_launches == 4  # a kernel and an addition each
-    assert program.spill_bytes == 0
-
-
-def test_prefetching_changes_nothing(capsys):
-    arrays, rotation, want = make_case(num_tokens=3, heads=(2, 1, 64))
-    weight = jnp.zeros((100, 72), jnp.bfloat16)
-    call = functools.partial(rope_and_write_kv, rotation=rotation, prefetch=weight, implementation="sm90")
-    check(interpret(capsys, call, *arrays), want)
-
-
 @pytest.mark.parametrize(("members", "fits"), [(6, True), (66, False)])
 def test_heads_that_share_much_are_taken_apart(members, fits):
     """Cosines that serve all of a head pay only where the head fits into shared memory."""
