@@ -79,10 +79,10 @@ def run(
 ) -> str:
     """Time each shape twice: with one token of output (prefill), and in full.
 
-    Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile. The prefix cache should be
-    off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the time in
-    which the memory gives the weights and the KV of the contexts, `bandwidth` bytes a second. `profile` traces one more
-    run to see how much of it the device is at work. Raises StartupError, InvalidRequest.
+    Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile. The prefix cache should
+    be off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the
+    time in which the memory gives the weights and the KV of the contexts, `bandwidth` bytes a second. `profile` traces
+    one more run to see how much of it the device is at work. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
