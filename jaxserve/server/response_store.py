@@ -75,11 +75,11 @@ class ResponseStore:
         return self._max_entries > 0
 
     def put(self, response_id: str, stored: StoredResponse, *, owner: str, is_complete: bool = True) -> None:
-        """Keep an answer; what is too old or too much goes."""
+        """Keep an answer, instead of what was kept by this id; what is too old or too much goes."""
         now = self._clock()
         with self._transaction() as database:
             database.execute(
-                "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
+                "insert or replace into responses (id, owner, place, number, expires, body, items, num_inputs) "
                 "values (?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ?)",
                 (response_id, owner, None if is_complete else self._place, now + self._ttl, *stored),
             )

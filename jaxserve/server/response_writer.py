@@ -106,14 +106,16 @@ class ResponseWriter:
             output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
-        yield self._of_response(f"response.{self.response.status}")
 
     def fail(self, error: ResponseError) -> Iterator[Event]:
         """It could not be finished."""
         yield from self._close("incomplete")
         self.response.status = "failed"
         self.response.error = error
-        yield self._of_response("response.failed")
+
+    def end(self) -> Event:
+        """The last event, of how it has ended."""
+        return self._of_response(f"response.{self.response.status}")
 
     def cancel(self) -> None:
         """Nobody wants it any more."""

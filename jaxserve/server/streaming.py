@@ -78,14 +78,26 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+async def failure_event(error: Exception) -> bytes:
+    """The server-sent event that says why a stream has failed."""
+    return event(error_body(error))
+
+
 class EventStream(Response):
     """Runs `work` with a function that sends a frame (as `event` makes them), and sends `done` when it returns.
 
-    Nothing is sent before the first frame, so that a failure up to then is answered with its own status; a later one
-    is an event of its own, before `done`.
+    Nothing is sent before the first frame, so that a failure up to then is answered with its own status; of a later
+    one, a stop of the server too, `tell_failure` makes the frames that go before `done`.
     """
 
-    def __init__(self, work: Callable[[Write], Awaitable[None]], *, stopping: asyncio.Event, done: bytes = DONE):
+    def __init__(
+        self,
+        work: Callable[[Write], Awaitable[None]],
+        *,
+        stopping: asyncio.Event,
+        done: bytes = DONE,
+        tell_failure: Callable[[Exception], Awaitable[bytes]] = failure_event,
+    ):
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )
@@ -93,6 +105,7 @@ class EventStream(Response):
         self._work = work
         self._done = done
         self._stopping = stopping
+        self._tell_failure = tell_failure
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +121,7 @@ class EventStream(Response):
                 raise
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            frames.write(event(error_body(error)))
+            frames.write(await self._tell_failure(error))
         await frames.flush()
         await send(_body(self._done, more=False))
 

@@ -133,6 +133,21 @@ def frames(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def response_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream of /v1/responses, whose grammar is checked."""
+    assert answer.status_code == 200, answer.text
+    *frames, rest = answer.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for number, frame in enumerate(frames):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        found.append(event)
+    return found
+
+
 def assert_error(answer: httpx.Response, status: int, param: str | None, kind: str = "invalid_request_error") -> None:
     """The answer is this refusal, in the shape that all have."""
     assert answer.status_code == status, answer.text

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 from engine.fake_client import Script
-from server.serving import assert_error, assert_well, running
+from server.serving import assert_error, assert_well, response_events, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import QueueFull
@@ -25,21 +25,6 @@ def client(server):
 
 def prompt_text(server, index=-1):
     return server.tokenizer.decode(server.client.submitted[index].prompt_token_ids, skip_special_tokens=False)
-
-
-def events(answer):
-    """The events of a stream, whose grammar is checked."""
-    assert answer.status_code == 200, answer.text
-    *frames, rest = answer.text.split("\n\n")
-    assert rest == ""
-    found = []
-    for number, frame in enumerate(frames):
-        name, data = frame.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert event["sequence_number"] == number
-        found.append(event)
-    return found
 
 
 def test_an_answer(server, client):
@@ -159,7 +144,7 @@ def test_stream_with_the_client(server, client):
 def test_events_of_a_stream(server, step_by_step):
     server.says("ab")
     body = {"input": "hi", "stream": True, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    found = events(
+    found = response_events(
         server.stream(PATH, body, on_data=lambda content: b"output_text.delta" in content and step_by_step.set())
     )
     assert [event["type"].removeprefix("response.") for event in found] == [
@@ -188,17 +173,9 @@ def test_events_of_a_stream(server, step_by_step):
 
 def test_an_empty_answer(server):
     server.says("")
-    found = events(server.post(PATH, {"input": "hi", "stream": True}))
+    found = response_events(server.post(PATH, {"input": "hi", "stream": True}))
     assert found[-1]["type"] == "response.completed"
     assert found[-1]["response"]["output"] == []
-
-
-def test_a_failure_in_the_middle_of_a_stream(server):
-    server.play = lambda request: Script(token_ids=[70, 71], error="not a number")
-    found = events(server.post(PATH, {"input": "hi", "stream": True}))
-    assert found[-1]["type"] == "response.failed"
-    assert found[-1]["response"]["error"]["code"] == "server_error"
-    assert found[-1]["response"]["status"] == "failed"
 
 
 def test_a_failure_without_a_stream(server):
@@ -419,7 +396,7 @@ def test_thoughts_and_calls(agent):
 
 def test_stream_of_thoughts_and_calls(agent):
     agent.says(THOUGHTS_AND_CALLS, tokens_per_step=3)
-    found = events(agent.post(PATH, {"input": "Weather?", "tools": [WEATHER], "stream": True}))
+    found = response_events(agent.post(PATH, {"input": "Weather?", "tools": [WEATHER], "stream": True}))
     kinds = [event["type"].removeprefix("response.") for event in found]
     once = [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]

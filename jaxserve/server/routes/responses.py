@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ async def create(request: Request) -> Response:
     if body.background:
         return await answer.start_in_background()
     if body.stream:
-        return EventStream(answer.stream, stopping=state.stopping, done=b"")
+        return EventStream(answer.stream, stopping=state.stopping, done=b"", tell_failure=answer.fail)
     await while_wanted(answer.run(_ignore), receive=request.receive, stopping=state.stopping)
     return json_response(answer.response)
 
@@ -188,21 +189,17 @@ class _Answer:
         self._logprobs: list[TokenLogprob] = []
 
     async def stream(self, write: Write) -> None:
-        """Piece by piece, as server-sent events. A failure after the first is an event too."""
-        is_begun = False
+        """Piece by piece, as server-sent events."""
+        await self.run(lambda event: write(frame(event)))
 
-        def tell(event: Event) -> None:
-            nonlocal is_begun
-            is_begun = True
-            write(frame(event))
-
+    async def fail(self, error: Exception) -> bytes:
+        """Say that it could not be finished, and store that; returns the events that are left to tell."""
+        frames = [frame(event) for event in self._writer.fail(_failure(error))]
         try:
-            await self.run(tell)
-        except JaxserveError as error:
-            if not is_begun:
-                raise
-            for event in self._writer.fail(_failure(error)):
-                write(frame(event))
+            await self._save()
+        except sqlite3.Error:  # it may be why it could not be finished
+            logger.exception("a response that has failed could not be stored")
+        return b"".join([*frames, frame(self._writer.end())])
 
     async def start_in_background(self) -> Response:
         """Begin, and answer before anything has come of it. Raises QueueFull."""
@@ -223,12 +220,11 @@ class _Answer:
                 return
             except ClientDisconnect:
                 self._writer.cancel()
+                await self._save()
             except Exception as error:
                 if not isinstance(error, JaxserveError):
                     logger.exception("a response in the background failed")
-                for _ in self._writer.fail(_failure(error)):
-                    pass
-            await self._save()
+                await self.fail(error)
 
     async def _unwanted(self) -> Message:
         """Stands for the connection that a response in the background does not have: it ends when it is cancelled."""
@@ -262,11 +258,10 @@ class _Answer:
         finally:
             if saving is not None:  # what is saved next must not be overwritten by it
                 await saving
-        *events, last = self._writer.finish(finish_reason, self._chat.usage.total())
-        for event in events:
+        for event in self._writer.finish(finish_reason, self._chat.usage.total()):
             tell(event)
         await self._save()
-        tell(last)
+        tell(self._writer.end())
 
     def _write(self, piece: ChatChunkChoice) -> Iterator[Event]:
         delta, writer = piece.delta, self._writer
@@ -286,13 +281,20 @@ class _Answer:
             )
 
     async def _save(self) -> None:
-        """Keep the answer, if it is to be kept; one in the background has been kept since it began."""
+        """Keep the answer, if it is to be kept; one in the background has been kept since it began.
+
+        Cancelled, this waits all the same: what is saved next must not be overwritten by it.
+        """
         if self.response.store:
             store = self._state.responses
             keep = functools.partial(store.put, owner=self._owner)
             if self.response.background:
                 keep = functools.partial(store.replace, is_complete=not _is_running(self.response))
-            await asyncio.to_thread(keep, self.response.id, self._stored())
+            saving = asyncio.create_task(asyncio.to_thread(keep, self.response.id, self._stored()))
+            try:
+                await asyncio.shield(saving)
+            finally:
+                await saving
 
     def _stored(self) -> StoredResponse:
         output = msgspec.to_builtins(self.response.output)

@@ -1,0 +1,97 @@
+"""Responses that fail on their way: what a stream ends with, and what is stored of it."""
+
+import json
+import sqlite3
+
+import pytest
+from engine.fake_client import Script
+from server.serving import response_events, running
+from waiting import wait_until
+
+from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.response_writer import ResponseWriter
+
+PATH = "/v1/responses"
+UNAVAILABLE = {"code": "server_error", "message": "the server cannot take requests now"}
+
+
+def failed(answer):
+    """The response that a stream has ended with, and failed."""
+    *_, closed, last = response_events(answer)
+    assert closed["type"] == "response.output_item.done"
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
+    return last["response"]
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_failure_in_the_middle_of_a_stream(server, store):
+    server.play = lambda request: Script(token_ids=[70, 71], error="not a number")
+    response = failed(server.post(PATH, {"input": "hi", "stream": True, "store": store}))
+    assert response["error"] == {"code": "server_error", "message": "not a number"}
+    kept = server.get(f"{PATH}/{response['id']}")
+    assert (kept.json() if store else kept.status_code) == (response if store else 404)
+
+
+def test_a_bug_in_the_middle_of_a_stream(server, monkeypatch):
+    monkeypatch.setattr(ResponseWriter, "finish", lambda *_: 1 / 0)
+    server.says("Hello")
+    response = failed(server.post(PATH, {"input": "hi", "stream": True}))
+    assert response["error"] == {"code": "server_error", "message": "internal server error"}
+
+
+def test_a_response_that_cannot_be_stored(server, monkeypatch, caplog):
+    def put(*_args, **_options):
+        raise sqlite3.OperationalError("the disk is full")
+
+    monkeypatch.setattr(ResponseStore, "put", put)
+    server.says("Hello")
+    *_, last = response_events(server.post(PATH, {"input": "hi", "stream": True}))
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "internal server error"}
+    assert "the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda server: server.server.stop_now(),
+        lambda server: server.client.die("the device is gone"),
+        lambda server: server.client.die("the device is gone", silently=True),
+    ],
+    ids=["stop", "death", "silent death"],
+)
+def test_a_stream_that_is_cut_by_the_end_of_the_server(tokenizer, monkeypatch, end):
+    kept = {}
+    monkeypatch.setattr(ResponseStore, "put", lambda _, key, stored, **_options: kept.update({key: stored}))
+    with running(tokenizer) as server:
+        server.play = lambda request: Script(token_ids=[70], hangs=True)
+        has_ended = False
+
+        def end_once(content):
+            nonlocal has_ended
+            if b"output_text.delta" in content and not has_ended:
+                has_ended = True
+                end(server)
+
+        response = failed(server.stream(PATH, {"input": "hi", "stream": True}, on_data=end_once))
+        assert response["error"] == UNAVAILABLE
+        assert response["output"][0]["content"][0]["text"] == server.tokenizer.decode([70])
+        assert b'"status":"failed"' in kept[response["id"]].body
+
+
+def test_a_response_that_is_cut_while_it_is_stored(tokenizer, monkeypatch):
+    """What is kept last is what the client has been told."""
+    kept = []
+    with running(tokenizer) as server:
+
+        def put(_, _key, stored, **_options):
+            server.server.stop_now()
+            wait_until(server.server.state.stopping.is_set)
+            kept.append(json.loads(stored.body))
+
+        monkeypatch.setattr(ResponseStore, "put", put)
+        server.says("Hello")
+        *_, last = response_events(server.post(PATH, {"input": "hi", "stream": True}))
+        assert last["response"] == kept[-1]
