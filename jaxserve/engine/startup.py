@@ -19,8 +19,10 @@ from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND, BandwidthMeter
 from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
+from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.compile import enable_persistent_cache
 from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
+from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes
@@ -42,13 +44,34 @@ GPU_MEMORY_RESERVE = 512 * 2**20
 MEMINFO = pathlib.Path("/proc/meminfo")
 
 
+class _Laps:
+    """Seconds of each phase of the start, for people."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._phases: list[str] = []
+
+    def lap(self, phase: str) -> None:
+        """The end of a phase."""
+        last, self._last = self._last, time.perf_counter()
+        self._phases.append(f"{phase} {self._last - last:.1f} s")
+
+    @property
+    def total(self) -> float:
+        """Seconds until now."""
+        return time.perf_counter() - self._began
+
+    def __str__(self) -> str:
+        return ", ".join(self._phases)
+
+
 def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> tuple[Engine, EngineInfo]:
     """Everything between a model's name and the first step. Raises StartupError.
 
     `mesh` may have any axes; those that `layers.sharding` names split the model. None: `config.tensor_parallel_size`
     devices along one axis, "tensor".
     """
-    started = time.perf_counter()
+    laps = _Laps()
     config = resolve_names(config, progress=progress)
     path = config.model
     hf_config = load_config(path)
@@ -58,7 +81,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
 
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # read when the backend starts, if it has not yet
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
-    enable_persistent_cache(config.compilation_cache_dir)
+    cache = enable_persistent_cache(config.compilation_cache_dir)
     mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
     platform = mesh.devices.flat[0].platform
     is_cpu = platform == "cpu"
@@ -68,17 +91,10 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
     specs = family.param_specs(model_config)
-    # Weights are declared for the context that the model was made for; from here on it is the one that is served, which
-    # decides how some rotations stretch.
     model_config = with_context(model_config, max_model_len)
-    params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
-    loaded = time.perf_counter()
-    runner = Runner(
-        family=family,
-        model_config=model_config,
-        params=params,
-        dtype=dtype,
-        mesh=mesh,
+    spec = StepSpec(
+        model=hf_config,
+        dtype=str(dtype),
         kernels=kernels,
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -86,6 +102,20 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_batched_tokens=max_num_batched_tokens,
         has_special_steps=not is_cpu,
     )
+    builder = build(spec, mesh)
+    is_measured = not is_cpu and not config.kv_cache_memory
+    lowering = None
+    if kernels != "xla" and config.warmup:
+        lowering = Lowering(builder, spec, folder=cache and cache / "steps")
+        if is_measured:  # meanwhile, in other processes
+            lowering.prepare(builder.shapes.largest, builder.max_blocks)
+    with contextlib.ExitStack() as on_error:
+        if lowering is not None:
+            on_error.callback(lowering.close)
+        params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
+        on_error.pop_all()
+    runner = Runner(builder, params, lowering=lowering)
+    laps.lap("weights")
     matchers = Matchers(
         functools.partial(Tokenizer.load, config.tokenizer or path),
         vocab_size=model_config.vocab_size,
@@ -97,21 +127,31 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
     with _closing_on_error(runner), _naming_unsupported():
         memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
+        laps.lap("measuring")
         num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
         runner.num_blocks = num_blocks
         if kernels != "xla" and not config.warmup:  # which would find it too
             runner.check_kernels()
         with _naming_out_of_memory("compiling the steps"):
-            compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
+            if config.warmup:
+                runner.warm_up(progress=progress)
+        laps.lap("steps")
         with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
             runner.allocate()
+            if not is_cpu and config.warmup:
+                runner.run_empty_steps()
+        laps.lap("first runs")
 
     kinds = _kv_kinds(runner)
     logger.info(
-        f"{path}: {num_bytes(specs, dtype=dtype) / 2**30:.2f} GiB of weights ({dtype}) in {loaded - started:.1f} s, "
-        f"{runner.num_compiles} step shapes compiled in {compiled:.1f} s, ready after "
-        f"{time.perf_counter() - started:.1f} s; kernels: {kernels} on {platform}"
+        f"{path}: {num_bytes(specs, dtype=dtype) / 2**30:.2f} GiB of weights ({dtype}), {runner.num_compiles} programs "
+        f"compiled, kernels: {kernels} on {platform}; ready after {laps.total:.1f} s: {laps}"
     )
+    if config.warmup:
+        logger.info(
+            f"of the steps all were lowered after {runner.steps.lowered_after:.1f} s"
+            + ("" if lowering is None else f", {lowering.num_found} of them found in the cache")
+        )
     logger.info(
         f"KV cache: {num_blocks * bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {config.block_size}, room "
         f"for {needs.num_requests(num_blocks, num_tokens=max_model_len)} requests of {max_model_len} tokens; "

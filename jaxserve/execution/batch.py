@@ -51,7 +51,7 @@ class Bucket:
 def make_buckets(
     *, max_num_batched_tokens: int, max_num_seqs: int, block_size: int, num_groups: int = 1
 ) -> list[Bucket]:
-    """Every shape that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every request.
+    """Every size that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every request.
 
     Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
     A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most
@@ -64,15 +64,24 @@ def make_buckets(
     return [Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows + size // block_size)) for size in sizes]
 
 
+def pack_nothing(bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
+    """The packed upload of a step that changes nothing, [bucket.packed_size] int32: all rows are padding."""
+    packed = np.zeros(bucket.packed_size, np.int32)
+    view = _views(packed, bucket)
+    view["slots"][:] = num_slots  # padding rows write nowhere
+    padding = num_groups * num_slots * max_blocks
+    view["new_block_index"][:] = np.arange(padding, padding + bucket.num_new_blocks)  # out of range, and unique
+    return packed
+
+
 def pack(
     plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int, features: int
 ) -> np.ndarray:
     """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block tables separately."""
-    packed = np.zeros(bucket.packed_size, np.int32)
-    view = {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
+    packed = pack_nothing(bucket, num_slots=num_slots, max_blocks=max_blocks, num_groups=num_groups)
+    view = _views(packed, bucket)
     rows = slice(0, len(plan.rows))
     requests, slots, starts, counts, samples, new_counts = zip(*plan.rows, strict=True)
-    view["slots"][:] = num_slots  # padding rows write nowhere
     view["slots"][rows] = slots
     view["starts"][rows] = starts
     view["num_tokens"][rows] = counts
@@ -102,8 +111,6 @@ def pack(
                     place = (group * num_slots + slot) * max_blocks + first
                     new_index += range(place, place + num_new)
                     new_ids += table[first:]
-    padding = num_groups * num_slots * max_blocks
-    view["new_block_index"][:] = np.arange(padding, padding + bucket.num_new_blocks)  # out of range, and unique
     view["new_block_index"][: len(new_index)] = new_index
     view["new_block_ids"][: len(new_ids)] = new_ids
 
@@ -116,6 +123,18 @@ def pack(
                 view["next_token_ids"][index] = known[index][following]
     view["header"][:] = (len(plan.rows), plan.num_decode_rows, features, num_prompt_logprob_rows)
     return packed
+
+
+def wants_prompt_logprobs(plan: StepPlan) -> bool:
+    """Whether some row computes prompt tokens, and its request wants their log probabilities."""
+    return any(
+        row.request.request.params.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens
+        for row in plan.rows
+    )
+
+
+def _views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
+    return {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
 
 
 def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array, " length"]]:
@@ -146,7 +165,8 @@ def make_batch(
     if is_decode_only:
         row, positions = token, starts  # 0 in rows of padding
     else:
-        row = jnp.searchsorted(query_starts[1:], token, side="right").astype(jnp.int32)
+        # As a comparison with all, which is one small kernel where a binary search would be a loop.
+        row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.where(is_padding, 0, row)
         positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
     token_ids = jnp.where(pieces["token_ids"] < 0, last_tokens[slots[row]], pieces["token_ids"])

@@ -29,8 +29,8 @@ PROMPT_LOGPROBS_CHUNK = 128
 @no_type_check
 @flax.struct.dataclass
 class StepOutputs:
-    """What the host reads of a step, a row each. Logprobs and embeddings are None in plain steps, zeros unless
-    asked for.
+    """What the host reads of a step, a row each. Logprobs and embeddings are None in steps that cannot have them, and
+    zeros unless asked for.
     """
 
     token_ids: Int[Array, " B"]
@@ -54,11 +54,13 @@ def step(
     bucket: Bucket,
     is_plain: bool,
     is_decode_only: bool,
+    has_logprobs: bool,
 ) -> tuple[KVCache, Slots, StepOutputs]:
     """One step of the engine. `kv_cache` and `slots` are donated; the keyword arguments are static.
 
     `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features;
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any.
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any. Without `has_logprobs` there
+    are no log probabilities, neither of drawn tokens nor of a prompt's.
     """
     pieces = unpack(packed, bucket)
     num_slots = slots.last_tokens.shape[0]
@@ -102,6 +104,16 @@ def step(
     logprobs = prompt_logprobs = embeddings = None
     if not is_plain:
         sampling_state = record(sampling_state, pieces["slots"], sampled.token_ids, draws, features)
+        with jax.named_scope("pool"):
+            pooled_sums, embeddings = pool(
+                hidden,
+                pooled_sums,
+                batch,
+                slot_ids=pieces["slots"],
+                row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
+                features=features,
+            )
+    if has_logprobs:
         logprobs = jax.lax.cond(
             features & Feature.LOGPROBS != 0,
             lambda: _logprobs(logits, sampled.token_ids),
@@ -112,15 +124,6 @@ def step(
             lambda: _prompt_logprobs(params, config, family, hidden, batch, pieces["next_token_ids"]),
             lambda: _no_logprobs(hidden.shape[0], logits.shape[1]),
         )
-        with jax.named_scope("pool"):
-            pooled_sums, embeddings = pool(
-                hidden,
-                pooled_sums,
-                batch,
-                slot_ids=pieces["slots"],
-                row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
-                features=features,
-            )
     slots = Slots(
         last_tokens=slots.last_tokens.at[written].set(sampled.token_ids, mode="drop"),
         block_tables=block_tables,

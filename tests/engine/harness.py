@@ -8,6 +8,7 @@ import numpy as np
 from naive import naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.builder import StepBuilder
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
@@ -49,7 +50,7 @@ class Model:
             self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
         if corrupt_token is not None:
             self.params["embed"] = self.params["embed"].at[corrupt_token].set(np.nan)
-        self.runner = Runner(
+        builder = StepBuilder(
             family=self.family,
             model_config=self.config,
             params=self.params,
@@ -62,6 +63,7 @@ class Model:
             kernels="xla",
             has_special_steps=has_special_steps,
         )
+        self.runner = Runner(builder, self.params)
         self.runner.num_blocks = num_blocks
         self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)

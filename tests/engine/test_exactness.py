@@ -39,7 +39,7 @@ def test_mixed_lengths_in_chunks(llama, overlap, budget):
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])
 def test_every_bucket_boundary(llama, num_tokens):
     """Steps of one token less than a bucket, as many, and one more: as one prompt, and as that many rows."""
-    assert [bucket.num_tokens for bucket in llama.runner.buckets] == [1, 4, 8, 16, 32]
+    assert [bucket.num_tokens for bucket in llama.runner.builder.buckets] == [1, 4, 8, 16, 32]
     (prompt,) = prompts(llama, [num_tokens], seed=num_tokens)
     asked = {"one": (prompt, 4)}
     assert_naive(llama, run(llama.engine(), [request("one", *asked["one"])]), asked)

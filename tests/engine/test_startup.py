@@ -13,7 +13,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.kv_cache import choose_num_blocks
-from jaxserve.execution.runner import StepKey
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
@@ -72,8 +71,7 @@ def test_slots_are_part_of_what_steps_take(monkeypatch):
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
     monkeypatch.setattr(runner, "_kv_cache", None)
-    largest = StepKey(runner.buckets[-1], is_plain=False, is_decode_only=False)
-    memory = runner._lower_step(largest).compile().memory_analysis()
+    memory = runner._lower_step(runner.builder.shapes.largest).compile().memory_analysis()
     made = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert runner.measure_step_memory() == slots + made
 

@@ -1,14 +1,10 @@
 """Decode steps of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
-from jaxserve.execution.runner import Runner, StepKey
-from jaxserve.layers.params import abstract_params
+from jaxserve.execution.builder import StepSpec, build
 from jaxserve.layers.sharding import with_explicit_axes
-from jaxserve.models import get_family
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 NUM_BLOCKS = 40_000
@@ -16,39 +12,28 @@ POOL = (NUM_BLOCKS, 8, 16, 128)
 NUM_LAYERS = LLAMA_3_8B["num_hidden_layers"]
 
 
-def make_runner(fields):
-    family = get_family(fields)
-    config = family.Config.from_hf(fields)
-    mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
-    dtype = np.dtype(jnp.bfloat16)
-    runner = Runner(
-        family=family,
-        model_config=config,
-        params=abstract_params(family.param_specs(config), dtype=dtype, mesh=mesh),
-        dtype=dtype,
-        mesh=mesh,
-        kernels="sm90",
-        block_size=16,
-        max_model_len=8192,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        has_special_steps=True,
-    )
-    runner.num_blocks = NUM_BLOCKS
-    return runner
+def make_spec(fields, **changes):
+    sizes = {"block_size": 16, "max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | changes
+    return StepSpec(model=fields, dtype="bfloat16", kernels="sm90", has_special_steps=True, **sizes)
+
+
+def make_builder(fields, **changes):
+    return build(make_spec(fields, **changes), with_explicit_axes(h200_mesh((1,), ("tensor",))))
+
+
+def decode_key(builder, num_rows, *, is_plain=True):
+    return builder.shapes.key_for(num_rows, is_plain=is_plain, is_decode_only=True, has_logprobs=False)
 
 
 @pytest.fixture(scope="module")
-def runner():
-    return make_runner(LLAMA_3_8B)
+def builder():
+    return make_builder(LLAMA_3_8B)
 
 
 # The most rows that have matmuls of our own, and the most there are, with XLA's (untuned: some split a sum in two).
 @pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(64, 6), (256, 12)])
-def test_decode_step(runner, num_rows, launches_per_layer):
-    bucket = next(bucket for bucket in runner.buckets if bucket.num_tokens == num_rows)
-    key = StepKey(bucket, is_plain=True, is_decode_only=True)
-    program = compile_lowered(lambda: runner._lower_step(key))
+def test_decode_step(builder, num_rows, launches_per_layer):
+    program = compile_lowered(lambda: builder.lower(decode_key(builder, num_rows), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
@@ -60,9 +45,8 @@ def test_decode_step(runner, num_rows, launches_per_layer):
 
 def test_decode_step_with_experts():
     fields = QWEN3_30B_A3B | {"num_hidden_layers": 1}
-    runner = make_runner(fields)
-    bucket = next(bucket for bucket in runner.buckets if bucket.num_tokens == 16)
-    program = compile_lowered(lambda: runner._lower_step(StepKey(bucket, is_plain=True, is_decode_only=True)))
+    builder = make_builder(fields)
+    program = compile_lowered(lambda: builder.lower(decode_key(builder, 16), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     X, F, E = fields["num_experts"], fields["moe_intermediate_size"], fields["hidden_size"]

@@ -1,0 +1,266 @@
+"""The steps of a model as lowered programs, made by other processes or found on disk.
+
+To lower a step takes seconds of Python under the GIL, most of it for its kernels, and there are some twenty steps. So
+processes without a device do it (`lowering_worker`), which start while weights load; what they return is kept beside
+XLA's cache of compiled programs, under a hash of all that it was made from.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pathlib
+import queue
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+import jax
+import msgspec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from jaxserve.execution.builder import StepBuilder, StepSpec
+from jaxserve.execution.shapes import StepKey
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 8
+
+ROOMS = ("layers", "models", "execution", "sampling", "../pallas_kernels")
+"""Where the code of a step lies, from the package's folder."""
+
+
+class MeshSpec(msgspec.Struct, frozen=True):
+    """A mesh without its devices: axes, all explicit, and of which kind the devices are."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    device_kind: str
+    platform: str
+    num_cores: int | None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "MeshSpec":
+        """The description of a mesh of equal devices."""
+        device = mesh.abstract_mesh.abstract_device
+        return cls(mesh.axis_names, mesh.axis_sizes, device.device_kind, device.platform, device.num_cores)
+
+    def mesh(self) -> AbstractMesh:
+        """What steps can be traced for."""
+        return AbstractMesh(
+            self.axis_sizes,
+            self.axis_names,
+            axis_types=(AxisType.Explicit,) * len(self.axis_names),
+            abstract_device=AbstractDevice(
+                device_kind=self.device_kind, platform=self.platform, num_cores=self.num_cores
+            ),
+        )
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The first message to a worker."""
+
+    spec: StepSpec
+    mesh: MeshSpec
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A message to a worker: lower this step for a pool of so many blocks."""
+
+    key: StepKey
+    num_blocks: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A message from a worker: what `StepBuilder.export` has returned or, if it failed, why."""
+
+    exported: bytes = b""
+    error: str | None = None
+
+
+class Lowering:
+    """Lowers steps as `StepBuilder.lower` does, which it falls back to if a worker fails. From any thread.
+
+    Attributes:
+        num_workers: how many steps are lowered at a time.
+        num_found: steps that were found on disk.
+    """
+
+    def __init__(
+        self, builder: StepBuilder, spec: StepSpec, *, folder: pathlib.Path | None, num_workers: int | None = None
+    ):
+        """`folder`: where lowered steps are kept, if they are."""
+        assert isinstance(builder.mesh, Mesh)
+        self.num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
+        self.num_found = 0
+        self._builder = builder
+        self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh))
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._is_closed = False
+        self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
+
+    def lower(self, key: StepKey, num_blocks: int) -> jax.stages.Lowered:
+        """The step of this key for a pool of so many blocks. Raises what `StepBuilder.lower` raises."""
+        job = Job(key, num_blocks)
+        prepared = self._prepared.pop(job, None)
+        try:
+            exported = self._find_or_make(job) if prepared is None else prepared.result()
+            return self._builder.lower_exported(key, num_blocks, exported)
+        except _WorkerFailed as error:
+            logger.warning("a step is lowered in this process: %s", error)
+            return self._builder.lower(key, num_blocks)
+
+    def prepare(self, key: StepKey, num_blocks: int) -> None:
+        """Begin with this step, which `lower` waits for. If it is not on disk, workers start, for the others too."""
+        job = Job(key, num_blocks)
+        self._prepared[job] = future = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._find_or_make(job))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="lowering", daemon=True).start()
+
+    def close(self) -> None:
+        """End the workers. What they are at fails."""
+        with self._lock:
+            self._is_closed = True
+        for worker in self._workers:
+            worker.close()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise _WorkerFailed("the workers have ended")
+            while len(self._workers) < self.num_workers:
+                self._workers.append(worker := _Worker(self._settings))
+                self._idle.put(worker)
+
+    def _find_or_make(self, job: Job) -> bytes:
+        return self._find(job) or self._make(job)
+
+    def _make(self, job: Job) -> bytes:
+        self._start()
+        worker = self._idle.get()
+        try:
+            exported = worker.run(job)
+        finally:
+            self._idle.put(worker)
+        self._keep(job, exported)
+        return exported
+
+    def _path(self, job: Job) -> pathlib.Path | None:
+        if self._folder is None:
+            return None
+        made_from = msgspec.json.encode([_versions(), self._settings, job], order="sorted")
+        return self._folder / hashlib.sha256(made_from).hexdigest()
+
+    def _find(self, job: Job) -> bytes | None:
+        path = self._path(job)
+        if path is None:
+            return None
+        try:
+            digest, exported = path.read_bytes().split(b"\n", 1)
+        except (OSError, ValueError):
+            return None
+        if digest.decode(errors="replace") != hashlib.sha256(exported).hexdigest():
+            return None
+        self.num_found += 1
+        return exported
+
+    def _keep(self, job: Job, exported: bytes) -> None:
+        path = self._path(job)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(hashlib.sha256(exported).hexdigest().encode() + b"\n" + exported)
+            os.replace(file.name, path)
+        except OSError as error:
+            logger.warning("a lowered step is not kept: %s", error)
+
+
+class _WorkerFailed(Exception):
+    """A step that a worker has not lowered, and why."""
+
+
+class _Worker:
+    """A process of `lowering_worker`, which ends when its standard input does: with this process at the latest."""
+
+    def __init__(self, settings: WorkerSettings):
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jaxserve.execution.lowering_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent alone
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "JAX_PLATFORMS": "cpu",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+        )
+        with contextlib.suppress(OSError):  # it has ended already, which the first job tells
+            write_message(self._process.stdin, settings)
+
+    def run(self, job: Job) -> bytes:
+        """Blocks until the step is lowered. Raises _WorkerFailed."""
+        try:
+            write_message(self._process.stdin, job)
+            answer = read_message(self._process.stdout, Answer)
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            raise _WorkerFailed(f"its worker has gone ({error})") from error
+        if answer is None:
+            raise _WorkerFailed("its worker has gone")
+        if answer.error is not None:
+            raise _WorkerFailed(answer.error)
+        return answer.exported
+
+    def close(self) -> None:
+        """End it, whatever it is at."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  # both are pipes
+
+
+def write_message(pipe: IO[bytes] | None, message: msgspec.Struct) -> None:
+    """Four bytes of length, and the message as msgpack."""
+    assert pipe is not None
+    encoded = msgspec.msgpack.encode(message)
+    pipe.write(struct.pack(">I", len(encoded)) + encoded)
+    pipe.flush()
+
+
+def read_message[T](pipe: IO[bytes] | None, kind: type[T]) -> T | None:
+    """The next message, None at the end."""
+    assert pipe is not None
+    length = pipe.read(4)
+    if len(length) < 4:
+        return None
+    encoded = pipe.read(size := struct.unpack(">I", length)[0])
+    return msgspec.msgpack.decode(encoded, type=kind) if len(encoded) == size else None
+
+
+@functools.cache
+def _versions() -> dict[str, Any]:
+    """What decides how a step is lowered, besides its sizes: versions of packages, and a hash of our own code."""
+    package = pathlib.Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for room in ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            code.update(path.relative_to(package / room).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")} | {"code": code.hexdigest()}

@@ -1,0 +1,38 @@
+"""A process that lowers steps for `lowering`, without a device. It ends with its standard input: with its parent."""
+
+import os
+import queue
+import sys
+import threading
+
+from jaxserve.execution.builder import build
+from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_message, write_message
+
+
+def main() -> None:
+    """Answer one job after the other."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is for people
+    settings = read_message(sys.stdin.buffer, WorkerSettings)
+    if settings is None:
+        return
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
+    builder = build(settings.spec, settings.mesh.mesh())
+    while True:
+        job = jobs.get()
+        try:
+            answer = Answer(exported=builder.export(job.key, job.num_blocks))
+        except Exception as error:
+            answer = Answer(error=f"{type(error).__name__}: {error}")
+        write_message(answers, answer)
+
+
+def _listen(jobs: "queue.SimpleQueue[Job]") -> None:
+    while (job := read_message(sys.stdin.buffer, Job)) is not None:
+        jobs.put(job)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
