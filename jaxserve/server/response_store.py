@@ -44,6 +44,8 @@ class StoredResponse(NamedTuple):
 class ResponseStore:
     """At most `max_entries` answers, each for `ttl` seconds. From any thread, and from several processes at once.
 
+    The oldest go first; those that are still written go last, and their time begins when they are complete.
+
     Nobody but its `owner` (the name of an API key) can read an answer or delete it: for others it is not there.
     """
 
@@ -58,7 +60,7 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
     ):
         """`place` is the worker's among those that share the file; whoever is started in its stead has the same."""
-        self._max_entries = max_entries
+        self.max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl = ttl
         self._place = place
@@ -72,7 +74,7 @@ class ResponseStore:
     @property
     def is_enabled(self) -> bool:
         """Whether anything is kept at all."""
-        return self._max_entries > 0
+        return self.max_entries > 0
 
     def put(self, response_id: str, stored: StoredResponse, *, owner: str, is_complete: bool = True) -> None:
         """Keep an answer, instead of what was kept by this id; what is too old or too much goes."""
@@ -87,12 +89,18 @@ class ResponseStore:
 
     def replace(self, response_id: str, stored: StoredResponse, *, is_complete: bool = True) -> None:
         """What has become of an answer, if it is still kept."""
+        now = self._clock()
         with self._transaction() as database:
             database.execute(
-                "update responses set body = ?, items = ?, num_inputs = ?, place = ? where id = ?",
-                (*stored, None if is_complete else self._place, response_id),
+                "update responses set body = ?, items = ?, num_inputs = ? where id = ?", (*stored, response_id)
             )
-            self._make_room(database, self._clock())
+            if is_complete:
+                database.execute(
+                    "update responses set place = null, expires = ?, "
+                    "number = (select max(number) + 1 from responses) where id = ? and place is not null",
+                    (now + self._ttl, response_id),
+                )
+            self._make_room(database, now)
 
     def incomplete(self) -> dict[str, StoredResponse]:
         """By id, what this worker, or one before it in its place, has not completed."""
@@ -106,7 +114,8 @@ class ResponseStore:
         """A stored answer. None: it is not there, or not any more."""
         with self._transaction() as database:
             row = database.execute(
-                "select body, items, num_inputs from responses where id = ? and owner = ? and expires > ?",
+                "select body, items, num_inputs from responses "
+                "where id = ? and owner = ? and (expires > ? or place is not null)",
                 (response_id, owner, self._clock()),
             ).fetchone()
         return None if row is None else StoredResponse(*row)
@@ -134,13 +143,14 @@ class ResponseStore:
             self._database.close()
 
     def _make_room(self, database: sqlite3.Connection, now: float) -> None:
-        database.execute("delete from responses where expires <= ?", (now,))
-        # The newest that fit, counted from the end.
+        database.execute("delete from responses where expires <= ? and place is null", (now,))
+        # The newest that fit, counted from the end, behind those that are still written.
         database.execute(
             "delete from responses where number not in (select number from (select number, "
             "row_number() over newest as position, sum(length(body) + length(items)) over newest as bytes "
-            "from responses window newest as (order by number desc)) where position <= ? and bytes <= ?)",
-            (self._max_entries, self._max_bytes),
+            "from responses window newest as (order by place is null, number desc)) "
+            "where position <= ? and bytes <= ?)",
+            (self.max_entries, self._max_bytes),
         )
 
     @contextlib.contextmanager

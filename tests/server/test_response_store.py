@@ -56,6 +56,30 @@ def test_an_answer_that_is_replaced_stays_in_its_place(make):
     assert store.get("a", owner="me") is None
 
 
+def test_an_answer_that_is_still_written_stays(make, clock):
+    store = make()
+    store.put("a", stored("a"), owner="me", is_complete=False)
+    for name in "bcd":
+        store.put(name, stored(name), owner="me")
+    clock.now += 61
+    store.replace("a", stored("aa"), is_complete=False)
+    assert [store.get(name, owner="me") for name in "abcd"] == [stored("aa"), None, None, None]
+    store.put("e", stored("e"), owner="me")
+    store.replace("a", stored("A"))
+    for name in "fg":  # it is the newest now
+        store.put(name, stored(name), owner="me")
+    assert [store.get(name, owner="me") is not None for name in "aefg"] == [True, False, True, True]
+    clock.now += 60
+    assert store.get("a", owner="me") is None
+
+
+def test_answers_that_are_still_written_are_bounded_too(make):
+    store = make()
+    for name in "abcd":
+        store.put(name, stored(name), owner="me", is_complete=False)
+    assert [store.get(name, owner="me") is not None for name in "abcd"] == [False, True, True, True]
+
+
 def test_time(make, clock):
     store = make()
     store.put("a", stored("a"), owner="me")

@@ -203,21 +203,29 @@ class _Answer:
 
     async def start_in_background(self) -> Response:
         """Begin, and answer before anything has come of it. Raises QueueFull."""
-        if len(self._state.background) >= MAX_IN_BACKGROUND:
-            raise QueueFull(f"{MAX_IN_BACKGROUND} responses are running in the background")
-        put = functools.partial(self._state.responses.put, owner=self._owner, is_complete=False)
-        await asyncio.to_thread(put, self.response.id, self._stored())
-        answer = json_response(self.response)
-        task = asyncio.create_task(self._run_in_background())
-        self._state.background.add(task)
+        limit = min(MAX_IN_BACKGROUND, self._state.responses.max_entries)
+        if len(self._state.background) >= limit:
+            raise QueueFull(f"{limit} responses are running in the background")
+        is_kept = asyncio.Event()
+        task = asyncio.create_task(self._run_in_background(is_kept))
+        self._state.background.add(task)  # before anything is waited for: a burst must not get past the limit
         task.add_done_callback(self._state.background.discard)
+        answer = json_response(self.response)
+        put = functools.partial(self._state.responses.put, owner=self._owner, is_complete=False)
+        try:
+            await asyncio.to_thread(put, self.response.id, self._stored())
+        except BaseException:
+            task.cancel()
+            raise
+        is_kept.set()
         return answer
 
-    async def _run_in_background(self) -> None:
+    async def _run_in_background(self, is_kept: asyncio.Event) -> None:
+        """Answer, once it has been kept that this is to come."""
         with self._state.counted():
+            await is_kept.wait()
             try:
                 await while_wanted(self.run(_ignore), receive=self._unwanted, stopping=self._state.stopping)
-                return
             except ClientDisconnect:
                 self._writer.cancel()
                 await self._save()

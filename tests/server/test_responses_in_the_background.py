@@ -1,0 +1,72 @@
+"""How many responses may run in the background, and what becomes of those beyond."""
+
+import asyncio
+import sqlite3
+
+import httpx
+from engine.fake_client import Script
+from server.serving import assert_error, running
+from waiting import PATIENCE, wait_until
+
+from jaxserve.server.response_store import ResponseStore
+
+PATH = "/v1/responses"
+BODY = {"input": "hi", "background": True}
+
+
+def burst(server, number):
+    """The answers to so many requests at once."""
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, verify=False) as client:
+            return await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(number)))
+
+    return asyncio.run(ask())
+
+
+def status(server, answer):
+    return server.get(f"{PATH}/{answer.json()['id']}").json()["status"]
+
+
+def assert_limit(server, limit):
+    """Of a burst of twice as many, so many are taken, and all of these are answered; then there is room again."""
+    server.play = lambda request: Script(token_ids=[70], hangs=True)
+    answers = burst(server, 2 * limit)
+    taken = [answer for answer in answers if answer.status_code == 200]
+    assert len(taken) == limit
+    for answer in answers:
+        if answer not in taken:
+            assert_error(answer, 429, None, "rate_limit_error")
+            assert int(answer.headers["retry-after"]) >= 1
+    wait_until(lambda: server.client.num_running == limit)
+    server.says("enough")
+    assert server.post(PATH, {"input": "hi"}).status_code == 200  # others are answered meanwhile
+    assert server.post(f"{PATH}/{taken[0].json()['id']}/cancel", {}).json()["status"] == "cancelled"
+    wait_until(lambda: len(server.server.state.background) < limit)
+    (another,) = burst(server, 1)
+    wait_until(lambda: status(server, another) == "completed")
+    wait_until(lambda: {status(server, answer) for answer in taken[1:]} == {"in_progress"})
+
+
+def test_a_burst(server, monkeypatch):
+    monkeypatch.setattr("jaxserve.server.routes.responses.MAX_IN_BACKGROUND", 8)
+    assert_limit(server, 8)
+    for request in list(server.client.submitted):
+        server.server.state.responses.cancel(request.request_id.removesuffix("-0"))
+    wait_until(lambda: not server.server.state.background)
+
+
+def test_no_more_than_can_be_stored(tokenizer):
+    with running(tokenizer, max_stored_responses=5) as server:
+        assert_limit(server, 5)
+
+
+def test_one_that_cannot_be_stored_takes_no_room(server, monkeypatch):
+    def put(*_args, **_options):
+        raise sqlite3.OperationalError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResponseStore, "put", put)
+        assert_error(server.post(PATH, BODY), 500, None, "internal_error")
+    wait_until(lambda: not server.server.state.background)
+    assert not server.client.submitted
