@@ -151,7 +151,7 @@ def decoder(
             kernels=batch.kernels,
         )
 
-    mlp = functools.partial(gated_mlp, activation=activation)
+    mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels)
     if routing is not None:
         mlp = functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation)
     add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels)

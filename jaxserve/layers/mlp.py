@@ -7,10 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import linear
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.linear import is_split, linear
 from jaxserve.layers.params import Params, ParamSpec
+from pallas_kernels import gated_linear_unit as fused
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -97,12 +100,40 @@ def gated_mlp_specs(
     return specs
 
 
-def gated_mlp(params: Params, x: Float[Array, "T E"], activation: str | Gate) -> Float[Array, "T E"]:
-    """down(activation(gate(x)) * up(x)); `activation` is as `gate_of` takes it."""
+def gated_mlp(
+    params: Params, x: Float[Array, "T E"], activation: str | Gate, *, kernels: Kernels = "xla"
+) -> Float[Array, "T E"]:
+    """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
+
+    The first includes the activation where `kernels` has one for such rows and weights.
+    """
     with jax.named_scope("mlp"):
-        gate_up = linear(x, params["gate_up"], params.get("gate_up_bias"))
-        inner = gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
+        inner = _gated_linear_unit(params["gate_up"], params.get("gate_up_bias"), x, activation, kernels=kernels)
         return linear(inner, params["down"], params.get("down_bias"))
+
+
+def _gated_linear_unit(
+    weight: Float[Array, "2 F E"],
+    bias: Float[Array, "2 F"] | None,
+    x: Float[Array, "T E"],
+    activation: str | Gate,
+    *,
+    kernels: Kernels,
+) -> Float[Array, "T F"]:
+    if (
+        kernels == "xla"
+        or not (isinstance(activation, str) and activation in FUSED_ACTIVATIONS)
+        or bias is not None
+        or is_split(weight)
+        or not fused.supports(x, weight)
+    ):
+        gate_up = linear(x, weight, bias)
+        return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
+    run = functools.partial(fused.gated_linear_unit, activation=ACTIVATIONS[activation], implementation=kernels)
+    if not jax.typeof(x).sharding.mesh.empty:
+        everywhere = PartitionSpec()  # each device has all rows and weights
+        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return run(x, weight)
 
 
 def mlp_specs(

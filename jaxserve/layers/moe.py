@@ -134,7 +134,7 @@ def moe_or_mlp(
 ) -> Float[Array, "T E"]:
     """The feed-forward of a layer that has experts or not, as its weights say."""
     if "experts" not in params:
-        return gated_mlp(params, x, activation)
+        return gated_mlp(params, x, activation, kernels=batch.kernels)
     num_tokens = batch.query_starts[batch.num_rows]
     return moe(params, x, num_tokens, routing=routing, activation=activation, kernels=batch.kernels)
 
@@ -158,7 +158,7 @@ def moe(
         y = _run_experts(params["experts"], x, weights, chosen, num_tokens, activation=activation, kernels=kernels)
         if "shared" not in params:
             return y
-        shared = gated_mlp(params["shared"], x, activation)
+        shared = gated_mlp(params["shared"], x, activation, kernels=kernels)
         if "shared_gate" in params:
             shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
         return y + shared

@@ -100,7 +100,7 @@ def forward(
             sliding_window=window,
             soft_cap=config.attention_soft_cap,
         )
-        mlp = functools.partial(gated_mlp, activation=config.activation)
+        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
     x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5

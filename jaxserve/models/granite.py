@@ -94,7 +94,8 @@ def forward(
         return update * config.residual_multiplier, k_pages, v_pages
 
     def mlp(weights: Params, y: Array) -> Array:
-        return gated_mlp(weights, y, config.activation) * config.residual_multiplier
+        update = gated_mlp(weights, y, config.activation, kernels=batch.kernels)
+        return update * config.residual_multiplier
 
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
     x = embed(params["embed"], batch.token_ids) * config.embedding_multiplier

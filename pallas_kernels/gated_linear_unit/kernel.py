@@ -1,11 +1,10 @@
-"""The body of the Hopper kernel of the large matmul: what the warpgroups of a thread block do. See sm90.py.
+"""The body of the Hopper kernel of the gated linear unit: what the warpgroups of a thread block do. See sm90.py.
 
 An item is a tile of rows, one for each thread block of a cluster, times a tile of outputs that they share. The last
 warpgroup copies rows and weights into a ring in shared memory, as far ahead as there is room; each of the others
 multiplies half of the tile's rows.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,9 @@ UNITS = 2
 COLUMNS = 64
 """Of K, a step of the ring: 16-bit values in the 128 bytes that the swizzle mixes."""
 ROWS = 64
-"""Of a piece of the result: what one wgmma instruction multiplies."""
+"""Of a computing warpgroup in a tile: what one wgmma instruction multiplies."""
+STAGES = 4
+"""Steps that the ring holds."""
 
 _int = jnp.int32
 
@@ -28,37 +29,29 @@ _int = jnp.int32
 class Problem(NamedTuple):
     """What is known when the kernel is compiled."""
 
-    rows: int
-    """Of a tile."""
     outputs: int
-    """Of a tile, that is of each half of it."""
-    halves: int
-    """Gate and up, or one."""
-    stages: int
+    """Of a tile, of gate and of up each."""
     cluster: int
     band: int
-    lead: int
     piece: int
     """Columns of the result that are stored at a time."""
-    slots: int
-    """Pieces of a warpgroup's result that shared memory has room for; as many or a divisor of all."""
     num_rows: int
     num_outputs: int
     depth: int
     num_groups: int
     """Clusters that run."""
-    activation: Callable[[Array], Array] | None
+    activation: Callable[[Array], Array]
     interpret: bool
 
     @property
-    def unit_rows(self) -> int:
-        """Of a computing warpgroup."""
-        return self.rows // UNITS
+    def pieces(self) -> int:
+        """Of a warpgroup's result."""
+        return self.outputs // self.piece
 
     @property
     def row_tiles(self) -> int:
         """Of clusters."""
-        return -(-self.num_rows // (self.rows * self.cluster))
+        return -(-self.num_rows // (UNITS * ROWS * self.cluster))
 
     @property
     def output_tiles(self) -> int:
@@ -76,7 +69,7 @@ class Global(NamedTuple):
 
     x: Any
     weight: Any
-    """[halves, N, K]"""
+    """[2, N, K]"""
     y: Any
 
 
@@ -94,7 +87,6 @@ class Shared(NamedTuple):
     out_boxes: Any
     full: Any
     free: Any
-    started: Any
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
@@ -108,7 +100,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
         def turn(index, _):
             row_tile, output_tile = _item(problem, group + index * problem.num_groups)
-            row = (row_tile * problem.cluster + rank) * problem.rows
+            row = (row_tile * problem.cluster + rank) * (UNITS * ROWS)
             visit(row, output_tile * problem.outputs, index * problem.steps)
 
         lax.fori_loop(_int(0), num_own, turn, None)
@@ -117,13 +109,13 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     def _():
         plgpu.set_max_registers(40, action="decrease")
         for_each_item(lambda row, output, step: _copy(problem, gmem, smem, row, output, step))
-        for slot in range(problem.stages):
+        for slot in range(STAGES):
             plgpu.barrier_wait(smem.free.at[slot])  # no barrier ends unobserved, no block before its peers
 
     @pl.when(wg < UNITS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        for slot in range(problem.stages):
+        for slot in range(STAGES):
             plgpu.barrier_arrive(smem.free.at[slot])
         for_each_item(lambda row, output, step: _compute(problem, gmem, smem, wg, row, output, step))
         plgpu.wait_smem_to_gmem(0)
@@ -146,13 +138,13 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
     shared = None if problem.cluster == 1 or problem.interpret else "rank"
 
     def one_step(k, _):
-        slot = lax.rem(first_step + k, _int(problem.stages))
+        slot = lax.rem(first_step + k, _int(STAGES))
         full, columns = smem.full.at[slot], pl.ds(k * COLUMNS, COLUMNS)
         plgpu.barrier_wait(smem.free.at[slot])
         for unit in range(UNITS):
-            rows = pl.ds(row + unit * problem.unit_rows, problem.unit_rows)
+            rows = pl.ds(row + unit * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(gmem.x.at[rows, columns], smem.x_boxes.at[slot, unit], full)
-        for half in range(problem.halves):
+        for half in range(2):
             plgpu.copy_gmem_to_smem(
                 gmem.weight.at[half, pl.ds(output, problem.outputs), columns],
                 smem.weight.at[slot, pl.ds(half * problem.outputs, problem.outputs)],
@@ -169,9 +161,8 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, firs
     def multiply(acc):
         return _multiply(problem, smem, wg, first_step, acc)
 
-    shape = (problem.unit_rows, problem.halves * problem.outputs)
-    sums = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-    _store(problem, gmem, smem, sums, wg, row + wg * problem.unit_rows, output)
+    sums = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * problem.outputs), jnp.float32))
+    _store(problem, gmem, smem, sums, wg, row + wg * ROWS, output)
 
 
 def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Array, "rows N"]:
@@ -179,43 +170,28 @@ def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Arra
 
     def one_step(k, _):
         step = first_step + k
-        slot = lax.rem(step, _int(problem.stages))
+        slot = lax.rem(step, _int(STAGES))
         plgpu.barrier_wait(smem.full.at[slot])
         plgpu.wgmma(acc, smem.x.at[slot, wg], smem.weight.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)
 
         @pl.when(k > 0)
         def _():
-            plgpu.barrier_arrive(smem.free.at[lax.rem(step + (problem.stages - 1), _int(problem.stages))])
+            plgpu.barrier_arrive(smem.free.at[lax.rem(step + (STAGES - 1), _int(STAGES))])
 
-        if problem.lead:
-
-            @pl.when((k == problem.lead) & (wg == 0))
-            def _():
-                plgpu.barrier_arrive(smem.started)
-
-    if problem.lead:
-        # One of them ends an item while the other still multiplies.
-        pl.when(wg == 1)(lambda: plgpu.barrier_wait(smem.started))
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
     sums = acc[...]
-    plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(problem.stages))])
+    plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(STAGES))])
     return sums
 
 
 def _store(problem: Problem, gmem: Global, smem: Shared, sums, wg, row, output) -> None:
     """A warpgroup's result, piece by piece. TMA leaves out what lies behind the last row or output."""
-    starts = itertools.product(range(0, problem.unit_rows, ROWS), range(0, problem.outputs, problem.piece))
-    for index, (down, right) in enumerate(starts):
-        y, *up = (
-            sums[down : down + ROWS, start : start + problem.piece]
-            for start in (right + half * problem.outputs for half in range(problem.halves))
-        )
-        if problem.activation is not None:
-            y = problem.activation(y) * up[0]
-        slot = index % problem.slots
-        plgpu.wait_smem_to_gmem(problem.slots - 1, wait_read_only=True)  # of the slot's piece before
-        smem.out[wg, slot] = y.astype(gmem.y.dtype)
+    for index in range(problem.pieces):
+        right = index * problem.piece
+        gate, up = (sums[:, start : start + problem.piece] for start in (right, problem.outputs + right))
+        plgpu.wait_smem_to_gmem(problem.pieces - 1, wait_read_only=True)  # of this piece of the item before
+        smem.out[wg, index] = (problem.activation(gate) * up).astype(gmem.y.dtype)
         plgpu.commit_smem()
-        window = gmem.y.at[pl.ds(row + down, ROWS), pl.ds(output + right, problem.piece)]
-        plgpu.copy_smem_to_gmem(smem.out_boxes.at[wg, slot], window)
+        window = gmem.y.at[pl.ds(row, ROWS), pl.ds(output + right, problem.piece)]
+        plgpu.copy_smem_to_gmem(smem.out_boxes.at[wg, index], window)

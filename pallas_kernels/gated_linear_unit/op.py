@@ -1,0 +1,49 @@
+"""The public operation: gate and up of an MLP as one matmul for many rows, with the activation in its epilogue."""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.gated_linear_unit.sm90 import check_supported, gated_linear_unit_sm90
+from pallas_kernels.small_matmul.xla import matmul_xla
+
+Implementation = Literal["xla", "sm90"]
+
+
+def supports(x: Float[Array, "M K"], weight: Float[Array, "2 N K"]) -> bool:
+    """Whether "sm90" multiplies such rows by such a weight."""
+    try:
+        check_supported(x, weight)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def gated_linear_unit(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "2 N K"],
+    *,
+    activation: Callable[[Array], Array],
+    implementation: Implementation = "xla",
+) -> Float[Array, "M N"]:
+    """Compute activation(x @ gate^T) * (x @ up^T) with sums in float32, the result in x's dtype (Shazeer 2020,
+    arXiv:2002.05202).
+
+    The weight is gate and up, each as checkpoints have it. "sm90" calls the activation in the kernel, with float32,
+    and jits it as a static argument: give the same function for each layer.
+
+    "sm90" is a Mosaic kernel for Hopper GPUs; "xla" runs anywhere. Raises ValueError for an unknown implementation or
+    shapes that do not fit together, NotImplementedError for what "sm90" cannot do: fewer than 128 rows, dtypes but
+    bfloat16 and float16, K that is no multiple of 64, N that is none of 8 or less than 128.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if weight.shape != (2, weight.shape[1], x.shape[1]):
+        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}, which must be [2, N, K]")
+    if implementation == "sm90":
+        return gated_linear_unit_sm90(x, weight, activation=activation)
+    return matmul_xla(
+        x, weight, squares=None, eps=0.0, bias=None, activation=activation, residual=None, output_dtype=None
+    )
