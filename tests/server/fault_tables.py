@@ -126,7 +126,7 @@ BODIES = {
         body(CHAT, {"messages": [USER | {"content": [{"type": "text", "text": "look"}, part]}]}, param)
         for param in ("messages[0].content[1].type",)
         for part in (
-            {"type": "image_url", "image_url": {"url": "http://example.org/secret.png"}},
+            {"type": "image_url", "image_url": {"url": "file:///etc/secret.png"}},
             {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
             {"type": "file", "file": {"file_id": "a"}},
         )
