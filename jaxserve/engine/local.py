@@ -13,6 +13,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, OutputSink
+from jaxserve.engine.departures import Departures
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
 from jaxserve.request import EngineOutput, EngineRequest
@@ -54,6 +55,7 @@ class LocalEngineClient(EngineClient):
         self._condition = threading.Condition()
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
+        self._departures = Departures()
         self._reset: concurrent.futures.Future[bool] | None = None  # of those who want an empty prefix cache
         self._snapshots: list[_TakenSnapshot] = []  # that callers wait for
         self._listeners: dict[str, _Listener] = {}  # by id, of the requests that callers regard as unfinished
@@ -86,7 +88,10 @@ class LocalEngineClient(EngineClient):
             if self._max_num_waiting is not None:
                 num_waiting = self._engine.num_waiting + self._num_submitted
                 if num_waiting + len(requests) > self._max_num_waiting:
-                    raise QueueFull(f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may")
+                    raise QueueFull(
+                        f"{num_waiting} requests are waiting, at most {self._max_num_waiting} may",
+                        retry_after=self._departures.wait(num_waiting, now=self._engine.seconds["total"]),
+                    )
             ids = [request.request_id for request in requests]
             if len(set(ids)) < len(ids) or not self._listeners.keys().isdisjoint(ids):
                 raise InvalidRequest("a request with this id is running already", param="request_id")
@@ -209,13 +214,16 @@ class LocalEngineClient(EngineClient):
 
     def _abort(self, request_ids: list[str]) -> None:
         self._engine.abort(request_ids)
+        num_heard = len(self._heard)
         for request_id in request_ids:
             self._heard.pop(request_id, None)  # it may have finished meanwhile
+        self._departures.count(num_heard - len(self._heard), now=self._engine.seconds["total"])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Hand outputs to the sinks, a list each. An id may be in use again; here it is what the engine knows by it."""
         by_sink: dict[OutputSink, list[EngineOutput]] = collections.defaultdict(list)
         with self._condition:
+            num_heard = len(self._heard)
             for output in outputs:
                 listener = self._heard[output.request_id]
                 if output.finish_reason is not None:
@@ -224,6 +232,7 @@ class LocalEngineClient(EngineClient):
                         del self._listeners[output.request_id]
                 if not listener.is_aborted:
                     by_sink[listener.sink].append(output)
+            self._departures.count(num_heard - len(self._heard), now=self._engine.seconds["total"])
         for sink, batch in by_sink.items():
             try:
                 sink(batch)

@@ -116,11 +116,43 @@ def test_queue_limit():
     try:
         with pytest.raises(QueueFull, match="at most 2") as refusal:
             client.submit([request(f"r{i}", [1], 2) for i in range(3)], print)
-        assert refusal.value.retry_after > 0
+        assert refusal.value.retry_after == 1
         outputs = queue.SimpleQueue()
         client.submit([request(f"r{i}", [1], 2) for i in range(2)], outputs.put)
         collect(outputs, ["r0", "r1"])
     finally:
+        client.close()
+
+
+def test_how_long_a_full_queue_lasts(monkeypatch):
+    """The refusal says in how many seconds as many will have left as are waiting, by the engine's own time."""
+    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 40, "max_num_seqs": 1}))
+    is_last, go_on = threading.Event(), threading.Event()
+    step = client._engine.step
+
+    def step_of_a_second():
+        outputs = step()
+        client._engine.seconds["total"] = client._engine.stats().num_steps
+        if any(output.request_id == "last" for output in outputs):
+            is_last.set()
+            assert go_on.wait(PATIENCE)
+        return outputs
+
+    monkeypatch.setattr(client._engine, "step", step_of_a_second)
+    try:
+        outputs = queue.SimpleQueue()
+        client.submit([request(f"r{i}", [i], 4) for i in range(1, 11)], lambda _: None)  # each for about 4 s
+        client.submit([request("last", [11], 4)], outputs.put)
+        assert is_last.wait(PATIENCE)
+        waiting = [request(f"w{i}", [1], 4) for i in range(10)]
+        client.submit(waiting, outputs.put)
+        with pytest.raises(QueueFull, match="10 requests are waiting") as refusal:
+            client.submit([request(f"x{i}", [1], 4) for i in range(31)], print)
+        assert 36 <= refusal.value.retry_after <= 48
+        go_on.set()
+        collect(outputs, ["last", *(request.request_id for request in waiting)])
+    finally:
+        go_on.set()
         client.close()
 
 
