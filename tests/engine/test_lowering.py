@@ -1,0 +1,202 @@
+"""Steps that other processes have lowered, or that were on disk, are those that this process would have made."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
+from waiting import PATIENCE
+
+from jaxserve.execution import lowering as lowering_module
+from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.runner import Runner
+from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.loading.huggingface import load_config
+from jaxserve.request import SamplingParams
+
+NAME = "llama_biases_linear_rope"
+SPEC = StepSpec(
+    model=load_config(GOLDENS / NAME),
+    dtype="float32",
+    kernels="xla",
+    block_size=4,
+    max_model_len=MAX_MODEL_LEN,
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    has_special_steps=True,
+)
+NUM_BLOCKS = 60
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3),
+    SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logit_bias={3: 2.0}),
+]
+
+
+def make_builder(spec=SPEC, num_devices=1):
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    return build(spec, with_explicit_axes(mesh))
+
+
+def make_engine(num_devices=1, lowering=None):
+    """An engine of `SPEC` with every step compiled, and its runner."""
+    model = Model(NAME, tensor_parallel_size=num_devices)
+    runner = model.runner = Runner(make_builder(num_devices=num_devices), model.params, lowering=lowering)
+    runner.num_blocks = NUM_BLOCKS
+    runner.warm_up(progress=False)
+    runner.allocate()
+    return model.engine(max_num_seqs=4, max_num_batched_tokens=8), runner
+
+
+def answers(engine):
+    """What comes of requests of all kinds, in steps of all kinds."""
+    random = np.random.default_rng(0)
+    results = {}
+    for params in ([KINDS[0]] * 4, [KINDS[1], KINDS[0]], KINDS):
+        requests = [
+            request(f"r{len(results)}-{i}", random.integers(0, 90, 3 + 5 * i).tolist(), 6, params[i])
+            for i in range(len(params))
+        ]
+        results |= run(engine, requests)
+    return {
+        name: (result.token_ids, result.logprobs, result.prompt_logprobs, result.error)
+        for name, result in results.items()
+    }
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_same_answers(tmp_path, num_devices, caplog):
+    """From this process, from workers, and from what they have left on disk."""
+    expected = answers(make_engine(num_devices)[0])
+    assert all(error is None for *_, error in expected.values())
+    num_steps = len(make_builder().shapes.keys)
+    for num_found in (0, num_steps):
+        lowering = Lowering(make_builder(num_devices=num_devices), SPEC, folder=tmp_path / "steps", num_workers=2)
+        engine, runner = make_engine(num_devices, lowering)
+        assert lowering.num_found == num_found
+        assert len(lowering._workers) == (0 if num_found else 2)
+        assert all(worker._process.poll() is not None for worker in lowering._workers)  # ended by `warm_up`
+        num_compiles = runner.num_compiles
+        assert answers(engine) == expected
+        assert (runner.num_compiles, runner.num_recompiles_after_warmup) == (num_compiles, 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
+    builder = make_builder()
+    key = builder.shapes.keys[-1]
+    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    try:
+        first = lowering.lower(key, NUM_BLOCKS).as_text()
+        (path,) = tmp_path.iterdir()
+        content = path.read_bytes()
+        for broken in (b"", b"no hash", content[:-1], content.replace(b"\n", b"\n\n", 1)):
+            path.write_bytes(broken)
+            assert lowering.lower(key, NUM_BLOCKS).as_text() == first
+            assert lowering.num_found == 0
+            assert path.read_bytes() == content
+        assert lowering.lower(key, NUM_BLOCKS).as_text() == first
+        assert lowering.num_found == 1
+        lowering.lower(key, NUM_BLOCKS + 1)
+        assert lowering.num_found == 1
+        assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        lowering.close()
+
+
+def test_what_a_lowered_step_is_made_from(monkeypatch):
+    def paths(spec=SPEC, folder=GOLDENS):
+        lowering = Lowering(make_builder(spec), spec, folder=folder)
+        keys = make_builder().shapes.keys
+        return {lowering._path(lowering_module.Job(key, size)) for key in keys for size in (50, 60)}
+
+    first = paths()
+    assert len(first) == 2 * len(make_builder().shapes.keys)
+    assert paths() == first
+    for other in ({"max_model_len": 32}, {"dtype": "bfloat16"}, {"model": SPEC.model | {"rope_theta": 5.0}}):
+        assert not paths(lowering_module.msgspec.structs.replace(SPEC, **other)) & first
+    monkeypatch.setattr(lowering_module, "_versions", lambda: {"code": "other"})
+    assert not paths() & first
+
+
+def test_a_prepared_step_is_waited_for(tmp_path):
+    builder = make_builder()
+    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    try:
+        lowering.prepare(builder.shapes.largest, 24)
+        lowered = lowering.lower(builder.shapes.largest, 24)
+        assert len(list(tmp_path.iterdir())) == 1
+        assert lowering.num_found == 0
+        assert lowered.compile().memory_analysis() is not None
+    finally:
+        lowering.close()
+
+
+def test_without_its_workers_this_process_lowers(caplog):
+    builder = make_builder()
+    key = builder.shapes.keys[-1]
+    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    lowering.prepare(key, NUM_BLOCKS)
+    lowering.close()
+    expected = builder.lower(key, NUM_BLOCKS).as_text()
+    assert lowering.lower(key, NUM_BLOCKS).as_text() == expected
+    assert "lowered in this process" in caplog.text
+
+
+def test_a_step_that_cannot_be_lowered_is_an_error_here():
+    """With the error of this process, whatever the worker has said."""
+    spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits
+    builder = make_builder(spec)
+    lowering = Lowering(builder, spec, folder=None, num_workers=1)
+    try:
+        with pytest.raises(NotImplementedError, match="float32"):
+            lowering.lower(builder.shapes.largest, NUM_BLOCKS)
+    finally:
+        lowering.close()
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    script = f"""
+import sys
+sys.path += {[str(GOLDENS.parent / "engine"), str(GOLDENS.parent)]!r}
+from test_lowering import SPEC, Lowering, make_builder
+if __name__ == "__main__":
+    lowering = Lowering(make_builder(), SPEC, folder=None, num_workers=2)
+    lowering.lower(make_builder().shapes.keys[-1], 7)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    # Workers have their parent's standard error: it ends with the last of them.
+    ended = threading.Thread(target=parent.stderr.read)
+    ended.start()
+    assert parent.stdout.readline() == b"ready\n"
+    parent.kill()
+    ended.join(PATIENCE)
+    assert not ended.is_alive()
+    parent.wait()
+    parent.stdin.close(), parent.stdout.close(), parent.stderr.close()
+
+
+def test_empty_steps_change_nothing():
+    engine, runner = make_engine()
+    expected = answers(engine)  # leaves KV and slots behind
+    state = jax.tree.map(np.asarray, (runner._kv_cache, runner._slots))
+    num_compiles = runner.num_compiles
+    runner.run_empty_steps()
+    jax.tree.map(np.testing.assert_array_equal, (runner._kv_cache, runner._slots), state)
+    assert runner.num_compiles == num_compiles
+    assert {name: answer[0] for name, answer in expected.items()}
