@@ -1,9 +1,13 @@
 """Decode steps of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
 
+import math
+
+import jax
 import pytest
 
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.lowering import Lowering
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
@@ -12,13 +16,21 @@ POOL = (NUM_BLOCKS, 8, 16, 128)
 NUM_LAYERS = LLAMA_3_8B["num_hidden_layers"]
 
 
-def make_spec(fields, **changes):
-    sizes = {"block_size": 16, "max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | changes
-    return StepSpec(model=fields, dtype="bfloat16", kernels="sm90", has_special_steps=True, **sizes)
+def make_spec(fields):
+    return StepSpec(
+        model=fields,
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        has_special_steps=True,
+    )
 
 
-def make_builder(fields, **changes):
-    return build(make_spec(fields, **changes), with_explicit_axes(h200_mesh((1,), ("tensor",))))
+def make_builder(fields, num_devices=1):
+    return build(make_spec(fields), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
 
 
 def decode_key(builder, num_rows, *, is_plain=True):
@@ -30,8 +42,9 @@ def builder():
     return make_builder(LLAMA_3_8B)
 
 
-# The most rows that have matmuls of our own, and the most there are, with XLA's (untuned: some split a sum in two).
-@pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(64, 6), (256, 12)])
+# The most rows whose matmuls are all our own, and the most there are, where gate and up are (XLA's are untuned: some
+# split a sum in two).
+@pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(64, 6), (256, 11)])
 def test_decode_step(builder, num_rows, launches_per_layer):
     program = compile_lowered(lambda: builder.lower(decode_key(builder, num_rows), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
@@ -55,3 +68,35 @@ def test_decode_step_with_experts():
     assert program.num_launches <= 46
     # Logits in float32, and the rows of the chosen experts: nothing of the size of a weight (805 MB).
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_decode_only"), [(16, True), (512, False)])
+def test_what_rows_may_need_does_not_break_the_command_buffer(num_tokens, is_decode_only):
+    """Else the host would wait for the device in the middle of every step of prompts."""
+    builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 1})
+    key = builder.shapes.key_for(num_tokens, is_plain=False, is_decode_only=is_decode_only, has_logprobs=False)
+    program = compile_lowered(lambda: builder.lower(key, NUM_BLOCKS))
+    assert program.thunks == {"kCommandBuffer": 1}
+    assert program.copies_of(POOL) == []
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_step_lowered_by_a_worker(num_devices, caplog):
+    """The same program as this process makes, with KV and slots in place."""
+    fields = LLAMA_3_8B | {"num_hidden_layers": 1}
+    builder = make_builder(fields, num_devices=num_devices)
+    key = decode_key(builder, 16)
+    lowering = Lowering(builder, make_spec(fields), folder=None, num_workers=1)
+    try:
+        lowered = lowering.lower(key, NUM_BLOCKS)
+    finally:
+        lowering.close()
+    program, expected = compile_lowered(lambda: lowered), compile_lowered(lambda: builder.lower(key, NUM_BLOCKS))
+    assert "in this process" not in caplog.text
+    assert program.thunks == expected.thunks
+    assert program.num_launches == expected.num_launches
+    assert program.temp_bytes == expected.temp_bytes
+    assert program.copies_of((NUM_BLOCKS, 8 // num_devices, 16, 128)) == []
+    in_place = [x.compiled.memory_analysis().alias_size_in_bytes for x in (program, expected)]
+    assert in_place[0] == in_place[1] > 2 * 2 * math.prod(POOL) // num_devices
+    assert jax.tree.structure(program.compiled.out_info) == jax.tree.structure(expected.compiled.out_info)
