@@ -41,6 +41,11 @@ logger = logging.getLogger(__name__)
 GPU_MEMORY_RESERVE = 512 * 2**20
 """Bytes left to what XLA's plan does not show: library workspaces, fragmentation."""
 
+KV_CACHE_UNIT = 2**26
+"""Bytes, of which the KV cache takes a multiple: compiled steps are for so many blocks, and found on disk again only if
+the next start counts as many.
+"""
+
 MEMINFO = pathlib.Path("/proc/meminfo")
 
 
@@ -113,14 +118,14 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         if lowering is not None:
             on_error.callback(lowering.close)
         params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
+        matchers = Matchers(
+            functools.partial(Tokenizer.load, config.tokenizer or path),
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=_eos_token_ids(hf_config),
+        )
         on_error.pop_all()
     runner = Runner(builder, params, lowering=lowering)
     laps.lap("weights")
-    matchers = Matchers(
-        functools.partial(Tokenizer.load, config.tokenizer or path),
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=_eos_token_ids(hf_config),
-    )
     if config.warmup:
         matchers.warm_up()  # meanwhile, in a thread
     windows, bytes_per_block = runner.layout.windows, runner.bytes_per_block
@@ -133,8 +138,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         if kernels != "xla" and not config.warmup:  # which would find it too
             runner.check_kernels()
         with _naming_out_of_memory("compiling the steps"):
-            if config.warmup:
-                runner.warm_up(progress=progress)
+            compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
         laps.lap("steps")
         with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
             runner.allocate()
@@ -149,8 +153,9 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     )
     if config.warmup:
         logger.info(
-            f"of the steps all were lowered after {runner.steps.lowered_after:.1f} s"
-            + ("" if lowering is None else f", {lowering.num_found} of them found in the cache")
+            f"steps: lowered after {runner.steps.lowered_after:.1f} s"
+            + ("" if lowering is None else f" ({lowering.num_found} of them were on disk)")
+            + f", compiled after {compiled:.1f} s"
         )
     logger.info(
         f"KV cache: {num_blocks * bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {config.block_size}, room "
@@ -302,7 +307,7 @@ def _kv_cache_memory(config: EngineConfig, runner: Runner, mesh: Mesh) -> int:
     """
     trials = 0 if config.warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
     free = _available_memory(mesh) - runner.measure_step_memory() - trials - GPU_MEMORY_RESERVE
-    return max(free, 0) * mesh.shape.get("tensor", 1)
+    return max(free, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * mesh.shape.get("tensor", 1)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from harness import GOLDENS, Model
+from harness import GOLDENS, Model, request
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
+from jaxserve.execution.builder import StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -61,10 +62,32 @@ def test_a_start_that_fails_leaves_nothing_on_the_device():
     assert len(jax.live_arrays()) <= before
 
 
-def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch):
+@pytest.mark.parametrize("warmup", [False, True])
+def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, warmup):
     monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=warmup, compilation_cache_dir="")
     with pytest.raises(ConfigError, match=r"no kernel for this model: .* float32"):
-        startup.start_engine(CONFIG, mesh=None, progress=False)
+        startup.start_engine(config, mesh=None, progress=False)
+
+
+def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, caplog):
+    """The next start finds these on disk."""
+    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    monkeypatch.setattr(startup, "StepSpec", lambda **fields: StepSpec(**fields | {"kernels": "xla"}))  # on this CPU
+    monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
+    caplog.set_level("INFO")
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
+    for num_found in (0, 3):
+        caplog.clear()
+        engine, _ = startup.start_engine(config, mesh=None, progress=False)
+        engine.add([request("one", [1, 2, 3, 4, 5], 3)])
+        while engine.has_work:
+            engine.step()
+        assert engine.stats().num_recompiles_after_warmup == 0
+        engine.close()
+        assert f"({num_found} of them were on disk)" in caplog.text
+        assert "in this process" not in caplog.text
+    assert len(list((tmp_path / "steps").iterdir())) == 3
 
 
 def test_slots_are_part_of_what_steps_take(monkeypatch):
