@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.errors import Draining, JaxserveError
+from jaxserve.errors import Draining, JaxserveError, RequestFailed
 from jaxserve.server.errors import error_body
 from jaxserve.server.http import WRITE_CHUNK
 
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 type Write = Callable[[bytes], None]
 
 DONE = b"data: [DONE]\n\n"
+
+MAX_HELD_BYTES = 16 * 2**20
+"""Of the frames of a stream that wait for a slow reader: some 80,000 tokens, or 10,000 with 20 logprobs each."""
 
 _encode_text = msgspec.json.Encoder().encode
 
@@ -138,7 +141,7 @@ class EventStream(Response):
 class _Frames:
     """The frames of one answer, in order: each goes out at once where the connection takes it, else as soon as it does.
 
-    The answer's head goes before the first.
+    The answer's head goes before the first. A reader so slow that too much waits for it loses that, and its stream.
     """
 
     def __init__(self, headers: list[tuple[bytes, bytes]], send: Send, write_chunk: Callable[[bytes], bool]):
@@ -148,6 +151,7 @@ class _Frames:
         self._is_head_sent = False
         self._is_direct = False  # what comes now need not wait for anything
         self._held: list[bytes] = []
+        self._num_held_bytes = 0
         self._has_held = asyncio.Event()
 
     @property
@@ -156,10 +160,17 @@ class _Frames:
         return self._is_head_sent or bool(self._held)
 
     def write(self, frame: bytes) -> None:
-        if not (self._is_direct and self._write_chunk(frame)):
-            self._is_direct = False
-            self._held.append(frame)
-            self._has_held.set()
+        """Raises RequestFailed when more than MAX_HELD_BYTES wait already, and drops them."""
+        if self._is_direct and self._write_chunk(frame):
+            return
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self._held.clear()
+            self._num_held_bytes = 0
+            raise RequestFailed(f"the stream is read too slowly: more than {MAX_HELD_BYTES} bytes of it are waiting")
+        self._is_direct = False
+        self._held.append(frame)
+        self._num_held_bytes += len(frame)
+        self._has_held.set()
 
     async def keep_sending(self) -> None:
         """Send what has to wait, until cancelled."""
@@ -176,6 +187,7 @@ class _Frames:
             count = len(self._held)
             await self._send(_body(b"".join(self._held)))
             del self._held[:count]
+            self._num_held_bytes = sum(map(len, self._held))
         self._has_held.clear()
         self._is_direct = self._is_head_sent
 

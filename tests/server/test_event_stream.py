@@ -120,6 +120,59 @@ def test_a_client_that_leaves_while_frames_are_held(num_sent):
     assert len(messages) == (2 if num_sent else 0)
 
 
+def test_what_waits_for_a_slow_reader_is_bounded(monkeypatch):
+    """What waits is dropped, and an error comes instead as soon as the reader takes something."""
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 10)
+
+    async def main():
+        connection, written = Connection(), []
+
+        async def work(write):
+            write(b"first;")
+            await turns()
+            connection.takes.clear()
+            while True:
+                write(b"frame;")
+                written.append(b"frame;")
+                await turns()
+
+        running = answer(connection, work)
+        await turns(100)
+        assert not running.done()
+        assert len(written) == 2
+        connection.takes.set()
+        await running
+        return connection
+
+    connection = asyncio.run(main())
+    assert connection.is_complete
+    error = json.loads(connection.body.removeprefix(b"first;data: ").removesuffix(b"\n\n" + DONE))["error"]
+    assert error["code"] == "request_failed"
+    assert "too slowly: more than 10 bytes" in error["message"]
+
+
+def test_one_long_frame_is_no_slow_reader(monkeypatch):
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 10)
+
+    async def main():
+        connection = Connection()
+
+        async def work(write):
+            connection.takes.clear()
+            write(b"a")
+            write(b"b" * 100)
+            await turns()
+            connection.takes.set()
+            await turns()
+            for _ in range(100):
+                write(b"c")
+
+        await answer(connection, work)
+        return connection.body
+
+    assert asyncio.run(main()) == b"a" + b"b" * 100 + b"c" * 100 + DONE
+
+
 @pytest.mark.parametrize("why", ["failure", "bug", "stopping"])
 def test_an_error_comes_behind_what_is_held(why, caplog):
     async def main():

@@ -207,6 +207,21 @@ def test_a_client_that_stops_reading_holds_up_nobody(tokenizer):
             assert answer.json()["usage"]["completion_tokens"] == 5
 
 
+def test_a_client_that_reads_too_slowly_loses_its_stream(tokenizer, monkeypatch):
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 2**16)
+    num_tokens = 2000  # 2 MB with their logprobs
+    with running(tokenizer, client_options={"max_model_len": 2**16}) as server, socket.socket() as stuck:
+        server.play = lambda request: Script(token_ids=[70] * num_tokens, tokens_per_step=100, hangs=True)
+        server.client.pause = lambda: server.get("/live")  # a frame a step: the server is as fast as its engine
+        server.server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel keeps little
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(server.server.address)
+        stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 2 * num_tokens, "logprobs": 20}))
+        wait_until(lambda: bool(server.client.aborted))
+        assert server.client.num_running == 0
+        assert server.server.state.num_inside == 1, "the error waits for the client"
+
+
 def test_many_streams_at_once(server):
     results = {}
 
