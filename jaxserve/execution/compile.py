@@ -81,7 +81,7 @@ class CompiledSteps:
 
 def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:
     """Keep compiled steps on disk, so that the next start finds them. '' turns it off, None takes the default place.
-    Returns the place, if there is one.
+    Returns the place, if there is one on this machine.
 
     A cache that the process has configured already is left alone. Raises ConfigError if `directory` cannot be made;
     without the default place there is no cache.
@@ -90,7 +90,7 @@ def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:
         return None
     configured: str | None = jax.config.jax_compilation_cache_dir
     if directory is None and configured is not None:
-        return pathlib.Path(configured)
+        return None if "://" in configured else pathlib.Path(configured)  # jax knows stores of objects too
     try:
         path = pathlib.Path(directory or "~/.cache/jaxserve/xla").expanduser()
         path.mkdir(parents=True, exist_ok=True)

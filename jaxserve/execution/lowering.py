@@ -7,6 +7,7 @@ XLA's cache of compiled programs, under a hash of all that it was made from.
 
 import concurrent.futures
 import contextlib
+import enum
 import functools
 import hashlib
 import importlib.metadata
@@ -32,8 +33,29 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 8
 
-ROOMS = ("layers", "models", "execution", "sampling", "../pallas_kernels")
-"""Where the code of a step lies, from the package's folder."""
+CODE = (
+    "layers",
+    "models",
+    "execution",
+    "sampling",
+    "scheduling",
+    "request.py",
+    "errors.py",
+    "../pallas_kernels",
+)
+"""Where the code of a step and what it imports lies, from the package's folder."""
+
+JAX_OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+)
+"""Of `jax.config`, what decides how a step is lowered."""
 
 
 class MeshSpec(msgspec.Struct, frozen=True):
@@ -68,6 +90,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     spec: StepSpec
     mesh: MeshSpec
+    jax_options: dict[str, Any]
+    """`JAX_OPTIONS` as they are in the parent."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -100,7 +124,7 @@ class Lowering:
         self.num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self.num_found = 0
         self._builder = builder
-        self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh))
+        self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh), _jax_options())
         self._folder = folder
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
@@ -144,7 +168,11 @@ class Lowering:
             if self._is_closed:
                 raise _WorkerFailed("the workers have ended")
             while len(self._workers) < self.num_workers:
-                self._workers.append(worker := _Worker(self._settings))
+                try:
+                    worker = _Worker(self._settings)
+                except OSError as error:
+                    raise _WorkerFailed(f"no worker can be started ({error})") from error
+                self._workers.append(worker)
                 self._idle.put(worker)
 
     def _find_or_make(self, job: Job) -> bytes:
@@ -161,9 +189,9 @@ class Lowering:
         return exported
 
     def _path(self, job: Job) -> pathlib.Path | None:
-        if self._folder is None:
+        if self._folder is None or (versions := _versions()) is None:
             return None
-        made_from = msgspec.json.encode([_versions(), self._settings, job], order="sorted")
+        made_from = msgspec.json.encode([versions, self._settings, job], order="sorted")
         return self._folder / hashlib.sha256(made_from).hexdigest()
 
     def _find(self, job: Job) -> bytes | None:
@@ -200,8 +228,9 @@ class _Worker:
     """A process of `lowering_worker`, which ends when its standard input does: with this process at the latest."""
 
     def __init__(self, settings: WorkerSettings):
+        """Raises OSError if there is no process to be had."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxserve.execution.lowering_worker"],
+            [sys.executable or "", "-P", "-m", "jaxserve.execution.lowering_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the parent alone
@@ -255,12 +284,23 @@ def read_message[T](pipe: IO[bytes] | None, kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(encoded, type=kind) if len(encoded) == size else None
 
 
+def _jax_options() -> dict[str, Any]:
+    values = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
+    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+
+
 @functools.cache
-def _versions() -> dict[str, Any]:
-    """What decides how a step is lowered, besides its sizes: versions of packages, and a hash of our own code."""
+def _versions() -> dict[str, Any] | None:
+    """What decides how a step is lowered, besides the settings and its sizes: versions of packages, and a hash of our
+    own code. None if that does not lie in files of its own, as in a zip.
+    """
     package = pathlib.Path(__file__).parents[1]
     code = hashlib.sha256()
-    for room in ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
-            code.update(path.relative_to(package / room).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in CODE:
+        root = package / name
+        paths = [root] if root.suffix else sorted(root.rglob("*.py"))
+        if not paths or not all(path.is_file() for path in paths):
+            return None
+        for path in paths:
+            code.update(path.relative_to(root.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")} | {"code": code.hexdigest()}

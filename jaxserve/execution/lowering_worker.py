@@ -5,6 +5,8 @@ import queue
 import sys
 import threading
 
+import jax
+
 from jaxserve.execution.builder import build
 from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_message, write_message
 
@@ -16,6 +18,8 @@ def main() -> None:
     settings = read_message(sys.stdin.buffer, WorkerSettings)
     if settings is None:
         return
+    for name, value in settings.jax_options.items():
+        jax.config.update(name, value)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
     builder = build(settings.spec, settings.mesh.mesh())

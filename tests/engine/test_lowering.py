@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -124,6 +125,67 @@ def test_what_a_lowered_step_is_made_from(monkeypatch):
         assert not paths(lowering_module.msgspec.structs.replace(SPEC, **other)) & first
     monkeypatch.setattr(lowering_module, "_versions", lambda: {"code": "other"})
     assert not paths() & first
+
+
+def test_all_code_of_a_step_is_hashed():
+    script = """
+import sys
+import jaxserve.execution.lowering_worker
+for name, module in sys.modules.items():
+    if name.startswith(("jaxserve", "pallas_kernels")):
+        print(module.__file__)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    package = pathlib.Path(lowering_module.__file__).parents[1]
+    code = [(package / name).resolve() for name in lowering_module.CODE]
+    files = {pathlib.Path(file).resolve() for file in ran.stdout.split()} - {package.resolve() / "__init__.py"}
+    assert len(files) > 20
+    assert not [file for file in files if not any(file.is_relative_to(root) for root in code)]
+
+
+def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
+    spec = lowering_module.msgspec.structs.replace(SPEC, dtype="bfloat16")
+    builder = make_builder(spec)
+    key = builder.shapes.keys[-1]
+
+    def lower():
+        lowering = Lowering(builder, spec, folder=tmp_path, num_workers=1)
+        try:
+            return lowering.lower(key, NUM_BLOCKS).as_text().count("HIGHEST"), lowering.num_found
+        finally:
+            lowering.close()
+
+    by_default = builder.lower(key, NUM_BLOCKS).as_text().count("HIGHEST")
+    assert lower() == (by_default, 0)
+    with jax.default_matmul_precision("highest"):
+        precise = builder.lower(key, NUM_BLOCKS).as_text().count("HIGHEST")
+        assert precise > by_default
+        assert lower() == (precise, 0)
+        assert lower() == (precise, 1)
+    assert lower() == (by_default, 1)
+
+
+def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(lowering_module, "_versions", lambda: None)
+    builder = make_builder()
+    key = builder.shapes.keys[-1]
+    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    try:
+        lowering.lower(key, NUM_BLOCKS)
+    finally:
+        lowering.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("executable", ["/nowhere/python", "", None])
+def test_where_no_worker_starts_this_process_lowers(monkeypatch, caplog, executable):
+    builder = make_builder()
+    key = builder.shapes.keys[-1]
+    monkeypatch.setattr(sys, "executable", executable)
+    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    assert lowering.lower(key, NUM_BLOCKS).as_text() == builder.lower(key, NUM_BLOCKS).as_text()
+    assert "lowered in this process: no worker can be started" in caplog.text
 
 
 def test_a_prepared_step_is_waited_for(tmp_path):

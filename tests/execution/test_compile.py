@@ -139,13 +139,23 @@ def test_a_failing_shape_stops_the_warm_up(monkeypatch):
     assert len(begun) < 100
 
 
+def test_a_cache_in_a_store_of_objects_is_no_place_here():
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/xla")
+        assert enable_persistent_cache(None) is None
+        assert jax.config.jax_compilation_cache_dir == "gs://bucket/xla"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_a_cache_of_the_process_is_left_alone(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     enable_persistent_cache("")
     assert jax.config.jax_compilation_cache_dir == before
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        enable_persistent_cache(None)
+        assert enable_persistent_cache(None) == tmp_path
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
         enable_persistent_cache(str(tmp_path / "other"))
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "other")
