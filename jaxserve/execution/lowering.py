@@ -160,7 +160,8 @@ class Lowering:
         """End the workers. What they are at fails."""
         with self._lock:
             self._is_closed = True
-        for worker in self._workers:
+            workers = list(self._workers)
+        for worker in workers:
             worker.close()
 
     def _start(self) -> None:
@@ -184,9 +185,18 @@ class Lowering:
         try:
             exported = worker.run(job)
         finally:
-            self._idle.put(worker)
+            self._give_back(worker)
         self._keep(job, exported)
         return exported
+
+    def _give_back(self, worker: "_Worker") -> None:
+        """For the next job, unless it has gone and there are others: then the next job starts one in its place."""
+        with self._lock:
+            if worker.is_gone and len(self._workers) > 1 and not self._is_closed:
+                self._workers.remove(worker)
+                worker.close()
+            else:
+                self._idle.put(worker)
 
     def _path(self, job: Job) -> pathlib.Path | None:
         if self._folder is None or (versions := _versions()) is None:
@@ -225,10 +235,15 @@ class _WorkerFailed(Exception):
 
 
 class _Worker:
-    """A process of `lowering_worker`, which ends when its standard input does: with this process at the latest."""
+    """A process of `lowering_worker`, which ends when its standard input does: with this process at the latest.
+
+    Attributes:
+        is_gone: whether a job has found that it has ended.
+    """
 
     def __init__(self, settings: WorkerSettings):
         """Raises OSError if there is no process to be had."""
+        self.is_gone = False
         self._process = subprocess.Popen(
             [sys.executable or "", "-P", "-m", "jaxserve.execution.lowering_worker"],
             stdin=subprocess.PIPE,
@@ -250,8 +265,10 @@ class _Worker:
             write_message(self._process.stdin, job)
             answer = read_message(self._process.stdout, Answer)
         except (OSError, ValueError) as error:  # ValueError: it is closed
+            self.is_gone = True
             raise _WorkerFailed(f"its worker has gone ({error})") from error
         if answer is None:
+            self.is_gone = True
             raise _WorkerFailed("its worker has gone")
         if answer.error is not None:
             raise _WorkerFailed(answer.error)

@@ -212,6 +212,24 @@ def test_without_its_workers_this_process_lowers(caplog):
     assert "lowered in this process" in caplog.text
 
 
+def test_one_worker_that_is_killed_costs_one_step(caplog):
+    builder = make_builder()
+    keys = builder.shapes.keys[-3:]
+    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    try:
+        lowering.lower(keys[0], NUM_BLOCKS)
+        process = lowering._idle.queue[-1]._process  # the next to work
+        process.kill()
+        process.wait()
+        for key in keys:
+            lowering.lower(key, NUM_BLOCKS)
+        assert caplog.text.count("lowered in this process: its worker has gone") == 1
+        assert all(worker._process.poll() is None for worker in lowering._workers)
+        assert len(lowering._workers) == lowering._idle.qsize() == 2
+    finally:
+        lowering.close()
+
+
 def test_a_step_that_cannot_be_lowered_is_an_error_here():
     """With the error of this process, whatever the worker has said."""
     spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits
