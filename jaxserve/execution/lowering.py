@@ -201,7 +201,7 @@ class Lowering:
     def _path(self, job: Job) -> pathlib.Path | None:
         if self._folder is None or (versions := _versions()) is None:
             return None
-        made_from = msgspec.json.encode([versions, self._settings, job], order="sorted")
+        made_from = msgspec.msgpack.encode([versions, self._settings, job], order="sorted")
         return self._folder / hashlib.sha256(made_from).hexdigest()
 
     def _find(self, job: Job) -> bytes | None:

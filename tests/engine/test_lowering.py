@@ -123,6 +123,11 @@ def test_what_a_lowered_step_is_made_from(monkeypatch):
     assert paths() == first
     for other in ({"max_model_len": 32}, {"dtype": "bfloat16"}, {"model": SPEC.model | {"rope_theta": 5.0}}):
         assert not paths(lowering_module.msgspec.structs.replace(SPEC, **other)) & first
+    endless, none = (
+        paths(lowering_module.msgspec.structs.replace(SPEC, model=SPEC.model | {"some_limit": limit}))
+        for limit in (float("inf"), None)
+    )
+    assert not endless & none
     monkeypatch.setattr(lowering_module, "_versions", lambda: {"code": "other"})
     assert not paths() & first
 
