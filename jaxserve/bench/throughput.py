@@ -5,7 +5,6 @@ Each contender runs alone, in a process of its own, one after the other in one r
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from jaxserve.bench.engine_run import EngineRun, RunSpec
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import Job, write_config
 from jaxserve.config import EngineConfig
+from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import JaxserveError
 
 
@@ -46,7 +46,7 @@ def run(jobs: list[Job], *, model_config: Mapping[str, Any], engine: EngineConfi
         engine = dataclasses.replace(engine, model=str(model), load_format="dummy", max_model_len=max_model_len)
         for scheduler in ("continuous", "static"):
             engine = dataclasses.replace(engine, scheduler=scheduler)
-            spec = RunSpec(engine=engine, jobs=jobs, num_threads=os.cpu_count() or 1)
+            spec = RunSpec(engine=engine, jobs=jobs, num_threads=num_usable_cpus())
             line = _run_process([sys.executable, "-m", "jaxserve.bench.engine_run"], spec)
             result = msgspec.json.decode(line, type=EngineRun)
             name = f"jaxserve, {scheduler} batching"
@@ -78,7 +78,7 @@ def report(contenders: list[Contender], jobs: list[Job]) -> str:
     longest = max(job.output_len for job in jobs)
     return (
         f"{len(jobs)} requests, {num_input} prompt and {num_output} output tokens (longest output {longest}), "
-        f"{os.cpu_count()} CPU cores\n\n"
+        f"{num_usable_cpus()} CPU cores\n\n"
         + table(["", "seconds", "CPU seconds", "output tokens/s", "relative", "KV positions in use"], rows)
     )
 

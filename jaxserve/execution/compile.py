@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import logging
-import os
 import pathlib
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class CompiledSteps:
         start = self._last_lowered = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
         with (
-            concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1) + num_lowered_elsewhere) as pool,
+            concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus()) + num_lowered_elsewhere) as pool,
             tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
         ):
             try:

@@ -26,6 +26,7 @@ import jax
 import msgspec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxserve.cpus import num_usable_cpus
 from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.shapes import StepKey
 
@@ -40,6 +41,7 @@ CODE = (
     "sampling",
     "scheduling",
     "request.py",
+    "cpus.py",
     "errors.py",
     "../pallas_kernels",
 )
@@ -121,7 +123,7 @@ class Lowering:
     ):
         """`folder`: where lowered steps are kept, if they are."""
         assert isinstance(builder.mesh, Mesh)
-        self.num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
+        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus())
         self.num_found = 0
         self._builder = builder
         self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh), _jax_options())

@@ -4,12 +4,13 @@ The package makes several copies of what it is given at once; pieces keep them s
 """
 
 import concurrent.futures
-import os
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as dequantize_at_once
 from jaxtyping import Float, UInt8
+
+from jaxserve.cpus import num_usable_cpus
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PIECE = 2**18
@@ -29,7 +30,7 @@ def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarr
         piece = blocks[first * bytes_per_block : last * bytes_per_block]
         values[first * values_per_block : last * values_per_block] = dequantize_at_once(piece[None], ggml_type)[0]
 
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(8, num_usable_cpus())) as pool:
         for _ in pool.map(run, range(0, num_blocks, step)):  # raises what a thread has raised
             pass
     return values

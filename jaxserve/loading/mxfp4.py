@@ -5,12 +5,13 @@ OCP Microscaling Formats 1.0. `huggingface` reads each such pair of tensors as t
 
 import concurrent.futures
 import dataclasses
-import os
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import BFloat16, UInt8
+
+from jaxserve.cpus import num_usable_cpus
 
 BLOCK = 32
 PIECE = 2**13
@@ -62,7 +63,7 @@ def dequantize(
         index = (scale_of[piece].astype(np.intp) << 8) + bytes_of[piece]
         np.take(table, index, out=pairs[piece], mode="clip")  # other modes would copy `out`
 
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(8, num_usable_cpus())) as pool:
         for _ in pool.map(run, range(0, num_blocks, PIECE)):  # raises what a thread has raised
             pass
     *rows, groups = scales.shape
