@@ -246,18 +246,27 @@ class _Worker:
     def __init__(self, settings: WorkerSettings):
         """Raises OSError if there is no process to be had."""
         self.is_gone = False
-        self._process = subprocess.Popen(
-            [sys.executable or "", "-P", "-m", "jaxserve.execution.lowering_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent alone
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "JAX_PLATFORMS": "cpu",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        )
+        reader, writer = os.pipe()
+        self._answers = open(reader, "rb")  # noqa: SIM115 - closed by `close`
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable or "", "-P", "-m", "jaxserve.execution.lowering_worker", str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard error: what libraries print is for people
+                pass_fds=(writer,),
+                start_new_session=True,  # Ctrl-C is for the parent alone
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "JAX_PLATFORMS": "cpu",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+            )
+        except OSError:
+            self._answers.close()
+            raise
+        finally:
+            os.close(writer)
         with contextlib.suppress(OSError):  # it has ended already, which the first job tells
             write_message(self._process.stdin, settings)
 
@@ -265,7 +274,7 @@ class _Worker:
         """Blocks until the step is lowered. Raises _WorkerFailed."""
         try:
             write_message(self._process.stdin, job)
-            answer = read_message(self._process.stdout, Answer)
+            answer = read_message(self._answers, Answer)
         except (OSError, ValueError) as error:  # ValueError: it is closed
             self.is_gone = True
             raise _WorkerFailed(f"its worker has gone ({error})") from error
@@ -280,7 +289,7 @@ class _Worker:
         """End it, whatever it is at."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._answers):
             with contextlib.suppress(OSError):
                 pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  # both are pipes
 

@@ -1,4 +1,7 @@
-"""A process that lowers steps for `lowering`, without a device. It ends with its standard input: with its parent."""
+"""A process that lowers steps for `lowering`, without a device. It ends with its standard input: with its parent.
+
+Its argument is the descriptor of the pipe for its answers: standard output belongs to whatever prints.
+"""
 
 import os
 import queue
@@ -13,8 +16,7 @@ from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_messag
 
 def main() -> None:
     """Answer one job after the other."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is for people
+    answers = open(int(sys.argv[1]), "wb")  # noqa: SIM115 - for as long as the process
     settings = read_message(sys.stdin.buffer, WorkerSettings)
     if settings is None:
         return

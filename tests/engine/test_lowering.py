@@ -235,6 +235,22 @@ def test_one_worker_that_is_killed_costs_one_step(caplog):
         lowering.close()
 
 
+def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog, capfd):
+    (tmp_path / "sitecustomize.py").write_text("import os; print('hello'); os.write(1, b'descriptor 1')")
+    monkeypatch.syspath_prepend(tmp_path)
+    builder = make_builder()
+    lowering = Lowering(builder, SPEC, folder=None, num_workers=1)
+    try:
+        lowering.lower(builder.shapes.keys[-1], NUM_BLOCKS)
+    finally:
+        lowering.close()
+    assert not caplog.text
+    captured = capfd.readouterr()
+    assert "hello" in captured.err
+    assert "descriptor 1" in captured.err
+    assert not captured.out
+
+
 def test_a_step_that_cannot_be_lowered_is_an_error_here():
     """With the error of this process, whatever the worker has said."""
     spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits
