@@ -30,13 +30,19 @@ class Repo:
 
 @dataclasses.dataclass
 class FakeHub:
-    """Repositories by id, what has been asked for, and after how many bytes a file's next answer is cut."""
+    """Repositories by id, what has been asked for, and after how many bytes a file's next answer is cut.
+
+    `xet` are hashes of files in the Xet store whose address is `xet_store`. Without ranges it sends whole files only.
+    """
 
     url: str = ""
     cdn: str = ""
     repos: dict[str, Repo] = dataclasses.field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = dataclasses.field(default_factory=list)
     cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    xet: dict[str, str] = dataclasses.field(default_factory=dict)
+    xet_store: str = ""
+    has_ranges: bool = True
 
     def downloads(self):
         """Names of the files whose content has been sent, each with the range that was asked for, if any."""
@@ -60,6 +66,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        if path == "/api/xet-token":
+            return self._send_json({"accessToken": "x", "exp": 2**40, "casUrl": self.hub.xet_store})
         for pattern, answer in (
             (r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", self._tree),
             (r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self._info),
@@ -112,11 +120,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
         etag = hashlib.sha256(content).hexdigest()
         linked = {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(content)), "X-Repo-Commit": commit}
+        if file in self.hub.xet:
+            linked |= {"X-Xet-Hash": self.hub.xet[file], "X-Xet-Refresh-Route": f"{self.hub.url}/api/xet-token"}
         return self._send(302, b"", linked | {"Location": f"{self.hub.cdn}/cdn/{name}/{commit}/{file}"})
 
     def _content(self, _name, _commit, files, file):
         content, status, headers = files[file], 200, {"Accept-Ranges": "bytes"}
-        if span := self.headers.get("Range"):
+        if (span := self.headers.get("Range")) and self.hub.has_ranges:
             start = int(re.fullmatch(r"bytes=(\d+)-", span)[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             content, status = content[start:], 206

@@ -79,6 +79,7 @@ NO_JAX = (
     "jaxserve.loading.gguf",
     "jaxserve.loading.gguf_tokenizer",
     "jaxserve.loading.hub",
+    "jaxserve.loading.partial_files",
     "jaxserve.metrics",
     "jaxserve.progress",
     "jaxserve.request",

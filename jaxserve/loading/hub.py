@@ -1,21 +1,21 @@
 """Models of the Hugging Face hub: the files that serving needs, downloaded once into the hub's own cache. No jax.
 
 `huggingface_hub` does the work, so that its settings hold: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A connection
-that breaks goes on where it was; a download that was ended keeps the files that were complete.
+that breaks goes on where it was, and so does a download of weights that was ended (`partial_files`).
 """
 
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import pathlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.loading import partial_files
+from jaxserve.loading.partial_files import no_bar
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
@@ -58,7 +58,7 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
     with _explained(name):
         if name.file is not None:
             return _gguf_file(name, name.file, progress=progress, is_offline=is_offline)
-        folder = _snapshot(name, SMALL_FILES, ignored="*/*", progress=False, is_offline=is_offline)
+        folder = _snapshot(name, SMALL_FILES, ignored="*/*", is_offline=is_offline)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
         if with_weights:
@@ -77,8 +77,8 @@ def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_of
         raise CheckpointError(
             f"the cache has not all of {commit.repo}: {', '.join(missing)} would have to be downloaded"
         )
-    _check_room(commit, files)
-    _snapshot(commit, files, progress=progress)
+    _fetch(commit, files, progress=progress)
+    _snapshot(commit, files)
     if not any((folder / file).is_file() for file in files):
         instead = _there_are(commit, ".bin") or _there_are(commit, ".gguf")
         raise CheckpointError(f"{commit.repo} has no safetensors{instead}")
@@ -89,15 +89,15 @@ def _gguf_file(name: HubName, file: str, *, progress: bool, is_offline: bool = F
     part = _SPLIT.search(file)
     files = f"{file[: part.start()]}-*-of-{part[1]}.gguf" if part else file
     if not is_offline:
-        _check_room(name, [files])
-    path = _snapshot(name, [files], progress=progress, is_offline=is_offline) / file
+        _fetch(name, [files], progress=progress)
+    path = _snapshot(name, [files], is_offline=is_offline) / file
     if not path.is_file():
         raise CheckpointError(f"{name.repo} has no {file}{_there_are(name, '.gguf')}")
     return str(path)
 
 
 def _snapshot(
-    name: HubName, files: Sequence[str], *, ignored: str | None = None, progress: bool, is_offline: bool = False
+    name: HubName, files: Sequence[str], *, ignored: str | None = None, is_offline: bool = False
 ) -> pathlib.Path:
     from huggingface_hub import snapshot_download  # takes a third of a second, for those who use the hub
 
@@ -107,7 +107,7 @@ def _snapshot(
         allow_patterns=list(files),
         ignore_patterns=ignored,
         local_files_only=is_offline,
-        tqdm_class=None if progress else _no_bar(),
+        tqdm_class=no_bar(),
     )
     return pathlib.Path(folder)
 
@@ -120,24 +120,28 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
     return ["model.safetensors"]
 
 
-def _check_room(name: HubName, files: Sequence[str]) -> None:
-    """Raises CheckpointError if the disk has no room for what is not cached."""
+def _fetch(name: HubName, files: Sequence[str], *, progress: bool) -> None:
+    """Download the contents of what is not cached. Raises CheckpointError if the disk has no room for them."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
     try:
         found = snapshot_download(
-            name.repo, revision=name.revision, allow_patterns=list(files), dry_run=True, tqdm_class=_no_bar()
+            name.repo, revision=name.revision, allow_patterns=list(files), dry_run=True, tqdm_class=no_bar()
         )
-    except DryRunError:  # without a network: the download itself says what is missing
+    except DryRunError:  # without a network: the snapshot itself says what is missing
         return
-    needed = sum(file.file_size or 0 for file in found if file.will_download)
+    missing = [file for file in found if file.will_download]
+    needed = sum((file.file_size or 0) - partial_files.partial_bytes(name.repo, file.filename) for file in missing)
     free = shutil.disk_usage(constants.HF_HUB_CACHE).free
     if needed > free:
         raise CheckpointError(
             f"{name.repo} needs {needed / 2**30:.1f} GiB more in {constants.HF_HUB_CACHE}, where "
             f"{free / 2**30:.1f} GiB are free: HF_HOME names another place"
         )
+    if missing:
+        names = [file.filename for file in missing]
+        partial_files.fetch(name.repo, names, commit=missing[0].commit_hash, progress=progress)
 
 
 def _there_are(name: HubName, suffix: str) -> str:
@@ -188,15 +192,3 @@ def _explained(name: HubName) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-@functools.cache
-def _no_bar() -> Any:
-    """A progress bar that shows nothing."""
-    from tqdm.asyncio import tqdm  # half of what `import jaxserve.cli` would cost
-
-    class NoBar(tqdm):
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **options | {"disable": True})
-
-    return NoBar

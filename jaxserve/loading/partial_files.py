@@ -1,0 +1,189 @@
+"""Large files of the hub, of which a process that is killed leaves what it has to the next one. No jax.
+
+`huggingface_hub` throws such a part away. Here it lies among the cache's blobs, by the ETag of what it is a part of,
+and goes on from its end, by HTTP or by Xet; a complete one is renamed to the blob that the library then finds.
+"""
+
+import concurrent.futures
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import pathlib
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterable
+from typing import Any
+
+MAX_THREADS = 8
+"""Files that are fetched at a time, as `huggingface_hub` does."""
+
+
+def partial_bytes(repo: str, file: str) -> int:
+    """How much of a file the cache holds without having all of it."""
+    return sum(path.stat().st_size for path in _folder(repo).glob(f"{_prefix(file)}*.partial"))
+
+
+def fetch(repo: str, files: Iterable[str], *, commit: str, progress: bool) -> None:
+    """Put the contents of `files` among the blobs of the cache, where `snapshot_download` finds them.
+
+    Raises what `huggingface_hub` and `hf_xet` do; what has arrived until then stays for the next call. The library is
+    left files whose size or ETag the server does not tell.
+    """
+    from tqdm import tqdm
+
+    stopped = threading.Event()
+    options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": not progress}
+    with (
+        tqdm(total=0, desc="downloading weights", **options) as bar,
+        concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool,
+    ):
+        try:
+            tasks = [pool.submit(_fetch_file, repo, file, commit, bar, stopped) for file in files]
+            for task in concurrent.futures.as_completed(tasks):
+                task.result()
+        except BaseException:
+            stopped.set()  # the pool waits for its threads
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _fetch_file(repo: str, file: str, commit: str, bar: Any, stopped: threading.Event) -> None:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+    url = hf_hub_url(repo, file, revision=commit, endpoint=constants.ENDPOINT)
+    found = get_hf_file_metadata(url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    if found.etag is None or found.size is None:
+        return
+    blob = _folder(repo) / found.etag
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    part = blob.with_name(f"{_prefix(file)}{found.etag}.partial")
+    lock = _lock(repo, found.etag)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    _drop_others(repo, file, part)
+    with WeakFileLock(lock):  # the library's own, for this blob
+        if blob.exists():
+            return
+        if part.exists() and part.stat().st_size > found.size:
+            part.unlink()
+        is_resumed = part.exists() and part.stat().st_size > 0
+        _complete(part, url, found, bar, stopped)
+        if is_resumed and not _has_digest(part, found.etag):  # a machine that crashes may leave anything
+            bar.update(-found.size)
+            part.unlink()
+            _complete(part, url, found, bar, stopped)
+        part.replace(blob)
+
+
+def _complete(part: pathlib.Path, url: str, found: Any, bar: Any, stopped: threading.Event) -> None:
+    """Append to a file what it lacks. Where locks do not hold, two that do so write the same bytes."""
+    from huggingface_hub import constants
+
+    by_xet = found.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet")
+
+    part.touch(mode=0o666)
+    with _PartialFile(io.FileIO(part, "r+")) as file:
+        start = file.seek(0, os.SEEK_END)
+        file.report_to(bar, stopped)
+        bar.total += found.size
+        bar.update(start)
+        if by_xet:
+            _append_by_xet(file, start, found)
+        else:
+            _append_by_http(file, start, url, found)
+
+
+def _append_by_http(file: io.BufferedRandom, start: int, url: str, found: Any) -> None:
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = build_hf_headers()
+    if urllib.parse.urlsplit(found.location).netloc != urllib.parse.urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the address is signed, and its host must not see the token
+    http_get(found.location, file, resume_size=start, headers=headers, expected_size=found.size, tqdm_class=no_bar())
+
+
+def _append_by_xet(file: io.BufferedRandom, start: int, found: Any) -> None:
+    from hf_xet import XetFileInfo, XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
+    from huggingface_hub.utils import build_hf_headers
+
+    if start == found.size:
+        return
+    group = XetSession().new_download_stream_group(
+        token_refresh_url=found.xet_file_data.refresh_route, token_refresh_headers=build_hf_headers()
+    )
+    with group:
+        for piece in group.download_stream(XetFileInfo(found.xet_file_data.file_hash, found.size), start=start):
+            file.write(piece)
+    if file.tell() != found.size:
+        raise OSError(f"{found.size} bytes were announced, and {file.tell()} arrived")
+
+
+class _PartialFile(io.BufferedRandom):
+    """Counts on a bar what is written, gives it to the system at once, and writes no more once it is told to stop."""
+
+    def report_to(self, bar: Any, stopped: threading.Event) -> None:
+        self._bar, self._stopped = bar, stopped
+
+    def write(self, data: Any) -> int:
+        if self._stopped.is_set():
+            raise InterruptedError("the download has been ended")
+        self._bar.update(len(data))
+        count = super().write(data)
+        self.flush()
+        return count
+
+
+def _drop_others(repo: str, file: str, part: pathlib.Path) -> None:
+    """Remove parts of what the file was before, unless someone is at them."""
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock
+
+    for other in part.parent.glob(f"{_prefix(file)}*.partial"):
+        if other == part:
+            continue
+        etag = other.name.removeprefix(_prefix(file)).removesuffix(".partial")
+        try:
+            with WeakFileLock(_lock(repo, etag), timeout=0.1):
+                other.unlink(missing_ok=True)
+        except Timeout:
+            pass
+
+
+def _has_digest(part: pathlib.Path, etag: str) -> bool:
+    """Whether a file is what its ETag says: of large files that is the SHA-256, of others nothing is known."""
+    if not re.fullmatch("[0-9a-f]{64}", etag):
+        return True
+    with part.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == etag
+
+
+@functools.cache
+def no_bar() -> Any:
+    """A progress bar that shows nothing."""
+    from tqdm.asyncio import tqdm  # half of what `import jaxserve.cli` would cost
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"disable": True})
+
+    return NoBar
+
+
+def _prefix(file: str) -> str:
+    return f"{hashlib.sha256(file.encode()).hexdigest()[:16]}."
+
+
+def _folder(repo: str) -> pathlib.Path:
+    from huggingface_hub import constants
+
+    return pathlib.Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+
+
+def _lock(repo: str, etag: str) -> pathlib.Path:
+    from huggingface_hub import constants
+
+    return pathlib.Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{repo.replace('/', '--')}" / f"{etag}.lock"
