@@ -33,6 +33,8 @@ from jaxserve.execution.shapes import StepKey
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 8
+MAX_KEPT_BYTES = 2 << 30
+"""Of lowered steps on disk. Those that no start has used for longest make room."""
 
 CODE = (
     "layers",
@@ -132,6 +134,7 @@ class Lowering:
         self._workers: list[_Worker] = []
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         self._is_closed = False
+        self._has_kept = False
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
     def lower(self, key: StepKey, num_blocks: int) -> jax.stages.Lowered:
@@ -159,12 +162,14 @@ class Lowering:
         threading.Thread(target=run, name="lowering", daemon=True).start()
 
     def close(self) -> None:
-        """End the workers. What they are at fails."""
+        """End the workers. What they are at fails. What is too much on disk goes."""
         with self._lock:
             self._is_closed = True
             workers = list(self._workers)
         for worker in workers:
             worker.close()
+        if self._has_kept and self._folder is not None:
+            _prune(self._folder, MAX_KEPT_BYTES)
 
     def _start(self) -> None:
         with self._lock:
@@ -216,6 +221,8 @@ class Lowering:
             return None
         if digest.decode(errors="replace") != hashlib.sha256(exported).hexdigest():
             return None
+        with contextlib.suppress(OSError):  # a folder that is only read
+            os.utime(path)
         self.num_found += 1
         return exported
 
@@ -228,6 +235,7 @@ class Lowering:
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(hashlib.sha256(exported).hexdigest().encode() + b"\n" + exported)
             os.replace(file.name, path)
+            self._has_kept = True
         except OSError as error:
             logger.warning("a lowered step is not kept: %s", error)
 
@@ -310,6 +318,20 @@ def read_message[T](pipe: IO[bytes] | None, kind: type[T]) -> T | None:
         return None
     encoded = pipe.read(size := struct.unpack(">I", length)[0])
     return msgspec.msgpack.decode(encoded, type=kind) if len(encoded) == size else None
+
+
+def _prune(folder: pathlib.Path, max_bytes: int) -> None:
+    """Remove the files that were made or touched first, until no more than `max_bytes` are left."""
+    try:
+        files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
+        excess = sum(stat.st_size for stat, _ in files) - max_bytes
+        for stat, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+            if excess <= 0:
+                break
+            os.unlink(path)
+            excess -= stat.st_size
+    except OSError as error:  # another process may be at it
+        logger.warning("lowered steps that are too many are left on disk: %s", error)
 
 
 def _jax_options() -> dict[str, Any]:

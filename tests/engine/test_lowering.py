@@ -112,6 +112,37 @@ def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
         lowering.close()
 
 
+def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
+    builder = make_builder()
+    keys = builder.shapes.keys[-4:]
+
+    def lower(*keys):
+        """Returns how many were found, and the files of all that are left."""
+        lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=2)
+        try:
+            for key in keys:
+                lowering.lower(key, NUM_BLOCKS)
+        finally:
+            lowering.close()
+        return lowering.num_found, {path.name for path in tmp_path.iterdir()}
+
+    def path(key):
+        return Lowering(builder, SPEC, folder=tmp_path)._path(lowering_module.Job(key, NUM_BLOCKS))
+
+    paths = [path(key) for key in keys]
+    assert lower(*keys) == (0, {path.name for path in paths})
+    monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", sum(paths[i].stat().st_size for i in (0, 2, 3)))
+    paths[3].unlink()
+    for seconds, kept in enumerate(paths[:3]):
+        os.utime(kept, (seconds, seconds))
+    assert lower(keys[0]) == (1, {path.name for path in paths[:3]})
+    assert lower(keys[3]) == (0, {paths[i].name for i in (0, 2, 3)})  # 0 was the oldest until it was used
+    monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", 0)
+    assert lower(keys[0]) == (1, {paths[i].name for i in (0, 2, 3)})  # a start that has found all prunes nothing
+    assert lower(keys[1]) == (0, set())
+    assert not caplog.text
+
+
 def test_what_a_lowered_step_is_made_from(monkeypatch):
     def paths(spec=SPEC, folder=GOLDENS):
         lowering = Lowering(make_builder(spec), spec, folder=folder)
