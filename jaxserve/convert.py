@@ -6,7 +6,6 @@ import json
 import pathlib
 import tempfile
 
-import jax
 import numpy as np
 
 from jaxserve.config import DType
@@ -16,7 +15,7 @@ from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import PICKLES, resolve_dtype
 from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
-from jaxserve.loading.weights import load_config, load_weights
+from jaxserve.loading.weights import load_config, open_weights
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
@@ -36,9 +35,9 @@ def convert(
 ) -> Manifest:
     """Write the store `destination` from the model `source`, by any name that `serve` takes.
 
-    "auto" keeps its dtype, and makes bfloat16 of what a GGUF file has quantized; its tokenizer is written as JSON. All
-    weights are in the host's memory meanwhile. Raises StartupError: CheckpointError if the source cannot be read or
-    there is something at the destination already, which `force` replaces if it is a store.
+    "auto" keeps its dtype, and makes bfloat16 of what a GGUF file has quantized; its tokenizer is written as JSON. The
+    host holds one weight at a time. Raises StartupError: CheckpointError if the source cannot be read or there is
+    something at the destination already, which `force` replaces if it is a store.
     """
     check_destination(destination, force=force)
     path = pathlib.Path(resolve_model(source, revision=revision, progress=progress))
@@ -48,17 +47,16 @@ def convert(
     family = get_family(fields)
     specs = family.param_specs(family.Config.from_hf(fields))
     weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices("cpu")[:1])
-    params = load_weights(path, specs, dtype=weights_dtype, mesh=mesh, progress=progress)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
         return write_store(
             destination,
-            params,
+            weights,
             dtype=np.dtype(weights_dtype),
             config=fields,
             source=Source(name=_origin(source, path), sha256=_digests(path)),
             copied=_tokenizer_files(path, pathlib.Path(folder)) if path.is_file() else _companions(path),
             force=force,
+            progress=progress,
         )
 
 

@@ -21,7 +21,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, shardings
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_tokenizer import end_token_ids
-from jaxserve.loading.huggingface import describe_tensors, read_to_devices, source_shapes
+from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices, source_shapes
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -115,8 +115,13 @@ def load_params(
     truncated, of another shape or of an unknown type, and ConfigError if a weight does not divide over the mesh; then
     no device memory has been touched.
     """
-    file = GGUFFile(path)
     layout = shardings(specs, mesh)
+    return read_to_devices(open_weights(path, specs), layout, dtype=dtype, progress=progress)
+
+
+def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
+    """A SourceWeight for each of `specs`. Raises CheckpointError as `load_params` does."""
+    file = GGUFFile(path)
     stored = as_stored(specs, file)
     expected = source_shapes(stored)
     tensors = {name: tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
@@ -129,7 +134,7 @@ def load_params(
     )
     if problems:
         raise CheckpointError(f"{file.path} does not fit its metadata; " + "; ".join(problems))
-    return read_to_devices(stored, layout, tensors, dtype=dtype, progress=progress)
+    return jax.tree.map(lambda spec: SourceWeight(spec, tensors), stored)
 
 
 def as_stored(specs: Params, file: GGUFFile) -> Params:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -113,51 +113,65 @@ def load_params(
     files are missing or truncated, or tensors missing, unexpected, of another shape or not floats of 16 or 32 bits, and
     ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
     """
-    directory = pathlib.Path(path)
     layout = shardings(specs, mesh)
+    with open_weights(path, specs) as weights:
+        return read_to_devices(weights, layout, dtype=dtype, progress=progress)
+
+
+@contextlib.contextmanager
+def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
+    """A SourceWeight for each of `specs`, to be read meanwhile. Raises CheckpointError as `load_params` does."""
+    directory = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, stack)
         tensors = _with_model_prefix(opened.tensors, expected)
         _check(directory, expected, tensors, opened)
-        return read_to_devices(specs, layout, tensors, dtype=dtype, progress=progress)
+        yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
 
-def read_to_devices(
-    specs: Params, layout: Params, tensors: Mapping[str, StoredTensor], *, dtype: np.dtype, progress: bool
-) -> Params:
-    """The weights that `specs` declare, made of `tensors` one by one, each on the devices before the next is read."""
-    bar = tqdm(
-        total=num_bytes(specs, dtype=dtype),
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=not progress,
-    )
+@dataclasses.dataclass(frozen=True)
+class SourceWeight:
+    """A weight that its tensors in a checkpoint are made into when it is asked for."""
 
-    def load(spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
-        array = jax.device_put(_weight(spec, tensors, spec.dtype_in(dtype)), sharding)
+    spec: ParamSpec
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """Its values, in the type that it has where others have `dtype`.
+
+        Matrices are cast before they are fused, which moves their values only: float32 sources beside a float32 weight
+        and its cast would be five times that cast, and so are twice.
+        """
+        dtype = self.spec.dtype_in(dtype)
+
+        def read(name: str) -> np.ndarray:
+            tensor = self.tensors[name].read()
+            return tensor.astype(dtype, copy=False) if tensor.ndim > 1 else tensor
+
+        sources = map(read, self.spec.source)
+        weight = next(sources) if self.spec.transform is None else self.spec.transform(*sources)
+        return weight.astype(dtype, copy=False)
+
+
+def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:
+    """The arrays of `weights`, read one by one, each on the devices before the next is read."""
+
+    def load(weight: SourceWeight, sharding: NamedSharding) -> jax.Array:
+        array = jax.device_put(weight.read(dtype), sharding)
         # Transfers that are still under way would keep their tensors on the host.
         bar.update(array.block_until_ready().nbytes)
         return array
 
-    with bar:
-        return jax.tree.map(load, specs, layout)
+    specs = jax.tree.map(lambda weight: weight.spec, weights)
+    with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:
+        return jax.tree.map(load, weights, layout)
 
 
-def _weight(spec: ParamSpec, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
-    """One weight in `dtype`. Matrices are cast before they are fused, which moves their values only: float32 sources
-    beside a float32 weight and its cast would be five times that cast, and so are twice.
-    """
-
-    def read(name: str) -> np.ndarray:
-        tensor = tensors[name].read()
-        return tensor.astype(dtype, copy=False) if tensor.ndim > 1 else tensor
-
-    sources = map(read, spec.source)
-    weight = next(sources) if spec.transform is None else spec.transform(*sources)
-    return weight.astype(dtype, copy=False)
+def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: bool) -> tqdm:
+    """A bar of how many of the weights' bytes are done."""
+    total = num_bytes(specs, dtype=dtype)
+    return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, disable=not is_shown)
 
 
 @dataclasses.dataclass(frozen=True)

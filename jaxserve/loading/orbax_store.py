@@ -22,11 +22,10 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, abstract_params, num_bytes
-from jaxserve.loading.huggingface import DTYPES
+from jaxserve.layers.params import Params, ParamSpec, abstract_params
+from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
 
 MANIFEST = "jaxserve_manifest.json"
 FORMAT_VERSION = 1
@@ -135,32 +134,27 @@ def load_store(
         bar.update(array.block_until_ready().nbytes)  # what is under way would stay on the host
         return array
 
-    bar = tqdm(
-        total=num_bytes(specs, dtype=dtype),
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=not progress,
-    )
-    with bar:
+    with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:
         return jax.tree_util.tree_map_with_path(load, target)
 
 
 def write_store(
     destination: str | pathlib.Path,
-    params: Params,
+    weights: Params,
     *,
     dtype: np.dtype,
     config: dict[str, Any],
     source: Source,
     copied: list[pathlib.Path],
     force: bool = False,
+    progress: bool = True,
 ) -> Manifest:
-    """Write `params`, the files `copied` beside them, and config.json with the fields `config`.
+    """Write a store of `weights`, a tree of SourceWeight, as `dtype`, with the files `copied` and a config.json of the
+    fields `config`.
 
-    It is written next to `destination` and renamed when complete. Raises CheckpointError if there is something at
-    `destination` already; `force` replaces it, if it is a store or empty.
+    A weight is let go before the next is read; `progress` draws a bar of the bytes written. All is written next to
+    `destination` and renamed when complete. Raises CheckpointError if there is something at `destination` already;
+    `force` replaces it, if it is a store or empty.
     """
     destination = pathlib.Path(destination).absolute()
     check_destination(destination, force=force)
@@ -174,7 +168,7 @@ def write_store(
             for path in copied:
                 shutil.copyfile(path, new / path.name)
             (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _write_weights(new / _WEIGHTS, params)
+            _write_weights(new / _WEIGHTS, weights, dtype, progress)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 model_type=config["model_type"],
@@ -182,7 +176,10 @@ def write_store(
                 source=source,
                 versions={name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "orbax-checkpoint")},
                 config=config,
-                weights={name: Weight(shape=leaf.shape, dtype=str(leaf.dtype)) for name, leaf in _flat(params).items()},
+                weights={
+                    name: Weight(shape=weight.spec.shape, dtype=str(weight.spec.dtype_in(dtype)))
+                    for name, weight in _flat(weights).items()
+                },
                 file_sizes=_file_sizes(new / _WEIGHTS),
             )
             text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
@@ -208,13 +205,53 @@ def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
         raise CheckpointError(f"{path} is not a store of jaxserve, so it is not replaced: remove it yourself")
 
 
-def _write_weights(path: pathlib.Path, params: Params) -> None:
-    """One file a weight, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading."""
+def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progress: bool) -> None:
+    """One file a weight, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading.
+
+    Orbax writes what says where a weight belongs. Given the arrays, it would want them all at once.
+    """
     import orbax.checkpoint as ocp  # takes a second to import, for those who write a store
 
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(params))
+    specs = jax.tree.map(lambda weight: weight.spec, weights)
+    bar = bar_of_bytes("writing weights", specs, dtype=dtype, is_shown=progress)
+
+    class Handler(ocp.type_handlers.NumpyHandler):
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:  # noqa: ARG002 (Orbax's)
+            for weight, info in zip(values, infos, strict=True):
+                array = weight.read(dtype)
+                _write_array(pathlib.Path(info.parent_dir) / info.name, array)
+                bar.update(array.nbytes)
+            return []
+
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_compression=False,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((SourceWeight, Handler())),
+    )
+    with bar, _quiet(), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(weights))
+
+
+def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
+    """An array in Zarr's second format, as one chunk of its bytes."""
+    shape = list(array.shape)
+    header = {
+        "zarr_format": 2,
+        "shape": shape,
+        "chunks": shape,
+        "dtype": array.dtype.name if array.dtype.kind == "V" else array.dtype.str,
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "dimension_separator": ".",
+    }
+    folder.mkdir(parents=True)
+    (folder / ".zarray").write_text(json.dumps(header), encoding="utf-8")
+    # NumPy moves integers at once, and bfloat16 one by one.
+    np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}")).tofile(
+        folder.parent / _file_of(folder.name, array.shape)
+    )
 
 
 @contextlib.contextmanager

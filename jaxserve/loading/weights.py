@@ -1,5 +1,6 @@
 """The config and the weights of a model, whatever they are stored in: a directory or a GGUF file."""
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -28,3 +29,13 @@ def load_weights(
     if orbax_store.is_store(path):
         return orbax_store.load_store(path, specs, dtype=dtype, mesh=mesh, progress=progress)
     return huggingface.load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+
+
+def open_weights(path: str | pathlib.Path, specs: Params) -> contextlib.AbstractContextManager[Params]:
+    """The weights that `specs` declare, of which none is read yet: a tree of `huggingface.SourceWeight`.
+
+    Raises CheckpointError as `load_weights` does. A store has no such weights.
+    """
+    if pathlib.Path(path).is_file():
+        return contextlib.nullcontext(gguf_model.open_weights(path, specs))
+    return huggingface.open_weights(path, specs)

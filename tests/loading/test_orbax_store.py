@@ -3,19 +3,22 @@
 import hashlib
 import json
 import shutil
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.params import ParamSpec
 from jaxserve.loading import orbax_store
 from jaxserve.loading.huggingface import load_config, load_params
-from jaxserve.loading.orbax_store import MANIFEST, is_store, load_store, read_manifest
-from jaxserve.loading.weights import load_weights
+from jaxserve.loading.orbax_store import MANIFEST, Source, is_store, load_store, read_manifest, write_store
+from jaxserve.loading.weights import load_weights, open_weights
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
@@ -104,6 +107,32 @@ def test_a_gguf_file_becomes_a_store(stories, tmp_path):
     for text in ("Once upon a time", "  Lily's dog\n ünï 漢 <s></s>", ""):
         assert written.encode(text) == original.encode(text)
         assert written.decode(written.encode(text)) == original.decode(original.encode(text))
+
+
+def test_memory_of_a_conversion(tmp_path):
+    largest, num_weights = 2**22, 8
+    tensors = {f"w{index}.{part}": np.ones((512, 1024), np.float32) for index in range(num_weights) for part in "ab"}
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source/model.safetensors")
+    specs = {
+        f"w{index}": ParamSpec(
+            shape=(1024, 1024),
+            axes=(None, None),
+            source=(f"w{index}.a", f"w{index}.b"),
+            source_shapes=((512, 1024),) * 2,
+            transform=lambda *parts: np.concatenate(parts).T,
+        )
+        for index in range(num_weights)
+    }
+    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": [], "progress": False}
+    tracemalloc.start()
+    try:
+        with open_weights(tmp_path / "source", specs) as weights:
+            write_store(tmp_path / "store", weights, source=Source(name="source", sha256={}), **options)
+        assert tracemalloc.get_traced_memory()[1] < 3 * largest + 2**20
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "store/weights/w7/0.0").stat().st_size == largest
 
 
 def test_orbax_itself_reads_a_store(store):
