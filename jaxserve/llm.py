@@ -348,6 +348,7 @@ class LLM:
                 if group.error is not None:
                     raise RequestFailed(group.error)
                 yield delta
+                group.forget_logprobs()
 
 
 class _DefaultLLMs:

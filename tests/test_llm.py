@@ -18,6 +18,7 @@ import jaxserve
 import jaxserve.llm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.frontend import Frontend
+from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import as_prompt_list
 from jaxserve.errors import (
     CheckpointError,
@@ -279,6 +280,20 @@ class TestStream:
         deltas = list(llm.stream("abc", SamplingParams(max_tokens=4)))
         assert [delta.outputs[0].text for delta in deltas] == ["b", "c", "b", "c"]
         assert [delta.finished for delta in deltas] == [False] * 3 + [True]
+
+    def test_logprobs_that_were_given_are_forgotten(self, start, monkeypatch):
+        llm, _ = start()
+        num_kept = []
+        forget = RequestGroup.forget_logprobs
+
+        def watched(group):
+            forget(group)
+            num_kept.append(len(group.result().outputs[0].logprobs))
+
+        monkeypatch.setattr(RequestGroup, "forget_logprobs", watched)
+        deltas = list(llm.stream("abc", SamplingParams(max_tokens=4, logprobs=2)))
+        assert [len(delta.outputs[0].logprobs) for delta in deltas] == [1] * 4
+        assert num_kept == [0] * 4
 
     def test_wrong_parameters_are_refused_at_once(self, start):
         llm, _ = start()

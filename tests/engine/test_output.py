@@ -1,4 +1,5 @@
 import itertools
+import tracemalloc
 
 import pytest
 import tiny_tokenizer
@@ -256,6 +257,53 @@ class TestRequestGroup:
         completion = group.result().outputs[0]
         assert [list(entry) for entry in completion.logprobs] == [[token_id] for token_id in ids[:2]]
         assert completion.cumulative_logprob == -0.5
+
+    def test_forgotten_logprobs_are_out_of_memory(self, tokenizer):
+        group = make_group(tokenizer, logprobs=20)
+        token_id = tokenizer.encode("a")[0]
+
+        def stream(num_tokens):
+            for i in range(num_tokens):
+                entry = TokenLogprobs(token_id, -0.25, 1, list(range(20)), [-float(i + k) for k in range(20)])
+                group.push([output(token_id, logprobs=[entry])])
+                (completion,) = group.take_delta().outputs
+                assert [list(entry.values())[1].logprob for entry in completion.logprobs] == [-float(i)]
+                group.forget_logprobs()
+
+        stream(10)
+        tracemalloc.start()
+        try:
+            stream(1000)
+            num_bytes = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert num_bytes < 200 * 1000, "20 logprobs take 3000 bytes a token"
+        assert group.result().outputs[0].logprobs == []
+        assert len(group.result().outputs[0].token_ids) == 1010
+
+    def test_only_logprobs_that_were_given_are_forgotten(self, tokenizer):
+        ids = tokenizer.encode("abc")
+        group = make_group(tokenizer, logprobs=0)
+        entries = [TokenLogprobs(token_id, -0.25, 1, [], []) for token_id in ids]
+        group.forget_logprobs()
+        group.push([output(ids[0], logprobs=entries[:1])])
+        group.take_delta()
+        group.push([output(*ids[1:], logprobs=entries[1:])])
+        group.forget_logprobs()
+        group.forget_logprobs()
+        assert [list(entry) for entry in group.take_delta().outputs[0].logprobs] == [[ids[1]], [ids[2]]]
+
+    def test_prompt_logprobs_stay_until_each_sequence_has_begun(self, tokenizer):
+        group = make_group(tokenizer, prompt="ab", n=2, prompt_logprobs=0)
+        first, second = group.prompt_token_ids
+        group.push([output(first, prompt_logprobs=[TokenLogprobs(second, -1.0, 1, [], [])])])
+        assert len(group.take_delta().prompt_logprobs) == 2
+        group.forget_logprobs()
+        assert len(group.result().prompt_logprobs) == 2
+        group.push([output(index=1, finish_reason="abort")])
+        group.take_delta()
+        group.forget_logprobs()
+        assert group.result().prompt_logprobs is None
 
     def test_a_failed_sequence_says_why(self, tokenizer):
         group = make_group(tokenizer)

@@ -127,6 +127,32 @@ def test_chat_logprobs_in_pieces(server):
     assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == "é!"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc", "logprobs": 2, "echo": True, "n": 2}),
+        ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2, "n": 2}),
+        ("/v1/responses", {"input": "abc", "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ],
+)
+def test_logprobs_that_were_sent_are_forgotten(server, monkeypatch, path, body):
+    groups = []
+    prepare = server.frontend.prepare
+
+    def remember(*args, **kwargs):
+        groups.append(prepare(*args, **kwargs))
+        return groups[-1]
+
+    monkeypatch.setattr(server.frontend, "prepare", remember)
+    server.says("good day")
+    answer = server.post(path, body | {"stream": True})
+    assert answer.text.count('"logprob') >= len("good day")
+    (group,) = groups
+    result = group.result()
+    assert all(output.text == "good day" and output.logprobs == [] for output in result.outputs)
+    assert result.prompt_logprobs is None
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_an_error_after_the_first_byte_is_an_event(server, step_by_step, path):
     server.play = lambda request: Script(token_ids=[70, 71], error="NaN in the logits")

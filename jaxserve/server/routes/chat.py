@@ -200,6 +200,7 @@ class Chat:
                 choice = self._chunk_choice(output)
                 if _has_news(choice):
                     take(choice)
+            self._group.forget_logprobs()
 
         await self._run(take_delta)
 

@@ -131,6 +131,7 @@ class _Completion:
                 choice = writers[index].write(output)
                 if _has_news(choice):
                     write(event(self._response([choice], usage=self._usage.in_chunk(options))))
+            group.forget_logprobs()
 
         await self._run(take)
         if options is not None and options.include_usage:
