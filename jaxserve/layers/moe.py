@@ -93,6 +93,7 @@ def moe_specs(
                 source_shapes=((F, E),) * (2 * X),
                 transform=lambda *tensors: np.stack(tensors).reshape(X, 2, F, E),
                 quantize=True,
+                expert_size=F,
             ),
             "down": ParamSpec(
                 shape=(X, E, F),
@@ -101,6 +102,7 @@ def moe_specs(
                 source_shapes=((E, F),) * X,
                 transform=lambda *tensors: np.stack(tensors),
                 quantize=True,
+                expert_size=F,
             ),
         },
     }

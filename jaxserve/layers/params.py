@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.layers.sharding import partition_spec
+from jaxserve.layers.sharding import mesh_axis, partition_spec, share_by_expert
 
 Transform = Callable[..., np.ndarray]
 Params = dict[str, Any]
@@ -31,7 +31,8 @@ class ParamSpec:
     the one tensor has the weight's shape); `transform` takes these tensors, in order, as NumPy arrays and returns the
     weight (default: the one tensor, unchanged). `dtype` None means the dtype that the engine serves in. `quantize`
     marks the weights that a quantization format replaces. `init_scale` is the standard deviation of random
-    initialisation, None for ones (norms), 0.0 for zeros (biases).
+    initialisation, None for ones (norms), 0.0 for zeros (biases). `expert_size` is the whole inner size of an expert,
+    for the weights of experts, all of which are split alike by it.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class ParamSpec:
     dtype: Any = None
     quantize: bool = False
     init_scale: float | None = 0.02
+    expert_size: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -58,9 +60,13 @@ class ParamSpec:
 
 def shardings(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
     """The NamedSharding of every weight. Raises ConfigError for an axis that does not divide over the mesh."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh, name=spec.source[0])), specs
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, _partition_spec(spec, mesh)), specs)
+
+
+def _partition_spec(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    if spec.expert_size is None or not share_by_expert(spec.shape[0], spec.expert_size, mesh):
+        return partition_spec(spec.axes, spec.shape, mesh, name=spec.source[0])
+    return PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
 
 
 def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:

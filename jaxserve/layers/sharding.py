@@ -16,6 +16,9 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "embed": None,
 }
 
+EXPERT_SHARE = 64
+"""Kernels for experts contract over multiples of this, see `pallas_kernels.grouped_matmul`."""
+
 WHOLE_IF_INDIVISIBLE = {"vocab"}
 """Axes that no device needs a share of: an odd vocabulary costs memory, an odd number of heads is an error."""
 
@@ -33,6 +36,17 @@ def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
     """The mesh axis that splits this logical axis, None if it stays whole. An unknown logical axis is a KeyError."""
     name = None if axis is None else MESH_AXIS_OF[axis]
     return name if name is not None and mesh.shape.get(name, 1) > 1 else None
+
+
+def share_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether devices that would have a share of each expert's inner size have whole experts instead.
+
+    So they do where kernels do not take the shares, such as 2,880 / 2 and 768 / 8, and the experts divide.
+    """
+    on = mesh_axis("ffn", mesh)
+    if on is None or mesh_axis("experts", mesh) is not None:
+        return False
+    return expert_size % (EXPERT_SHARE * mesh.shape[on]) > 0 and num_experts % mesh.shape[on] == 0
 
 
 def partition_spec(

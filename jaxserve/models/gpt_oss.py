@@ -108,6 +108,7 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
                 source_shapes=((X, E, 2 * F),),
                 transform=lambda tensor: tensor.reshape(X, E, F, 2).transpose(0, 3, 2, 1),
                 quantize=True,
+                expert_size=F,
             ),
             "gate_up_bias": ParamSpec(
                 shape=(X, 2, F),
@@ -116,6 +117,7 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
                 source_shapes=((X, 2 * F),),
                 transform=lambda tensor: tensor.reshape(X, F, 2).transpose(0, 2, 1),
                 init_scale=0.0,
+                expert_size=F,
             ),
             "down": ParamSpec(
                 shape=(X, E, F),
@@ -124,12 +126,14 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
                 source_shapes=((X, F, E),),
                 transform=lambda tensor: tensor.transpose(0, 2, 1),
                 quantize=True,
+                expert_size=F,
             ),
             "down_bias": ParamSpec(
                 shape=(X, E),
                 axes=("experts", "embed"),
                 source=(f"{prefix}.experts.down_proj_bias",),
                 init_scale=0.0,
+                expert_size=F,
             ),
         },
     }

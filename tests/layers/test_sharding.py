@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
@@ -43,6 +43,17 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(mesh):
 def test_two_axes_on_the_same_devices(mesh):
     with pytest.raises(ConfigError, match="w: axes 'vocab' and 'ffn' cannot both be split over mesh axis 'tensor'"):
         sharding.partition_spec(("vocab", "ffn"), (8, 8), mesh, name="w")
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "size", "devices", "whole"),
+    [(32, 2880, 2, True), (128, 2880, 8, True), (128, 768, 8, True), (128, 768, 4, False), (60, 1408, 8, False)],
+)
+def test_experts_are_whole_where_their_shares_suit_no_kernel(num_experts, size, devices, whole):
+    mesh = AbstractMesh((devices,), ("tensor",))
+    assert sharding.share_by_expert(num_experts, size, mesh) == whole
+    with_experts = AbstractMesh((2, devices), ("expert", "tensor"))
+    assert not sharding.share_by_expert(num_experts, size, with_experts)
 
 
 def test_unknown_axis(mesh):

@@ -55,13 +55,14 @@ def make_mesh(**axes):
     return jax.make_mesh(shape, tuple(axes), devices=jax.devices()[: np.prod(shape)])
 
 
-def fields_of(model_type):
-    return FIELDS | (LATENT_FIELDS if model_type.startswith("deepseek") else {}) | {"model_type": model_type}
+def fields_of(model_type, **changes):
+    latent = LATENT_FIELDS if model_type.startswith("deepseek") else {}
+    return FIELDS | latent | {"model_type": model_type} | changes
 
 
-def random_model(model_type, mesh):
+def random_model(model_type, mesh, **changes):
     """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
-    fields = fields_of(model_type)
+    fields = fields_of(model_type, **changes)
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     specs = family.param_specs(config)
@@ -70,8 +71,8 @@ def random_model(model_type, mesh):
     return jax.device_put(weights, shardings(specs, mesh)), config, family
 
 
-def logits_on(model_type, mesh):
-    params, config, family = random_model(model_type, mesh)
+def logits_on(model_type, mesh, **changes):
+    params, config, family = random_model(model_type, mesh, **changes)
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
@@ -94,6 +95,38 @@ def test_experts_split_over_devices_equal_one_device(model_type):
     on_one_device = logits_on(model_type, make_mesh(tensor=1))
     on_four = logits_on(model_type, make_mesh(expert=2, tensor=2))
     np.testing.assert_allclose(on_four, on_one_device, rtol=1e-4, atol=1e-5)
+
+
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_kv_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "devices", "size", "by_expert"),
+    [
+        ("gpt_oss", 2, 180, True),
+        ("gpt_oss", 2, 128, False),
+        ("qwen3_moe", 8, 96, True),
+        ("qwen2_moe", 4, 100, True),
+    ],
+)
+def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, size, by_expert):
+    fields = HEADS | {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 8, "mlp_only_layers": []}
+    mesh = make_mesh(tensor=devices)
+    params, *_ = random_model(model_type, mesh, **fields)
+    for weight in params["layers"][0]["mlp"]["experts"].values():
+        assert (weight.sharding.spec[0] == "tensor") == by_expert
+        if by_expert:
+            assert weight.addressable_shards[0].data.shape == (8 // devices, *weight.shape[1:])
+    on_one_device = logits_on(model_type, make_mesh(tensor=1), **fields)
+    np.testing.assert_allclose(logits_on(model_type, mesh, **fields), on_one_device, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_falcon_of_grouped_heads_equals_one_device(devices):
+    """Of Falcon 40B and 180B: 8 KV heads, a norm for each block."""
+    on_one_device = logits_on("falcon", make_mesh(tensor=1), **HEADS)
+    on_many = logits_on("falcon", make_mesh(tensor=devices), **HEADS)
+    np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)
 
 
 def test_two_all_reduces_a_layer_and_no_cache_moves():
@@ -127,6 +160,11 @@ def test_every_matrix_of_a_layer_is_split(model_type):
     [
         ({"num_key_value_heads": 2}, "kv_heads of size 2 .* 4 devices"),
         ({"intermediate_size": 70}, "ffn of size 70 .* 4 devices"),
+        (
+            # Falcon 7B
+            {"model_type": "falcon", "new_decoder_architecture": False, "num_attention_heads": 71, "hidden_size": 284},
+            r"self_attention\.dense\.weight: heads of size 71 .* 4 devices",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(changes, numbers):
