@@ -223,13 +223,11 @@ def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progres
                 bar.update(array.nbytes)
             return []
 
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_compression=False,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((SourceWeight, Handler())),
-    )
-    with bar, _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(weights))
+    registry = ocp.type_handlers.create_type_handler_registry((SourceWeight, Handler()))
+    with bar, _quiet():
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(weights))
 
 
 def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
