@@ -21,6 +21,7 @@ from jaxserve.server.message_style import message_style
 from jaxserve.server.parsing.syntax import Syntax
 from jaxserve.server.protocol.messages import MessageStyle
 from jaxserve.server.response_store import ResponseStore
+from jaxserve.server.streaming import SlowReaders
 from jaxserve.server.tracing import Tracing
 
 _KEY = "server"
@@ -47,6 +48,7 @@ class ServerState:
     """How the model writes thoughts and tool calls."""
     compiling: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
     """Whoever checks a grammar holds it: that may keep a core busy for seconds."""
+    slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     num_inside: int = 0

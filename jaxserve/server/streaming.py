@@ -5,9 +5,10 @@ it is cancelled when it should be, whatever happens.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, override
 
 import msgspec
@@ -27,6 +28,9 @@ DONE = b"data: [DONE]\n\n"
 
 MAX_HELD_BYTES = 16 * 2**20
 """Of the frames of a stream that wait for a slow reader: some 80,000 tokens, or 10,000 with 20 logprobs each."""
+
+MAX_ALL_HELD_BYTES = 256 * 2**20
+"""Of the frames of all streams of an API process that wait for slow readers."""
 
 _encode_text = msgspec.json.Encoder().encode
 
@@ -97,6 +101,7 @@ class EventStream(Response):
         self,
         work: Callable[[Write], Awaitable[None]],
         *,
+        slow_readers: "SlowReaders",
         stopping: asyncio.Event,
         done: bytes = DONE,
         tell_failure: Callable[[Exception], Awaitable[bytes]] = failure_event,
@@ -106,6 +111,7 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._work = work
+        self._slow_readers = slow_readers
         self._done = done
         self._stopping = stopping
         self._tell_failure = tell_failure
@@ -114,7 +120,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         extension = scope.get("extensions", {}).get(WRITE_CHUNK)
-        frames = _Frames(self.raw_headers, send, _cannot if extension is None else extension["write"])
+        write_chunk = _cannot if extension is None else extension["write"]
+        frames = _Frames(self.raw_headers, send, write_chunk, self._slow_readers)
         try:
             await while_wanted(self._run(frames), receive=receive, stopping=self._stopping)
         except ClientDisconnect:
@@ -124,35 +131,69 @@ class EventStream(Response):
                 raise
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            frames.write(await self._tell_failure(error))
-        await frames.flush()
+            await frames.end(await self._tell_failure(error))
+        finally:
+            frames.drop()
         await send(_body(self._done, more=False))
 
     async def _run(self, frames: "_Frames") -> None:
-        sending = asyncio.create_task(frames.keep_sending())
-        try:
-            await self._work(frames.write)
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-        await frames.flush()
+        async with frames.bounded():
+            sending = asyncio.create_task(frames.keep_sending())
+            try:
+                await self._work(frames.write)
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+            await frames.flush()
+
+
+class SlowReaders:
+    """The streams of a process of which something waits for its reader."""
+
+    def __init__(self) -> None:
+        self._streams: set[_Frames] = set()
+        self._num_held_bytes = 0
+
+    def count(self, stream: "_Frames", num_bytes: int) -> None:
+        """So many bytes more of it wait, or less."""
+        self._num_held_bytes += num_bytes
+        (self._streams.add if stream.num_held_bytes else self._streams.discard)(stream)
+
+    def make_room(self) -> None:
+        """As long as more than MAX_ALL_HELD_BYTES wait, end the stream of which most do."""
+        while self._num_held_bytes > MAX_ALL_HELD_BYTES:
+            max(self._streams, key=lambda stream: stream.num_held_bytes).give_up(
+                f"of all streams more than {MAX_ALL_HELD_BYTES} bytes are waiting, and most of this"
+            )
 
 
 class _Frames:
     """The frames of one answer, in order: each goes out at once where the connection takes it, else as soon as it does.
 
     The answer's head goes before the first. A reader so slow that too much waits for it loses that, and its stream.
+
+    Attributes:
+        num_held_bytes: how much waits.
     """
 
-    def __init__(self, headers: list[tuple[bytes, bytes]], send: Send, write_chunk: Callable[[bytes], bool]):
+    def __init__(
+        self,
+        headers: list[tuple[bytes, bytes]],
+        send: Send,
+        write_chunk: Callable[[bytes], bool],
+        slow_readers: SlowReaders,
+    ):
+        self.num_held_bytes = 0
         self._headers = headers
         self._send = send
         self._write_chunk = write_chunk
+        self._slow_readers = slow_readers
         self._is_head_sent = False
         self._is_direct = False  # what comes now need not wait for anything
         self._held: list[bytes] = []
-        self._num_held_bytes = 0
         self._has_held = asyncio.Event()
+        self._scope: asyncio.Timeout | None = None
+        self._error: RequestFailed | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -160,17 +201,52 @@ class _Frames:
         return self._is_head_sent or bool(self._held)
 
     def write(self, frame: bytes) -> None:
-        """Raises RequestFailed when more than MAX_HELD_BYTES wait already, and drops them."""
+        """Raises RequestFailed when too much waits already, of this stream or of all."""
         if self._is_direct and self._write_chunk(frame):
             return
-        if self._num_held_bytes > MAX_HELD_BYTES:
-            self._held.clear()
-            self._num_held_bytes = 0
-            raise RequestFailed(f"the stream is read too slowly: more than {MAX_HELD_BYTES} bytes of it are waiting")
-        self._is_direct = False
-        self._held.append(frame)
-        self._num_held_bytes += len(frame)
-        self._has_held.set()
+        if self.num_held_bytes > MAX_HELD_BYTES:
+            self.give_up(f"more than {MAX_HELD_BYTES} bytes of it are waiting")
+        self._slow_readers.make_room()
+        if self._error is not None:
+            raise self._error
+        self._hold(frame)
+
+    def give_up(self, why: str) -> None:
+        """Drop what waits, and end what is `bounded`."""
+        self._error = RequestFailed(f"the stream is read too slowly: {why}")
+        self.drop()
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._held.clear()
+        self._count(-self.num_held_bytes)
+
+    @contextlib.asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """Is cancelled by `give_up`, and raises RequestFailed then."""
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError:
+            if self._error is None:
+                raise
+        finally:
+            self._scope = None
+        if self._error is not None:
+            raise self._error
+
+    async def end(self, failure: bytes) -> None:
+        """Send what waits, unless too much does, and `failure` behind it."""
+        self._error = None
+        try:
+            async with self.bounded():
+                self._hold(failure)
+                await self.flush()
+        except RequestFailed:
+            self._hold(failure)
+            await self.flush()
 
     async def keep_sending(self) -> None:
         """Send what has to wait, until cancelled."""
@@ -184,12 +260,24 @@ class _Frames:
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             self._is_head_sent = True
         while self._held:
-            count = len(self._held)
-            await self._send(_body(b"".join(self._held)))
-            del self._held[:count]
-            self._num_held_bytes = sum(map(len, self._held))
+            data = b"".join(self._held)
+            self._held[:] = [data]  # in memory once
+            await self._send(_body(data))
+            if self._held and self._held[0] is data:  # it was not dropped meanwhile
+                del self._held[0]
+                self._count(-len(data))
         self._has_held.clear()
-        self._is_direct = self._is_head_sent
+        self._is_direct = self._is_head_sent and self._error is None
+
+    def _hold(self, frame: bytes) -> None:
+        self._is_direct = False
+        self._held.append(frame)
+        self._count(len(frame))
+        self._has_held.set()
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_held_bytes += num_bytes
+        self._slow_readers.count(self, num_bytes)
 
 
 def _cannot(_frame: bytes) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import Draining, RequestFailed
 from jaxserve.server.http import WRITE_CHUNK
-from jaxserve.server.streaming import DONE, EventStream
+from jaxserve.server.streaming import DONE, EventStream, SlowReaders
 
 
 class Connection:
@@ -52,10 +52,10 @@ class Connection:
         return {"type": "http.disconnect"}
 
 
-def answer(connection, work, *, stopping=None, is_direct=True):
+def answer(connection, work, *, stopping=None, is_direct=True, slow_readers=None):
     """A task that sends what `work` writes."""
     extensions = {WRITE_CHUNK: {"write": connection.write}} if is_direct else {}
-    stream = EventStream(work, stopping=stopping or asyncio.Event())
+    stream = EventStream(work, slow_readers=slow_readers or SlowReaders(), stopping=stopping or asyncio.Event())
     return asyncio.create_task(stream({"extensions": extensions}, connection.receive, connection.send))
 
 
@@ -149,6 +149,85 @@ def test_what_waits_for_a_slow_reader_is_bounded(monkeypatch):
     error = json.loads(connection.body.removeprefix(b"first;data: ").removesuffix(b"\n\n" + DONE))["error"]
     assert error["code"] == "request_failed"
     assert "too slowly: more than 10 bytes" in error["message"]
+
+
+@pytest.mark.parametrize("phase", ["writing", "written", "failing"])
+def test_what_waits_for_all_slow_readers_is_bounded(monkeypatch, phase):
+    """The stream of which most waits ends, whatever it is at; the others go on. Its reader gets the error."""
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_ALL_HELD_BYTES", 100)
+
+    async def main():
+        slow_readers = SlowReaders()
+        connections = {name: Connection() for name in ("large", "small", "last")}
+        may_go_on, is_cancelled = asyncio.Event(), asyncio.Event()
+
+        def work_of(name, frames):
+            async def work(write):
+                write(b"first;")
+                await turns()
+                connections[name].takes.clear()
+                for frame in frames:
+                    write(frame)
+                await turns()  # so that it is being sent
+                if name == "last":
+                    await may_go_on.wait()
+                    write(b"l" * 40)
+                    write(b"too much")
+                elif name == "large" and phase == "failing":
+                    raise RequestFailed("NaN")
+                elif name == "large" and phase == "writing":
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        is_cancelled.set()
+
+            return work
+
+        running = {
+            name: answer(connections[name], work_of(name, frames), slow_readers=slow_readers)
+            for name, frames in {"large": [b"x" * 30] * 2, "small": [b"s" * 20], "last": []}.items()
+        }
+        await turns(50)
+        may_go_on.set()
+        await turns(50)
+        assert is_cancelled.is_set() == (phase == "writing")
+        assert not any(task.done() for task in running.values())
+        held = {stream.num_held_bytes for stream in slow_readers._streams if stream.num_held_bytes < 100}
+        assert {20, 48} <= held
+        for connection in connections.values():
+            connection.takes.set()
+        for task in running.values():
+            await task
+        assert (slow_readers._num_held_bytes, slow_readers._streams) == (0, set())
+        assert all(connection.is_complete for connection in connections.values())
+        return {name: connection.body for name, connection in connections.items()}
+
+    bodies = asyncio.run(main())
+    assert bodies["small"] == b"first;" + b"s" * 20 + DONE
+    assert bodies["last"] == b"first;" + b"l" * 40 + b"too much" + DONE
+    error = json.loads(bodies["large"].removeprefix(b"first;data: ").removesuffix(b"\n\n" + DONE))["error"]
+    assert error["code"] == "request_failed"
+    expected = "NaN" if phase == "failing" else "the stream is read too slowly: of all streams more than 100 bytes"
+    assert error["message"].startswith(expected)
+
+
+def test_what_waited_for_a_client_that_has_left_counts_no_more():
+    async def main():
+        connection, slow_readers = Connection(), SlowReaders()
+
+        async def work(write):
+            connection.takes.clear()
+            write(b"frame")
+            await asyncio.Event().wait()
+
+        running = answer(connection, work, slow_readers=slow_readers)
+        await turns(50)
+        assert slow_readers._num_held_bytes == 5
+        connection.is_gone.set()
+        await running
+        assert (slow_readers._num_held_bytes, slow_readers._streams) == (0, set())
+
+    asyncio.run(main())
 
 
 def test_one_long_frame_is_no_slow_reader(monkeypatch):

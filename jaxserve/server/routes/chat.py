@@ -52,7 +52,7 @@ async def create(request: Request) -> Response:
     )
     chat = Chat(state, body, group)
     if body.stream:
-        return EventStream(chat.stream, stopping=state.stopping)
+        return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.stopping)
     answer = await while_wanted(chat.answer(), receive=request.receive, stopping=state.stopping)
     return json_response(answer)
 

@@ -38,7 +38,7 @@ async def create(request: Request) -> Response:
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, grammar_field=body.wish_field)
     completion = _Completion(state, body, groups)
     if body.stream:
-        return EventStream(completion.stream, stopping=state.stopping)
+        return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.stopping)
     answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.stopping)
     return json_response(answer)
 

@@ -54,7 +54,9 @@ async def create(request: Request) -> Response:
     if body.background:
         return await answer.start_in_background()
     if body.stream:
-        return EventStream(answer.stream, stopping=state.stopping, done=b"", tell_failure=answer.fail)
+        return EventStream(
+            answer.stream, slow_readers=state.slow_readers, stopping=state.stopping, done=b"", tell_failure=answer.fail
+        )
     await while_wanted(answer.run(_ignore), receive=request.receive, stopping=state.stopping)
     return json_response(answer.response)
 
