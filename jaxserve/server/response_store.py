@@ -76,16 +76,31 @@ class ResponseStore:
         """Whether anything is kept at all."""
         return self.max_entries > 0
 
-    def put(self, response_id: str, stored: StoredResponse, *, owner: str, is_complete: bool = True) -> None:
+    def put(self, response_id: str, stored: StoredResponse, *, owner: str) -> None:
         """Keep an answer, instead of what was kept by this id; what is too old or too much goes."""
         now = self._clock()
         with self._transaction() as database:
             database.execute(
-                "insert or replace into responses (id, owner, place, number, expires, body, items, num_inputs) "
-                "values (?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ?)",
-                (response_id, owner, None if is_complete else self._place, now + self._ttl, *stored),
+                "insert or replace into responses (id, owner, number, expires, body, items, num_inputs) "
+                "values (?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ?)",
+                (response_id, owner, now + self._ttl, *stored),
             )
             self._make_room(database, now)
+
+    def begin(self, response_id: str, stored: StoredResponse, *, owner: str, max_incomplete: int) -> bool:
+        """Keep an answer that this worker is about to write. Returns False, and keeps nothing, where `max_incomplete`
+        are being written already, by whichever worker.
+        """
+        now = self._clock()
+        with self._transaction() as database:
+            begun = database.execute(  # one statement: other processes see all of it or nothing
+                "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
+                "select ?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ? "
+                "where (select count(*) from responses where place is not null) < ?",
+                (response_id, owner, self._place, now + self._ttl, *stored, max_incomplete),
+            )
+            self._make_room(database, now)
+            return begun.rowcount > 0
 
     def replace(self, response_id: str, stored: StoredResponse, *, is_complete: bool = True) -> None:
         """What has become of an answer, if it is still kept."""

@@ -58,7 +58,7 @@ def test_an_answer_that_is_replaced_stays_in_its_place(make):
 
 def test_an_answer_that_is_still_written_stays(make, clock):
     store = make()
-    store.put("a", stored("a"), owner="me", is_complete=False)
+    store.begin("a", stored("a"), owner="me", max_incomplete=10)
     for name in "bcd":
         store.put(name, stored(name), owner="me")
     clock.now += 61
@@ -76,8 +76,24 @@ def test_an_answer_that_is_still_written_stays(make, clock):
 def test_answers_that_are_still_written_are_bounded_too(make):
     store = make()
     for name in "abcd":
-        store.put(name, stored(name), owner="me", is_complete=False)
+        store.begin(name, stored(name), owner="me", max_incomplete=10)
     assert [store.get(name, owner="me") is not None for name in "abcd"] == [False, True, True, True]
+
+
+def test_answers_that_are_still_written_are_limited_for_all_workers(make, tmp_path):
+    file = tmp_path / "responses.sqlite"
+    first, second = (make(file=file, max_entries=10, place=place) for place in ("api-0", "api-1"))
+    first.put("complete", stored("complete"), owner="me")
+    for store, name in ((first, "a"), (second, "b"), (first, "c")):
+        assert store.begin(name, stored(name), owner="me", max_incomplete=3)
+    for store in (first, second):
+        assert not store.begin("d", stored("d"), owner="me", max_incomplete=3)
+        assert store.get("d", owner="me") is None
+    first.replace("c", stored("C"))
+    assert second.begin("d", stored("d"), owner="me", max_incomplete=3)
+    assert not first.begin("e", stored("e"), owner="me", max_incomplete=3)
+    second.delete("b", owner="me")
+    assert first.begin("e", stored("e"), owner="me", max_incomplete=3)
 
 
 def test_time(make, clock):
@@ -166,8 +182,8 @@ def test_what_a_worker_leaves_unfinished_is_its_successors(make, tmp_path):
     file = tmp_path / "responses.sqlite"
     first, other = (make(file=file, max_entries=10, place=place) for place in ("api-0", "api-1"))
     for name in "abc":
-        first.put(name, stored(name), owner="me", is_complete=False)
-    other.put("d", stored("d"), owner="me", is_complete=False)
+        first.begin(name, stored(name), owner="me", max_incomplete=10)
+    other.begin("d", stored("d"), owner="me", max_incomplete=10)
     first.replace("b", stored("B"), is_complete=False)
     first.replace("c", stored("C"))
     second = make(file=file, max_entries=10, place="api-0")

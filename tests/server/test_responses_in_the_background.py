@@ -1,14 +1,18 @@
 """How many responses may run in the background, and what becomes of those beyond."""
 
 import asyncio
+import concurrent.futures
 import sqlite3
+import threading
 
 import httpx
 from engine.fake_client import Script
 from server.serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
-from jaxserve.server.response_store import ResponseStore
+from jaxserve.errors import Draining
+from jaxserve.server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"
 BODY = {"input": "hi", "background": True}
@@ -62,11 +66,59 @@ def test_no_more_than_can_be_stored(tokenizer):
 
 
 def test_one_that_cannot_be_stored_takes_no_room(server, monkeypatch):
-    def put(*_args, **_options):
+    def begin(*_args, **_options):
         raise sqlite3.OperationalError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResponseStore, "put", put)
+        patch.setattr(ResponseStore, "begin", begin)
         assert_error(server.post(PATH, BODY), 500, None, "internal_error")
     wait_until(lambda: not server.server.state.background)
+    assert not server.client.submitted
+
+
+def test_what_other_workers_run_counts_too(server, monkeypatch):
+    monkeypatch.setattr("jaxserve.server.routes.responses.MAX_IN_BACKGROUND", 2)
+    store = server.server.state.responses
+    elsewhere = StoredResponse(b"{}", b"[]", 1)
+    for name in "ab":
+        store.begin(name, elsewhere, owner="", max_incomplete=2)
+    assert_error(server.post(PATH, BODY), 429, None, "rate_limit_error")
+    wait_until(lambda: not server.server.state.background)
+    assert not server.client.submitted
+    store.replace("a", elsewhere)
+    server.says("enough")
+    answer = server.post(PATH, BODY)
+    wait_until(lambda: status(server, answer) == "completed")
+    store.delete("b", owner="")
+
+
+def test_one_whose_caller_goes_before_it_has_an_id_is_forgotten(server, monkeypatch):
+    callers, is_begun, may_return = [], threading.Event(), threading.Event()
+    start, begin = responses._Answer.start_in_background, ResponseStore.begin
+
+    async def watched(answer):
+        task = asyncio.create_task(start(answer))
+        callers.append((answer.response.id, task))
+        await asyncio.wait({task})
+        assert task.cancelled()
+        raise Draining("the caller is gone")
+
+    def slow(*args, **options):
+        has_room = begin(*args, **options)
+        is_begun.set()
+        assert may_return.wait(PATIENCE)
+        return has_room
+
+    monkeypatch.setattr(responses._Answer, "start_in_background", watched)
+    monkeypatch.setattr(ResponseStore, "begin", slow)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, PATH, BODY)
+        assert is_begun.wait(PATIENCE)
+        ((response_id, task),) = callers
+        task.get_loop().call_soon_threadsafe(task.cancel)
+        assert answer.result().status_code == 503
+        assert server.get(f"{PATH}/{response_id}").status_code == 200
+        may_return.set()
+    wait_until(lambda: not server.server.state.background)
+    assert server.get(f"{PATH}/{response_id}").status_code == 404
     assert not server.client.submitted

@@ -40,6 +40,8 @@ from jaxserve.server.streaming import EventStream, Write, while_wanted
 logger = logging.getLogger(__name__)
 
 MAX_IN_BACKGROUND = 256
+"""Responses of a server, whatever the number of its API workers."""
+
 CANCEL_INTERVAL = 0.5  # seconds between two looks whether a response in the background is still wanted
 WAIT_FOR_CANCEL = 10.0  # seconds
 
@@ -206,26 +208,39 @@ class _Answer:
     async def start_in_background(self) -> Response:
         """Begin, and answer before anything has come of it. Raises QueueFull."""
         limit = min(MAX_IN_BACKGROUND, self._state.responses.max_entries)
-        if len(self._state.background) >= limit:
-            raise QueueFull(f"{limit} responses are running in the background")
-        is_kept = asyncio.Event()
-        task = asyncio.create_task(self._run_in_background(is_kept))
-        self._state.background.add(task)  # before anything is waited for: a burst must not get past the limit
-        task.add_done_callback(self._state.background.discard)
+        is_begun = asyncio.get_running_loop().create_future()
         answer = json_response(self.response)
-        put = functools.partial(self._state.responses.put, owner=self._owner, is_complete=False)
-        try:
-            await asyncio.to_thread(put, self.response.id, self._stored())
-        except BaseException:
-            task.cancel()
-            raise
-        is_kept.set()
+        if len(self._state.background) < limit:
+            task = asyncio.create_task(self._run_in_background(is_begun, limit))
+            self._state.background.add(task)  # before anything is waited for: a burst must not get past the limit
+            task.add_done_callback(self._state.background.discard)
+        else:
+            is_begun.set_result(False)
+        if not await is_begun:
+            raise QueueFull(f"{limit} responses are running in the background")
         return answer
 
-    async def _run_in_background(self, is_kept: asyncio.Event) -> None:
-        """Answer, once it has been kept that this is to come."""
+    async def _begin(self, is_begun: asyncio.Future[bool], limit: int) -> bool:
+        """Keep that an answer is to come, unless `limit` are coming already, and tell `is_begun` whether that is so."""
+        responses, response_id = self._state.responses, self.response.id
+        begin = functools.partial(responses.begin, owner=self._owner, max_incomplete=limit)
+        try:
+            has_room = await asyncio.to_thread(begin, response_id, self._stored())
+        except Exception as error:
+            if not is_begun.cancelled():
+                is_begun.set_exception(error)
+            return False
+        if is_begun.cancelled():  # whoever has asked is gone, and nobody knows the answer's id
+            await asyncio.to_thread(responses.delete, response_id, owner=self._owner)
+            return False
+        is_begun.set_result(has_room)
+        return has_room
+
+    async def _run_in_background(self, is_begun: asyncio.Future[bool], limit: int) -> None:
+        """Answer, if there is room for one more."""
         with self._state.counted():
-            await is_kept.wait()
+            if not await self._begin(is_begun, limit):
+                return
             try:
                 await while_wanted(self.run(_ignore), receive=self._unwanted, stopping=self._state.stopping)
             except ClientDisconnect:
