@@ -2,8 +2,9 @@
 
 import json
 import logging
+import sys
 import time
-from typing import Literal, override
+from typing import Any, Literal, override
 
 Format = Literal["text", "json"]
 
@@ -13,13 +14,25 @@ FIELDS = "fields"
 
 def configure(level: str, form: Format = "text") -> None:
     """Log to standard error from now on: ours from `level` on, that of others from warning on."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setFormatter(
         JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     root = logging.getLogger()
     root.handlers = [handler]
     logging.getLogger("jaxserve").setLevel(level.upper())
+
+
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the time: who captures it (a test, a notebook) puts another in its place."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    @override
+    def stream(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
 
 
 class JsonFormatter(logging.Formatter):
