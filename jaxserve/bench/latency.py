@@ -103,11 +103,13 @@ def run(
 
 
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
-    def seconds(length: int, name: str) -> float:
-        lengths = {"input_len": shape.input_len, "output_len": length, "vocab_size": client.info.vocab_size}
+    def warm_up(shape: BatchShape, name: str) -> list[Job]:
         for run in range(NUM_WARMUPS):
-            complete(client, equal_jobs(shape.batch_size, seed=10 + run, **lengths), prefix=f"{name}-warmup-{run}")
-        jobs = equal_jobs(shape.batch_size, seed=1, **lengths)
+            complete(client, _jobs(client, shape, seed=10 + run), prefix=f"{name}-warmup-{run}")
+        return _jobs(client, shape, seed=1)
+
+    def seconds(length: int, name: str) -> float:
+        jobs = warm_up(BatchShape(shape.batch_size, shape.input_len, length), name)
         start = time.perf_counter()
         complete(client, jobs, prefix=name)
         return time.perf_counter() - start
@@ -119,10 +121,15 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
     total = seconds(shape.output_len, f"{name}-total")
     busy = None
     if profile:
-        lengths = {"input_len": 1, "output_len": min(shape.output_len, 33), "vocab_size": client.info.vocab_size}
-        busy = _busy(client, equal_jobs(shape.batch_size, seed=2, **lengths), prefix=f"{name}-traced")
+        jobs = warm_up(BatchShape(shape.batch_size, 1, min(shape.output_len, 33)), f"{name}-short")
+        busy = _busy(client, jobs, prefix=f"{name}-traced")
     per_token = (total - prefill) / (shape.output_len - 1)
     return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
+
+
+def _jobs(client: "LocalEngineClient", shape: BatchShape, *, seed: int) -> list[Job]:
+    lengths = {"input_len": shape.input_len, "output_len": shape.output_len}
+    return equal_jobs(shape.batch_size, seed=seed, vocab_size=client.info.vocab_size, **lengths)
 
 
 def _busy(client: "LocalEngineClient", jobs: list[Job], *, prefix: str) -> float | None:
