@@ -1,76 +1,99 @@
 """GGUF files of Hugging Face models, as llama.cpp's converter writes them, by the `gguf` package."""
 
+import re
+
 import gguf
 import numpy as np
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
+ARCHITECTURES = {
+    "cohere": "command-r",
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "phi": "phi2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-SANDWICH_NAMES = LAYER_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+"""Families that llama.cpp calls otherwise."""
+
+EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
 
 
 def architecture_of(fields):
-    return fields["model_type"].removesuffix("_text")
+    return ARCHITECTURES.get(fields["model_type"], fields["model_type"])
 
 
 def convert_name(name, architecture):
-    module, leaf = name.rsplit(".", 1)
-    if module in NAMES:
-        return f"{NAMES[module]}.{leaf}"
-    _, _, layer, rest = module.split(".", 3)
-    names = SANDWICH_NAMES if architecture in ("gemma2", "gemma3") else LAYER_NAMES
-    return f"blk.{layer}.{names[rest]}.{leaf}"
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    name = name.removeprefix("transformer.") if architecture == "bloom" else name
+    return gguf.get_tensor_name_map(kinds[architecture], 64).get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def stack(tensors):
+    """Experts, and norms of single heads, are one tensor each; w1, w2 and w3 are known by another name."""
+    whole, parts = {}, {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            before, index, after = match.groups()
+            before = before.replace("model.", "").replace("block_sparse_moe", "feed_forward.experts")
+            separator = "" if after == "weight" else ".experts" if ".mlp" in before else ""
+            merged = f"model.{before}{separator}.{after}" if "feed_forward" not in before else f"{before}.{after}"
+            parts.setdefault(merged, {})[int(index)] = tensor
+        else:
+            whole[name] = tensor
+    return whole | {name: np.stack([found[i] for i in range(len(found))]) for name, found in parts.items()}
 
 
 def convert_tensors(fields, tensors):
     """The tensors of a Hugging Face checkpoint as llama.cpp wants them."""
     converted = {}
-    for name, tensor in tensors.items():
+    for name, tensor in stack(tensors).items():
         match architecture_of(fields), name.rsplit(".", 2)[-2:]:
-            case "llama", [("q_proj" | "k_proj") as part, _]:
+            case "llama" | "granite", [("q_proj" | "k_proj") as part, _]:
                 heads = fields["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
                 halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
             case "gemma" | "gemma2" | "gemma3", [part, _] if part.endswith("norm"):
                 tensor = tensor + 1
+            case "falcon", ["query_key_value", "weight"]:
+                num_heads, num_kv_heads = fields["num_attention_heads"], falcon_kv_heads(fields)
+                groups = tensor.reshape(num_kv_heads, num_heads // num_kv_heads + 2, -1, tensor.shape[1])
+                parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+                tensor = np.concatenate([part.reshape(-1, tensor.shape[1]) for part in parts])
+            case "bloom", ["query_key_value", _]:
+                heads = tensor.reshape(fields["n_head"], 3, -1, *tensor.shape[1:])
+                tensor = np.concatenate([heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
             case "gpt2", [("c_attn" | "c_proj" | "c_fc"), "weight"]:
                 tensor = tensor.T
         converted[convert_name(name, architecture_of(fields))] = np.ascontiguousarray(tensor)
     return converted
 
 
+def falcon_kv_heads(fields):
+    return fields["num_kv_heads"] if fields["new_decoder_architecture"] else 1
+
+
 def convert_fields(fields):
     """The metadata of a Hugging Face config, without the architecture's name before each key."""
+    if fields["model_type"] == "bloom":
+        return {
+            "context_length": fields["seq_length"],
+            "embedding_length": fields["hidden_size"],
+            "feed_forward_length": 4 * fields["hidden_size"],
+            "block_count": fields["n_layer"],
+            "attention.head_count": fields["n_head"],
+            "attention.head_count_kv": fields["n_head"],
+            "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
+        }
+    if fields["model_type"] == "falcon":
+        return {
+            "context_length": 2048,
+            "embedding_length": fields["hidden_size"],
+            "feed_forward_length": fields["ffn_hidden_size"],
+            "block_count": fields["num_hidden_layers"],
+            "attention.head_count": fields["num_attention_heads"],
+            "attention.head_count_kv": falcon_kv_heads(fields),
+            "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
+        }
     if fields["model_type"] == "gpt2":
         return {
             "embedding_length": fields["n_embd"],
@@ -99,6 +122,9 @@ def convert_fields(fields):
     }
     if fields["model_type"] in ("phi3", "gemma2", "gemma3_text"):
         keys["attention.sliding_window"] = fields["sliding_window"] or 0
+    if fields["model_type"] in ("stablelm", "phi"):
+        del keys["rope.freq_base"]
+    keys |= _further_keys(fields)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(cap):
             keys[cap] = fields[cap]
@@ -110,7 +136,36 @@ def convert_fields(fields):
     return keys
 
 
+def _further_keys(fields):
+    """What only some families have."""
+    match fields["model_type"]:
+        case "cohere":
+            return {"logit_scale": fields["logit_scale"], "rope.scaling.type": "none"}
+        case "granite":
+            return {
+                "attention.scale": fields["attention_multiplier"],
+                "embedding_scale": fields["embedding_multiplier"],
+                "residual_scale": fields["residual_multiplier"],
+                "logit_scale": fields["logits_scaling"],
+            }
+        case "mixtral":
+            return {"expert_count": fields["num_local_experts"], "expert_used_count": fields["num_experts_per_tok"]}
+        case "qwen2_moe" | "qwen3_moe":
+            shared = fields.get("shared_expert_intermediate_size")
+            return {
+                "expert_count": fields.get("num_experts") or fields["num_local_experts"],
+                "expert_used_count": fields["num_experts_per_tok"],
+                "expert_feed_forward_length": fields["moe_intermediate_size"],
+                **({"expert_shared_feed_forward_length": shared} if shared else {}),
+            }
+        case "stablelm":
+            return {"use_parallel_residual": fields["use_parallel_residual"]}
+    return {}
+
+
 def _norm_keys(fields):
+    if "layer_norm_eps" in fields:
+        return {"attention.layer_norm_epsilon": fields["layer_norm_eps"]}
     if fields["model_type"] == "starcoder2":
         return {"attention.layer_norm_epsilon": fields["norm_epsilon"]}
     return {"attention.layer_norm_rms_epsilon": fields["rms_norm_eps"]}

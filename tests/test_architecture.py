@@ -77,6 +77,7 @@ NO_JAX = (
     "jaxserve.loading.builtin",
     "jaxserve.loading.dequantization",
     "jaxserve.loading.gguf",
+    "jaxserve.loading.gguf_config",
     "jaxserve.loading.gguf_tokenizer",
     "jaxserve.loading.hub",
     "jaxserve.loading.partial_files",

@@ -1,17 +1,15 @@
-"""What a GGUF file says about its model, in the words of config.json, and where it keeps which weight.
+"""Where a GGUF file keeps which weight.
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
-q and k in Llama are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices are
-transposed.
+q and k in Llama and Granite are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices
+are transposed, Falcon's and BLOOM's queries stand before all keys, experts and norms of single heads are stacked.
 """
 
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +18,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, shardings
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_tokenizer import end_token_ids
+from jaxserve.loading.gguf_config import ROPE_TENSORS, positive_integer
 from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices, source_shapes
 
 NAMES = {
@@ -49,6 +47,34 @@ NAMES = {
     "ln_2": "ffn_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    "model.final_layernorm": "output_norm",
+    "self_attn.dense": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "transformer.word_embeddings": "token_embd",
+    "transformer.word_embeddings_layernorm": "token_embd_norm",
+    "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
 }
 """Modules of Hugging Face checkpoints, those of a layer without its prefix, and llama.cpp's names for them."""
 
@@ -57,53 +83,13 @@ SANDWICH_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""The same where norms stand on both sides of a block."""
+"""The same where norms stand on both sides of a block, or behind it."""
 
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that belong to the config: what the wavelengths of rotary embedding are multiplied by."""
-
-NOT_SERVED = (
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "embedding_scale",
-    "expert_count",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-)
-"""Keys of an architecture that change what it computes, which a family here may not know."""
-
-SERVED = {"gemma2": ("attn_logit_softcapping", "final_logit_softcapping"), "gemma3": ("final_logit_softcapping",)}
-"""Those of them that some architectures may have."""
-
+SANDWICHES = ("gemma2", "gemma3", "olmo2")
 GEMMAS = ("gemma", "gemma2", "gemma3")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
-
-
-def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of a config.json of this model. Raises CheckpointError, naming what is missing or not served."""
-    file = GGUFFile(path)
-    if file.architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{file.path}: unknown architecture {file.architecture!r}; known are {known}")
-    for name in NOT_SERVED:
-        if name not in SERVED.get(file.architecture, ()) and _get(file, name):
-            raise CheckpointError(f"{file.path}: {file.architecture}.{name} {_get(file, name)!r} is not supported")
-    if not _get(file, "attention.causal", True):
-        raise CheckpointError(f"{file.path}: {file.architecture}.attention.causal False is not supported")
-    if "token_embd.weight" not in file.tensors:
-        raise CheckpointError("; ".join([f"{file.path} has no tensor token_embd.weight", *file.problems]))
-    vocab_size = file.tensors["token_embd.weight"].shape[0]
-    return ARCHITECTURES[file.architecture](file) | {
-        "model_type": {"gemma3": "gemma3_text"}.get(file.architecture, file.architecture),
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": list(end_token_ids(file.metadata)),
-        "dtype": _dtype(file),
-    }
+_STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
 
 
 def load_params(
@@ -139,192 +125,66 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
 
 def as_stored(specs: Params, file: GGUFFile) -> Params:
     """`specs` with the names and shapes that the file's tensors have, and transforms that begin with them."""
+    return jax.tree.map(functools.partial(_stored_spec, file=file), specs)
 
-    def stored(spec: ParamSpec) -> ParamSpec:
-        names = tuple(gguf_name(name, file.architecture) for name in spec.source)
-        undo = [_undo(file, name) for name in names]
 
-        def transform(*tensors: np.ndarray) -> np.ndarray:
-            original = [change(tensor) if change else tensor for change, tensor in zip(undo, tensors, strict=True)]
-            return original[0] if spec.transform is None else spec.transform(*original)
+def _stored_spec(spec: ParamSpec, *, file: GGUFFile) -> ParamSpec:
+    places = [_place(name, file.architecture) for name in spec.source]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for (name, index), shape in zip(places, spec.source_shapes, strict=True):
+        shapes[name] = shape if index is None else (index + 1, *shape)
+    undo = {name: _undo(file, name) for name in shapes}
 
-        shapes = tuple(
-            shape[::-1] if change is np.transpose else shape
-            for change, shape in zip(undo, spec.source_shapes, strict=True)
-        )
-        return dataclasses.replace(spec, source=names, source_shapes=shapes, transform=transform)
+    def transform(*tensors: np.ndarray) -> np.ndarray:
+        original = {
+            name: change(tensor) if change else tensor
+            for (name, change), tensor in zip(undo.items(), tensors, strict=True)
+        }
+        sources = [
+            (original[name] if index is None else original[name][index]).reshape(shape)
+            for (name, index), shape in zip(places, spec.source_shapes, strict=True)
+        ]
+        return sources[0] if spec.transform is None else spec.transform(*sources)
 
-    return jax.tree.map(stored, specs)
+    source_shapes = tuple(_stored_shape(file, name, shape, undo[name]) for name, shape in shapes.items())
+    return dataclasses.replace(spec, source=tuple(shapes), source_shapes=source_shapes, transform=transform)
+
+
+def _stored_shape(
+    file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
+) -> tuple[int, ...]:
+    """What a tensor of this shape in the checkpoint has in the file."""
+    if name in file.tensors and shape[0] == 1 and file.tensors[name].shape == shape[1:]:
+        return shape[1:]  # some converters drop axes of 1
+    return shape[::-1] if undo is np.transpose else shape
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of a tensor that has this name in a Hugging Face checkpoint."""
-    names = NAMES | SANDWICH_NAMES if architecture in ("gemma2", "gemma3") else NAMES
+    """llama.cpp's name of a tensor that has this name in a Hugging Face checkpoint, or is stacked with others in it."""
+    return _place(name, architecture)[0]
+
+
+def _place(name: str, architecture: str) -> tuple[str, int | None]:
+    """llama.cpp's name of a tensor, and where it lies in it if that is a stack."""
+    index = None
+    if stacked := _STACKED.fullmatch(name):
+        name, index = stacked[1] + stacked[3], int(stacked[2])
+    names = NAMES | SANDWICH_NAMES if architecture in SANDWICHES else NAMES
     module, _, leaf = name.rpartition(".")
     if layer := _LAYER.fullmatch(module):
-        return f"blk.{layer[1]}.{names[layer[2]]}.{leaf}"
-    return f"{names[module]}.{leaf}"
-
-
-def _get(file: GGUFFile, name: str, default: Any = None) -> Any:
-    return file.metadata.get(f"{file.architecture}.{name}", default)
-
-
-def _integer(file: GGUFFile, name: str, default: int | None = None) -> int:
-    """A positive integer; without a default it must be there."""
-    if default is not None and _get(file, name) is None:
-        return default
-    value = file.require(f"{file.architecture}.{name}", int)
-    if value < 1:
-        raise CheckpointError(f"{file.path}: {file.architecture}.{name} must be positive, got {value}")
-    return value
-
-
-def _number(file: GGUFFile, name: str) -> float:
-    return file.require(f"{file.architecture}.{name}", float)
-
-
-def _dtype(file: GGUFFile) -> str:
-    """The type that holds most values; what is quantized has been bfloat16 in most cases."""
-    sizes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
-    return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=sizes.__getitem__), "bfloat16")
-
-
-def _decoder_fields(file: GGUFFile) -> dict[str, Any]:
-    """Of a relative of Llama, with RMS norms."""
-    return _fields(file) | {"rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon")}
-
-
-def _fields(file: GGUFFile) -> dict[str, Any]:
-    hidden_size, num_heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
-    head_dim = _integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
-    if _integer(file, "attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: keys and values of different lengths are not supported")
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": _integer(file, "feed_forward_length"),
-        "num_hidden_layers": _integer(file, "block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": _integer(file, "attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": _integer(file, "context_length"),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "sliding_window": _get(file, "attention.sliding_window") or None,
-        "rope_parameters": _rope(file, head_dim),
-    }
-
-
-def _without_window(file: GGUFFile) -> dict[str, Any]:
-    fields = _decoder_fields(file)
-    if fields["sliding_window"]:
-        name = f"{file.architecture}.attention.sliding_window"
-        raise CheckpointError(f"{file.path}: {name} {fields['sliding_window']} is not supported")
-    return fields
-
-
-def _starcoder2_fields(file: GGUFFile) -> dict[str, Any]:
-    epsilon = _number(file, "attention.layer_norm_epsilon")
-    return _fields(file) | {"norm_epsilon": epsilon, "use_bias": "blk.0.attn_output.bias" in file.tensors}
-
-
-def _gemma2_fields(file: GGUFFile) -> dict[str, Any]:
-    caps = {
-        "attn_logit_softcapping": _get(file, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _get(file, "final_logit_softcapping", 30.0),
-    }
-    return _decoder_fields(file) | _hybrid_fields(file, period=2, num_layers_of_27b=46) | caps
-
-
-def _gemma3_fields(file: GGUFFile) -> dict[str, Any]:
-    fields = _decoder_fields(file)
-    if fields["sliding_window"] is None:
-        raise CheckpointError(f"{file.path}: gemma3.attention.sliding_window is missing")
-    local = {"rope_theta": _get(file, "rope.freq_base_swa", 10000.0)}
-    ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
-    cap = {"final_logit_softcapping": _get(file, "final_logit_softcapping")}
-    return fields | _hybrid_fields(file, period=6, num_layers_of_27b=62) | cap | {"rope_parameters": ropes}
-
-
-def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> dict[str, Any]:
-    """Which layers of a Gemma have the window, and what scales its scores; llama.cpp knows both by heart too.
-
-    Every `period`-th layer attends to everything. The largest model divides scores by the root of another number.
-    """
-    num_layers, num_heads = _integer(file, "block_count"), _integer(file, "attention.head_count")
-    hidden_size = _integer(file, "embedding_length")
-    pattern = _get(file, "attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        period = _integer(file, "attention.sliding_window_pattern", period)
-        pattern = [bool((index + 1) % period) for index in range(num_layers)]
-    head_dim = _integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
-    return {
-        "sliding_window": _integer(file, "attention.sliding_window", 4096),
-        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in pattern],
-        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == num_layers_of_27b else head_dim,
-    }
-
-
-def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
-    rotated = _integer(file, "rope.dimension_count", head_dim)
-    fields: dict[str, Any] = {"rope_theta": _get(file, "rope.freq_base", 10000.0)}
-    if rotated != head_dim:
-        # The least number above the quotient, so that its product with head_dim does not round down.
-        fields["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 2.0)
-    # As llama.cpp does: what stretches positions is linear unless the file says otherwise, and had another name once.
-    factor = _get(file, "rope.scaling.factor", _get(file, "rope.scale_linear"))
-    scaling = _get(file, "rope.scaling.type", "linear" if factor else "none")
-    attention_factor = _get(file, "rope.scaling.attn_factor")
-    is_longrope = file.architecture == "phi3" and "rope_factors_long.weight" in file.tensors
-    if not is_longrope and attention_factor not in (None, 1.0):
-        name = f"{file.architecture}.rope.scaling.attn_factor"
-        raise CheckpointError(f"{file.path}: {name} {attention_factor!r} is not supported")
-    if "rope_freqs.weight" in file.tensors:
-        factors = _rope_factors(file, "rope_freqs.weight", rotated)
-        return fields | {"rope_type": "frequency_factors", "factors": factors}
-    if is_longrope:
-        fields |= {
-            "rope_type": "longrope",
-            "short_factor": _rope_factors(file, "rope_factors_short.weight", rotated),
-            "long_factor": _rope_factors(file, "rope_factors_long.weight", rotated),
-            "original_max_position_embeddings": _integer(file, "rope.scaling.original_context_length"),
-        }
-        return fields | ({} if attention_factor is None else {"attention_factor": attention_factor})
-    if scaling == "linear":
-        return fields | {"rope_type": "linear", "factor": factor}
-    if scaling != "none":
-        raise CheckpointError(f"{file.path}: rope.scaling.type {scaling!r} is not supported, only none and linear")
-    return fields
-
-
-def _rope_factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
-    if name not in file.tensors:
-        raise CheckpointError(f"{file.path} has no tensor {name}")
-    if complaint := file.tensors[name].complaint((rotated // 2,)):
-        raise CheckpointError(f"{file.path}: {name} {complaint}")
-    return file.tensors[name].read().astype(np.float64).tolist()
-
-
-def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
-    return {
-        "n_embd": _integer(file, "embedding_length"),
-        "n_inner": _integer(file, "feed_forward_length"),
-        "n_layer": _integer(file, "block_count"),
-        "n_head": _integer(file, "attention.head_count"),
-        "n_positions": _integer(file, "context_length"),
-        "layer_norm_epsilon": _number(file, "attention.layer_norm_epsilon"),
-    }
+        return f"blk.{layer[1]}.{names[layer[2]]}.{leaf}", index
+    return f"{names[module]}.{leaf}", index
 
 
 def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
     """What makes of this tensor the one that the Hugging Face checkpoint had, if it was changed."""
     *_, module, leaf = name.split(".")
+    num_heads = positive_integer(file, "attention.head_count")
+    num_kv_heads = positive_integer(file, "attention.head_count_kv", num_heads)
     match file.architecture, module:
-        case "llama", "attn_q" | "attn_k":
-            num_heads = _integer(file, "attention.head_count")
-            num_kv_heads = _integer(file, "attention.head_count_kv", num_heads)
+        case "falcon" | "bloom", "attn_qkv":
+            return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        case "llama" | "granite", "attn_q" | "attn_k":
             return functools.partial(_to_halves, num_heads=num_heads if module == "attn_q" else num_kv_heads)
         case architecture, _ if architecture in GEMMAS and module.endswith("norm"):
             return _less_one
@@ -339,19 +199,13 @@ def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
+def _by_kv_head(tensor: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
+    """Rows of all queries, all keys and all values to each KV head's queries, key and value."""
+    heads = tensor.reshape(num_heads + 2 * num_kv_heads, -1, *tensor.shape[1:])
+    q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads))
+    grouped = q.reshape(num_kv_heads, -1, *q.shape[1:])
+    return np.concatenate([grouped, k[:, None], v[:, None]], axis=1).reshape(tensor.shape)
+
+
 def _less_one(gain: np.ndarray) -> np.ndarray:
     return gain.astype(np.float32) - np.float32(1)
-
-
-ARCHITECTURES = {
-    "gemma": _without_window,
-    "gemma2": _gemma2_fields,
-    "gemma3": _gemma3_fields,
-    "gpt2": _gpt2_fields,
-    "llama": _without_window,
-    "phi3": _decoder_fields,
-    "qwen2": _without_window,
-    "qwen3": _without_window,
-    "starcoder2": _starcoder2_fields,
-}
-"""What reads the fields of each, by llama.cpp's names, which are those of Hugging Face too; a Mistral is a llama."""

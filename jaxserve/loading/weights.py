@@ -8,12 +8,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.layers.params import Params
-from jaxserve.loading import gguf_model, huggingface, orbax_store
+from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read."""
-    return gguf_model.load_config(path) if pathlib.Path(path).is_file() else huggingface.load_config(path)
+    return gguf_config.load_config(path) if pathlib.Path(path).is_file() else huggingface.load_config(path)
 
 
 def load_weights(

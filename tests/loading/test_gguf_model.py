@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 from golden_models import full_logits, relative_error
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.rope import LinearScaling
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_model import ARCHITECTURES
+from jaxserve.loading.gguf_config import ARCHITECTURES
 from jaxserve.loading.weights import load_config, load_weights
 from jaxserve.models import get_family
 
@@ -59,8 +59,12 @@ def tensors_of(golden):
 
 
 def random_llama():
-    family = get_family(LLAMA)
-    specs = family.param_specs(family.Config.from_hf(LLAMA))
+    return random_tensors(LLAMA)
+
+
+def random_tensors(fields):
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
     rng = np.random.default_rng(3)
     return {
         name: rng.normal(size=shape).astype(np.float32)
@@ -70,8 +74,16 @@ def random_llama():
 
 
 TESTED = (
-    *("gemma_tied", "gpt2_tied", "llama_tied_llama3_rope", "llama_untied"),
-    *("phi3_fused", "phi3_long_factors", "qwen2_tied", "qwen3_tied"),
+    *("bloom_tied", "cohere_qk_norm", "falcon_multi_query", "gemma_tied", "glm4_tied", "gpt2_tied"),
+    *(
+        "granite_multipliers",
+        "llama_tied_llama3_rope",
+        "llama_untied",
+        "olmo2_untied",
+        "phi3_fused",
+        "phi3_long_factors",
+    ),
+    *("phi_untied", "qwen2_moe_tied", "qwen2_tied", "qwen3_moe_normalised", "qwen3_tied", "stablelm_qk_norm"),
 )
 
 
@@ -85,6 +97,7 @@ def test_logits_of_the_safetensors(tmp_path, name):
 
 
 FIELDS_COMPARED = {
+    "falcon_grouped_one_norm": {"falcon.rope.freq_base": 100.0, "falcon.rope.scaling.factor": 2.0},
     "gemma2_caps": {},
     "gemma3_two_thetas": {
         "gemma3.rope.scaling.type": "linear",
@@ -92,18 +105,27 @@ FIELDS_COMPARED = {
         "gemma3.rope.freq_base_swa": 50.0,
         "gemma3.attention.sliding_window_pattern": 2,
     },
+    "mixtral_tied": {},
+    "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
+ACTIVATIONS = {
+    "falcon_grouped_one_norm": {"activation": "gelu", "max_position_embeddings": 2048},
+    "mixtral_tied": {"hidden_act": "silu"},
+    "stablelm_parallel_biases": {"hidden_act": "silu"},
+}
+"""What such a file cannot say of some of them."""
 
 
 @pytest.mark.parametrize("name", FIELDS_COMPARED)
 def test_config_and_weights_of_the_safetensors(tmp_path, name):
-    """A GGUF file cannot say what a Gemma divides scores by, so that such a golden's logits are out of reach."""
+    """A GGUF file cannot say everything, so that such a golden's logits are out of reach."""
     fields = json.loads((GOLDENS / name / "config.json").read_text())
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED[name])
     params, config, family, mesh = load(tmp_path / "m.gguf")
-    fields |= {key: float(np.float32(fields[key])) for key in ("rms_norm_eps", "norm_epsilon") if key in fields}
+    epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+    fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | ACTIVATIONS.get(name, {})
     assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
     whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
@@ -132,7 +154,8 @@ def test_a_period_of_no_layers(tmp_path):
 
 
 def test_every_architecture_is_tested():
-    assert {name.partition("_")[0] for name in [*TESTED, *FIELDS_COMPARED]} == set(ARCHITECTURES)
+    configs = [json.loads((GOLDENS / name / "config.json").read_text()) for name in [*TESTED, *FIELDS_COMPARED]]
+    assert {gguf_files.architecture_of(fields) for fields in configs} == set(ARCHITECTURES)
 
 
 def test_linear_rope_and_biases(tmp_path):
@@ -157,6 +180,62 @@ def test_rope_is_linear_unless_the_file_says_otherwise(tmp_path, key):
     plain = {f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=plain)
     assert get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf")).rope.scaling is None
+
+
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+EXPERTS = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "parameters"),
+    [
+        ({}, {"original_max_position_embeddings": 128}),
+        (
+            {"original_context_length": 32, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+            {"original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2.0},
+        ),
+    ],
+)
+def test_yarn(tmp_path, metadata, parameters):
+    embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
+    keys = YARN | {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
+    gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=keys)
+    rope = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | parameters}
+    config = get_family(LLAMA).Config
+    assert config.from_hf(load_config(tmp_path / "m.gguf")).rope == config.from_hf(LLAMA | rope).rope
+
+
+def test_experts_are_quantized_together(tmp_path):
+    fields = LLAMA | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    fields |= {"moe_intermediate_size": 32, "norm_topk_prob": True}
+    tensors = random_tensors(fields)
+    converted = gguf_files.convert_tensors(fields, tensors)
+    kinds = {name: "Q8_0" for name in converted if "_exps" in name}
+    gguf_files.write_model(tmp_path / "quantized.gguf", fields, tensors, kinds=kinds)
+    gguf_files.write_model(tmp_path / "plain.gguf", fields, tensors)
+    quantized, plain = load(tmp_path / "quantized.gguf")[0], load(tmp_path / "plain.gguf")[0]
+    jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=0.03), quantized, plain)
+
+
+def test_falcon_with_a_norm_for_each_block(tmp_path):
+    fields = json.loads((GOLDENS / "falcon_grouped" / "config.json").read_text()) | {"bias": False}
+    tensors = random_tensors(fields)
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors)
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    assert config.num_block_norms == 2
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+def test_axes_of_one_may_be_dropped(tmp_path):
+    fields = json.loads((GOLDENS / "qwen2_moe_tied" / "config.json").read_text())
+    tensors = tensors_of("qwen2_moe_tied")
+    gguf_files.write_model(tmp_path / "whole.gguf", fields, tensors)
+    dropped = {name: x[0] if name.endswith("shared_expert_gate.weight") else x for name, x in tensors.items()}
+    gguf_files.write_model(tmp_path / "dropped.gguf", fields, dropped)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "dropped.gguf")[0], load(tmp_path / "whole.gguf")[0])
 
 
 def test_quantized_weights_are_put_in_order_too(tmp_path):
@@ -206,11 +285,15 @@ def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monk
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier 0.1.* is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor 2.0 is not supported"),
         ({"llama.rope.scaling.type": "linear"}, "factor is missing"),
         ({"llama.rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor 2.0 is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal False is not supported"),
-        ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count must be of type int"),
+        (EXPERTS | {"llama.expert_gating_func": 2}, "llama.expert_gating_func 2 is not supported"),
+        (EXPERTS, "missing: blk.0.ffn_down_exps.weight, .*unexpected: blk.0.ffn_down.weight"),
         ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window 8 is not supported"),
         ({"llama.attention.value_length": 8}, "keys and values of different lengths"),
         ({"llama.block_count": "one"}, "llama.block_count must be of type int, got 'one'"),
@@ -227,7 +310,7 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
 def test_unknown_architecture(tmp_path):
     gguf_files.write(tmp_path / "m.gguf", "mamba", {}, {"x": np.ones(3, np.float32)})
     with pytest.raises(
-        CheckpointError, match="unknown architecture 'mamba'; known are gemma, gemma2, gemma3, gpt2, llama"
+        CheckpointError, match="unknown architecture 'mamba'; known are bloom, command-r, falcon, gemma, gemma2"
     ):
         load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})

@@ -1,0 +1,356 @@
+"""What the metadata of a GGUF file says about its model, in the words of config.json. No jax."""
+
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.gguf_tokenizer import end_token_ids
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that belong to the config: what the wavelengths of rotary embedding are multiplied by."""
+
+NOT_SERVED = (
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_count",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+)
+"""Keys of an architecture that change what it computes, which a family here may not know."""
+
+SERVED = {
+    "command-r": ("logit_scale",),
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("final_logit_softcapping",),
+    "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+    "llama": ("expert_count",),
+    "qwen2moe": ("expert_count",),
+    "qwen3moe": ("expert_count",),
+}
+"""Those of them that some architectures may have."""
+
+MODEL_TYPES = {
+    "command-r": "cohere",
+    "gemma3": "gemma3_text",
+    "phi2": "phi",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+"""Families that Hugging Face calls otherwise."""
+
+
+def load_config(path: str | pathlib.Path) -> dict[str, Any]:
+    """The fields of a config.json of this model. Raises CheckpointError, naming what is missing or not served."""
+    file = GGUFFile(path)
+    if file.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{file.path}: unknown architecture {file.architecture!r}; known are {known}")
+    for name in NOT_SERVED:
+        if name not in SERVED.get(file.architecture, ()) and _get(file, name):
+            raise CheckpointError(f"{file.path}: {file.architecture}.{name} {_get(file, name)!r} is not supported")
+    if not _get(file, "attention.causal", True):
+        raise CheckpointError(f"{file.path}: {file.architecture}.attention.causal False is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError("; ".join([f"{file.path} has no tensor token_embd.weight", *file.problems]))
+    vocab_size = file.tensors["token_embd.weight"].shape[0]
+    model_type = MODEL_TYPES.get(file.architecture, file.architecture)
+    return (
+        {"model_type": model_type}
+        | ARCHITECTURES[file.architecture](file)
+        | {
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "eos_token_id": list(end_token_ids(file.metadata)),
+            "dtype": _dtype(file),
+        }
+    )
+
+
+def _get(file: GGUFFile, name: str, default: Any = None) -> Any:
+    return file.metadata.get(f"{file.architecture}.{name}", default)
+
+
+def positive_integer(file: GGUFFile, name: str, default: int | None = None) -> int:
+    """A positive integer; without a default it must be there."""
+    if default is not None and _get(file, name) is None:
+        return default
+    value = file.require(f"{file.architecture}.{name}", int)
+    if value < 1:
+        raise CheckpointError(f"{file.path}: {file.architecture}.{name} must be positive, got {value}")
+    return value
+
+
+def _number(file: GGUFFile, name: str, default: float | None = None) -> float:
+    """A number; without a default it must be there."""
+    if default is not None and _get(file, name) is None:
+        return default
+    return file.require(f"{file.architecture}.{name}", float)
+
+
+def _refuse(file: GGUFFile, **served: Any) -> None:
+    """Raises CheckpointError for a key that is there and has another value than the one of these that is served."""
+    for name, value in served.items():
+        key = f"{file.architecture}.{name}"
+        if file.metadata.get(key, value) != value:
+            raise CheckpointError(f"{file.path}: {key} {file.metadata[key]!r} is not supported")
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The type that holds most values; what is quantized has been bfloat16 in most cases."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
+    return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=sizes.__getitem__), "bfloat16")
+
+
+def _decoder_fields(file: GGUFFile) -> dict[str, Any]:
+    """Of a relative of Llama, with RMS norms."""
+    return _fields(file) | {"rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon")}
+
+
+def _fields(file: GGUFFile) -> dict[str, Any]:
+    hidden_size, num_heads = positive_integer(file, "embedding_length"), positive_integer(file, "attention.head_count")
+    head_dim = positive_integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
+    if positive_integer(file, "attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{file.path}: keys and values of different lengths are not supported")
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": positive_integer(file, "feed_forward_length"),
+        "num_hidden_layers": positive_integer(file, "block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": positive_integer(file, "attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": positive_integer(file, "context_length"),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "sliding_window": _get(file, "attention.sliding_window") or None,
+        "rope_parameters": _rope(file, head_dim),
+    }
+
+
+def _without_window(file: GGUFFile) -> dict[str, Any]:
+    return _refuse_window(file, _decoder_fields(file))
+
+
+def _layer_norm_fields(file: GGUFFile) -> dict[str, Any]:
+    """Of a relative of Llama with layer norms."""
+    return _refuse_window(file, _fields(file) | {"layer_norm_eps": _number(file, "attention.layer_norm_epsilon")})
+
+
+def _refuse_window(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["sliding_window"]:
+        name = f"{file.architecture}.attention.sliding_window"
+        raise CheckpointError(f"{file.path}: {name} {fields['sliding_window']} is not supported")
+    return fields
+
+
+def _llama_fields(file: GGUFFile) -> dict[str, Any]:
+    """A Mixtral is a llama too."""
+    fields = _without_window(file)
+    return fields | {"model_type": "mixtral", **_routing_fields(file)} if _get(file, "expert_count") else fields
+
+
+def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = _without_window(file) | _routing_fields(file)
+    # llama.cpp knows by heart which of the two divides by the sum of the weights.
+    fields["norm_topk_prob"] = bool(_get(file, "expert_weights_norm", file.architecture == "qwen3moe"))
+    fields["moe_intermediate_size"] = positive_integer(file, "expert_feed_forward_length")
+    if file.architecture == "qwen2moe":
+        fields["shared_expert_intermediate_size"] = positive_integer(file, "expert_shared_feed_forward_length")
+    return fields | {"qkv_bias": fields["attention_bias"]}
+
+
+def _routing_fields(file: GGUFFile) -> dict[str, Any]:
+    _refuse(file, expert_gating_func=1, expert_group_count=1, expert_weights_scale=1.0, leading_dense_block_count=0)
+    return {
+        "num_experts": positive_integer(file, "expert_count"),
+        "num_experts_per_tok": positive_integer(file, "expert_used_count"),
+    }
+
+
+def _granite_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = _without_window(file)
+    return fields | {
+        "embedding_multiplier": _number(file, "embedding_scale", 1.0),
+        "attention_multiplier": _number(file, "attention.scale", fields["head_dim"] ** -0.5),
+        "residual_multiplier": _number(file, "residual_scale", 1.0),
+        "logits_scaling": _number(file, "logit_scale", 1.0),
+    }
+
+
+def _cohere_fields(file: GGUFFile) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in file.tensors
+    return _layer_norm_fields(file) | {"use_qk_norm": has_norms, "logit_scale": _number(file, "logit_scale")}
+
+
+def _stablelm_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = _layer_norm_fields(file)
+    return fields | {
+        "use_qkv_bias": fields["attention_bias"],
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+    }
+
+
+def _falcon_fields(file: GGUFFile) -> dict[str, Any]:
+    """All kinds that llama.cpp has are the newer one, of one KV head or more."""
+    fields = _layer_norm_fields(file)
+    return fields | {
+        "new_decoder_architecture": True,
+        "num_kv_heads": fields["num_key_value_heads"],
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in file.tensors else 1,
+        "ffn_hidden_size": fields["intermediate_size"],
+        "layer_norm_epsilon": fields["layer_norm_eps"],
+    }
+
+
+def _bloom_fields(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "n_layer": positive_integer(file, "block_count"),
+        "n_head": positive_integer(file, "attention.head_count"),
+        "seq_length": positive_integer(file, "context_length"),
+        "layer_norm_epsilon": _number(file, "attention.layer_norm_epsilon"),
+    }
+
+
+def _starcoder2_fields(file: GGUFFile) -> dict[str, Any]:
+    epsilon = _number(file, "attention.layer_norm_epsilon")
+    return _fields(file) | {"norm_epsilon": epsilon, "use_bias": "blk.0.attn_output.bias" in file.tensors}
+
+
+def _gemma2_fields(file: GGUFFile) -> dict[str, Any]:
+    caps = {
+        "attn_logit_softcapping": _get(file, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _get(file, "final_logit_softcapping", 30.0),
+    }
+    return _decoder_fields(file) | _hybrid_fields(file, period=2, num_layers_of_27b=46) | caps
+
+
+def _gemma3_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = _decoder_fields(file)
+    if fields["sliding_window"] is None:
+        raise CheckpointError(f"{file.path}: gemma3.attention.sliding_window is missing")
+    local = {"rope_theta": _get(file, "rope.freq_base_swa", 10000.0)}
+    ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    cap = {"final_logit_softcapping": _get(file, "final_logit_softcapping")}
+    return fields | _hybrid_fields(file, period=6, num_layers_of_27b=62) | cap | {"rope_parameters": ropes}
+
+
+def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> dict[str, Any]:
+    """Which layers of a Gemma have the window, and what scales its scores; llama.cpp knows both by heart too.
+
+    Every `period`-th layer attends to everything. The largest model divides scores by the root of another number.
+    """
+    num_layers, num_heads = positive_integer(file, "block_count"), positive_integer(file, "attention.head_count")
+    hidden_size = positive_integer(file, "embedding_length")
+    pattern = _get(file, "attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        period = positive_integer(file, "attention.sliding_window_pattern", period)
+        pattern = [bool((index + 1) % period) for index in range(num_layers)]
+    head_dim = positive_integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
+    return {
+        "sliding_window": positive_integer(file, "attention.sliding_window", 4096),
+        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in pattern],
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == num_layers_of_27b else head_dim,
+    }
+
+
+def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
+    rotated = positive_integer(file, "rope.dimension_count", head_dim)
+    fields: dict[str, Any] = {
+        "rope_theta": _get(file, "rope.freq_base", 10000.0),
+        # The least number above the quotient, so that its product with head_dim does not round down.
+        "partial_rotary_factor": 1.0 if rotated == head_dim else math.nextafter(rotated / head_dim, 2.0),
+    }
+    # As llama.cpp does: what stretches positions is linear unless the file says otherwise, and had another name once.
+    factor = _get(file, "rope.scaling.factor", _get(file, "rope.scale_linear"))
+    scaling = _get(file, "rope.scaling.type", "linear" if factor else "none")
+    attention_factor = _get(file, "rope.scaling.attn_factor")
+    is_longrope = file.architecture == "phi3" and "rope_factors_long.weight" in file.tensors
+    if not is_longrope and attention_factor not in (None, 1.0):
+        name = f"{file.architecture}.rope.scaling.attn_factor"
+        raise CheckpointError(f"{file.path}: {name} {attention_factor!r} is not supported")
+    if "rope_freqs.weight" in file.tensors:
+        factors = _rope_factors(file, "rope_freqs.weight", rotated)
+        return fields | {"rope_type": "frequency_factors", "factors": factors}
+    if is_longrope:
+        fields |= {
+            "rope_type": "longrope",
+            "short_factor": _rope_factors(file, "rope_factors_short.weight", rotated),
+            "long_factor": _rope_factors(file, "rope_factors_long.weight", rotated),
+            "original_max_position_embeddings": positive_integer(file, "rope.scaling.original_context_length"),
+        }
+        return fields | ({} if attention_factor is None else {"attention_factor": attention_factor})
+    if scaling == "linear":
+        return fields | {"rope_type": "linear", "factor": factor}
+    if scaling == "yarn":
+        return fields | {"rope_type": "yarn", "factor": factor, **_yarn_fields(file)}
+    if scaling != "none":
+        raise CheckpointError(
+            f"{file.path}: rope.scaling.type {scaling!r} is not supported, only none, linear and yarn"
+        )
+    return fields
+
+
+def _yarn_fields(file: GGUFFile) -> dict[str, Any]:
+    prefix = "rope.scaling.yarn_"
+    _refuse(file, **{f"{prefix}attn_factor": 1.0, f"{prefix}ext_factor": 1.0, f"{prefix}log_multiplier": 0.0})
+    return {
+        "original_max_position_embeddings": positive_integer(
+            file, "rope.scaling.original_context_length", positive_integer(file, "context_length")
+        ),
+        "beta_fast": _number(file, f"{prefix}beta_fast", 32.0),
+        "beta_slow": _number(file, f"{prefix}beta_slow", 1.0),
+    }
+
+
+def _rope_factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
+    if name not in file.tensors:
+        raise CheckpointError(f"{file.path} has no tensor {name}")
+    if complaint := file.tensors[name].complaint((rotated // 2,)):
+        raise CheckpointError(f"{file.path}: {name} {complaint}")
+    return file.tensors[name].read().astype(np.float64).tolist()
+
+
+def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "n_embd": positive_integer(file, "embedding_length"),
+        "n_inner": positive_integer(file, "feed_forward_length"),
+        "n_layer": positive_integer(file, "block_count"),
+        "n_head": positive_integer(file, "attention.head_count"),
+        "n_positions": positive_integer(file, "context_length"),
+        "layer_norm_epsilon": _number(file, "attention.layer_norm_epsilon"),
+    }
+
+
+ARCHITECTURES = {
+    "bloom": _bloom_fields,
+    "command-r": _cohere_fields,
+    "falcon": _falcon_fields,
+    "gemma": _without_window,
+    "gemma2": _gemma2_fields,
+    "gemma3": _gemma3_fields,
+    "glm4": _without_window,
+    "gpt2": _gpt2_fields,
+    "granite": _granite_fields,
+    "llama": _llama_fields,
+    "olmo2": _without_window,
+    "phi2": _layer_norm_fields,
+    "phi3": _decoder_fields,
+    "qwen2": _without_window,
+    "qwen2moe": _qwen_moe_fields,
+    "qwen3": _without_window,
+    "qwen3moe": _qwen_moe_fields,
+    "stablelm": _stablelm_fields,
+    "starcoder2": _starcoder2_fields,
+}
+"""What reads the fields of each, by llama.cpp's names; a Mistral is a llama."""
