@@ -25,18 +25,37 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+_BLOOM = (r" ?[^(\s|.,!?…。，、।۔،)]+",)  # noqa: RUF001 (full stops and commas of several scripts)
 
 SPLITS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "phi-2": _GPT2,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
+    "chatglm-bpe": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "glm4": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+    "command-r": _STARCODER,
+    "refact": _STARCODER,
+    "smollm": _STARCODER,
     "starcoder": _STARCODER,
+    "bloom": _BLOOM,
 }
 """How a text is split before merges, by `tokenizer.ggml.pre`: by each pattern, and its pieces by the next one."""
+
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+"""Those that take a whole piece for a token before any merge, and begin with BOS."""
+
+NORMALIZED = ("command-r", "deepseek-r1-qwen", "qwen2")
+"""Those that bring texts into Unicode's form NFC."""
 
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Control tokens that end a generation although many files name only one of them."""
@@ -118,8 +137,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if unknown := [merge for merge in merges if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}]:
         raise CheckpointError(f"{len(unknown)} of tokenizer.ggml.merges do not merge tokens, such as {unknown[0]}")
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=SPLITS[split] is _LLAMA3))
-    if SPLITS[split] is _QWEN2:
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in LLAMA3))
+    if split in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -182,7 +201,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 def _adds_bos(kind: str, metadata: Mapping[str, Any]) -> bool:
     """What llama.cpp does where a file does not say it."""
-    return kind == "llama" or SPLITS[_pre_tokenizer(metadata)] is _LLAMA3
+    return kind == "llama" or _pre_tokenizer(metadata) in LLAMA3
 
 
 def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | None:

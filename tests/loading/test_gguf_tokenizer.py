@@ -5,7 +5,7 @@ import json
 import gguf_files
 import numpy as np
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.builtin import resolve_model
@@ -127,11 +127,42 @@ def test_what_is_not_known_is_named(tmp_path, others, message):
     assert "m.gguf" in str(error.value)
 
 
-def test_each_digit_by_itself_where_the_model_wants_it():
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # noqa: RUF001 (full stops and commas of several scripts)
+
+
+def split_by(pattern):
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), plain])
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("starcoder", pre_tokenizers.Sequence([DIGITS, BYTES])),
+        ("refact", pre_tokenizers.Sequence([DIGITS, BYTES])),
+        ("phi-2", BYTES),
+        ("bloom", split_by(BLOOM)),
+        ("dbrx", split_by(rf"{WORDS}|\p{{N}}{{1,3}}|{REST}")),
+        ("stablelm2", split_by(rf"{WORDS}|\p{{N}}|{REST}")),
+    ],
+)
+def test_texts_are_split_as_the_model_wants_it(pre, expected):
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
-    keys = {"model": "gpt2", "pre": "starcoder", "tokens": tokens, "merges": []}
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": []}
     backend = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}).backend
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    expected = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    for text in ("def f2(x):  \n\treturn  x*10 + 365", " 7  8", "it's\n\n 42nd!"):
+    for text in ("def f2(x):  \n\treturn  x*10 + 3655", " 7  8", "it's\n\n 42nd! [a|b] (c, d)…", "I'LL go。漢 ü"):
         assert backend.pre_tokenizer.pre_tokenize_str(text) == expected.pre_tokenize_str(text)
+
+
+def test_who_takes_whole_pieces_and_bos():
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<s>"]
+    keys = {"model": "gpt2", "tokens": tokens, "merges": [], "bos_token_id": len(tokens) - 1}
+    for pre, ids in (("llama-bpe", ["<s>", "ab"]), ("dbrx", ["a", "b"])):
+        backend = build_tokenizer(
+            {f"tokenizer.ggml.{key}": value for key, value in (keys | {"pre": pre}).items()}
+        ).backend
+        assert backend.encode("ab").tokens == ids
