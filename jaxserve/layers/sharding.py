@@ -16,6 +16,9 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "embed": None,
 }
 
+SIZED_BY = {"tensor": ", of tensor_parallel_size"}
+"""The option that says how many devices a mesh axis has."""
+
 EXPERT_SHARE = 64
 """Kernels for experts contract over multiples of this, see `pallas_kernels.grouped_matmul`."""
 
@@ -71,6 +74,7 @@ def partition_spec(
         taken[on] = axis
         if size % mesh.shape[on]:
             raise ConfigError(
-                f"{name}: {axis} of size {size} cannot be split evenly over {mesh.shape[on]} devices (mesh axis {on!r})"
+                f"{name}: {axis} of size {size} cannot be split evenly over {mesh.shape[on]} devices "
+                f"(mesh axis {on!r}{SIZED_BY.get(on, '')})"
             )
     return PartitionSpec(*mesh_axes)

@@ -163,7 +163,7 @@ def test_every_matrix_of_a_layer_is_split(model_type):
         (
             # Falcon 7B
             {"model_type": "falcon", "new_decoder_architecture": False, "num_attention_heads": 71, "hidden_size": 284},
-            r"self_attention\.dense\.weight: heads of size 71 .* 4 devices",
+            r"self_attention\.dense\.weight: heads of size 71 .* 4 devices .*tensor_parallel_size",
         ),
     ],
 )
