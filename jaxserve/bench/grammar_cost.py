@@ -1,4 +1,4 @@
-"""`jaxserve bench grammar`: what the masks of requests with a grammar cost the host between two steps.
+"""`jaxserve bench grammar`: what the masks of requests with a grammar cost the host in a step.
 
 The texts wander: each next token is drawn from all that its grammar lets pass, as by a model with random weights, which
 brings a matcher into more and harder states than a text that means something.

@@ -93,8 +93,8 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Start the next step, then return what the one before it has brought.
 
-        A step in which a request follows a grammar starts when the one before it has brought its tokens: they decide
-        what may come next. It is planned and packed by then, and the older step's outputs are still handled behind it.
+        This holds for requests that follow a grammar too: only what such a request draws depends on its token of the
+        step before, and the mask that says so is computed while the device runs the layers.
         """
         outputs = self._add_compiled() if self._num_compiling else []
         start = time.perf_counter()
@@ -175,16 +175,20 @@ class Engine:
         ]
 
     def _masks(self, requests: list[Request], failed: dict[Request, str]) -> Masks:
-        """What these requests may draw in the step that is about to start. Waits for the tokens of those in flight, and
-        notes in `failed` who cannot go on, and why.
+        """What these requests may draw in the step that has just been started. Waits for their tokens of those before,
+        and notes in `failed` who cannot go on, and why.
         """
         assert self._matchers is not None
         start = time.perf_counter()
+        wanted = set(requests)
         drawn: dict[str, list[int]] = {}
         for step in self._in_flight:
-            for row, token_id, is_corrupted in zip(step.plan.rows, step.token_ids(), step.is_corrupted(), strict=True):
-                if row.samples and row.request.request.grammar and not is_corrupted:
-                    drawn.setdefault(row.request.request_id, []).append(token_id)
+            indices = [index for index, row in enumerate(step.plan.rows) if row.samples and row.request in wanted]
+            if indices:
+                token_ids, is_corrupted = step.token_ids(), step.is_corrupted()
+                for index in indices:
+                    if not is_corrupted[index]:
+                        drawn.setdefault(step.plan.rows[index].request.request_id, []).append(token_ids[index])
         waited = time.perf_counter()
         words, reasons = self._matchers.masks(requests, drawn)
         failed.update(reasons)

@@ -1,28 +1,28 @@
-"""StepBuilder: all that is needed to lower the steps of a model, and no device. The runner has one, and each worker.
+"""StepBuilder: all that is needed to lower the programs of a model's steps, and no device. The runner has one, and each
+worker.
 
 What is exported is a function of lists of arrays: whoever calls it puts the pytrees of the house together.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import msgspec
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.execution.batch import make_buckets
+from jaxserve.execution.batch import Bucket, make_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.execution.shapes import StepKey, StepShapes
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
 from jaxserve.execution.slots import Slots, init_slots
-from jaxserve.execution.step import StepOutputs, step
+from jaxserve.execution.step import DrawingRows, Drawn, Forwarded, draw, forward, prompt_logprobs, step
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import abstract_params
 from jaxserve.models import get_family, with_context
@@ -30,6 +30,12 @@ from jaxserve.sampling.logprobs import Logprobs
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """What steps call besides what jax promises to keep. It need not be kept: an export is for one version of jax."""
+
+_LEAF: Any = 0
+"""Stands in for an array where only the structure of a tree matters."""
+
+_ROWS = DrawingRows(slots=_LEAF, draws=_LEAF, num_output_tokens=_LEAF, features=_LEAF)
+_LOGPROBS = Logprobs(logprob=_LEAF, rank=_LEAF, top_ids=_LEAF, top_logprobs=_LEAF)
 
 
 class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +77,20 @@ def build(spec: StepSpec, mesh: Mesh | AbstractMesh) -> "StepBuilder":
     )
 
 
+class _Declaration(NamedTuple):
+    """A program before it is traced."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    """Trees of shapes."""
+    donated: tuple[int, ...]
+    """Which of them."""
+    results: Any
+    """A tree like the one that the function returns."""
+
+
 class StepBuilder:
-    """The steps of a model: which there are, the shapes of their arguments, and their lowered programs."""
+    """The steps of a model: which programs there are, the shapes of their arguments, and what they are lowered to."""
 
     def __init__(
         self,
@@ -114,9 +132,10 @@ class StepBuilder:
         self._hidden_size = model_config.hidden_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
-        self._step = functools.partial(
-            step, family=family, config=model_config, kernels=kernels, group_of_layer=self.layout.group_of_layer
-        )
+        self._model = {"family": family, "config": model_config}
+        self._with_layers = {**self._model, "kernels": kernels, "group_of_layer": self.layout.group_of_layer}
+        self._kernels: Kernels = kernels
+        self._dtype = dtype
 
     def init_slots(self) -> Slots:
         """Empty slots."""
@@ -130,59 +149,95 @@ class StepBuilder:
         """The context in which steps are traced."""
         return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)
 
-    def lower(self, key: StepKey, num_blocks: int) -> jax.stages.Lowered:
-        """Trace and lower a step, for a pool of so many blocks, which takes seconds of Python where there are kernels.
+    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
+        """Trace and lower a program, for a pool of so many blocks: seconds of Python where there are kernels.
 
         Raises NotImplementedError for what a kernel cannot do.
         """
+        declared = self._declare(program, num_blocks)
         with self.on_mesh():
-            return jax.jit(functools.partial(self._step, **key._asdict()), donate_argnums=(1, 2)).lower(
-                *self._arguments(key, num_blocks)
-            )
+            return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
 
-    def export(self, key: StepKey, num_blocks: int) -> bytes:
+    def export(self, program: Program, num_blocks: int) -> bytes:
         """The same as bytes, for `lower_exported` in another process of the same version."""
-        arguments = self._arguments(key, num_blocks)
-        trees = [jax.tree.structure(argument) for argument in arguments]
+        declared = self._declare(program, num_blocks)
+        trees = [jax.tree.structure(argument) for argument in declared.arguments]
 
-        def flat(*leaves: list[jax.Array]) -> Any:
-            trees_of_leaves = (jax.tree.unflatten(tree, list_) for tree, list_ in zip(trees, leaves, strict=True))
-            kv_cache, slots, outputs = self._step(*trees_of_leaves, **key._asdict())
-            return jax.tree.leaves(kv_cache), jax.tree.leaves(slots), _as_plain(outputs)
+        def flat(*leaves: list[jax.Array]) -> list[jax.Array]:
+            arguments = (jax.tree.unflatten(tree, list_) for tree, list_ in zip(trees, leaves, strict=True))
+            return jax.tree.leaves(declared.function(*arguments))
 
         platform = self.mesh.abstract_mesh.abstract_device.platform
         with self.on_mesh():
             exported = jax.export.export(
                 jax.jit(flat), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
-            )(*map(jax.tree.leaves, arguments))
+            )(*map(jax.tree.leaves, declared.arguments))
         return bytes(exported.serialize())
 
-    def lower_exported(self, key: StepKey, num_blocks: int, exported: bytes) -> jax.stages.Lowered:
+    def lower_exported(self, program: Program, num_blocks: int, exported: bytes) -> jax.stages.Lowered:
         """The same as `lower` from what `export` has returned, in a moment."""
-        arguments = self._arguments(key, num_blocks)
-        function = jax.export.deserialize(bytearray(exported))
+        declared = self._declare(program, num_blocks)
+        flat = jax.export.deserialize(bytearray(exported))
 
-        def step(*trees: Any) -> Any:
-            kv_cache, slots, outputs = function.call(*map(jax.tree.leaves, trees))
-            _, kv_tree, slots_tree, _ = map(jax.tree.structure, trees)
-            return jax.tree.unflatten(kv_tree, kv_cache), jax.tree.unflatten(slots_tree, slots), _from_plain(outputs)
+        def call(*arguments: Any) -> Any:
+            leaves = flat.call(*map(jax.tree.leaves, arguments))
+            return jax.tree.unflatten(jax.tree.structure(declared.results), leaves)
 
         with self.on_mesh():
-            return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
+            return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
-    def _arguments(self, key: StepKey, num_blocks: int) -> tuple[Any, ...]:
-        packed = self.replicate(np.zeros(key.bucket.packed_size, np.int32))
-        return self._params, self.kv_cache(num_blocks=num_blocks), self.slots, packed
+    def arguments(self, program: Program, num_blocks: int) -> tuple[Any, ...]:
+        """The shapes of what a program takes, for a pool of so many blocks."""
+        return self._declare(program, num_blocks).arguments
+
+    def _declare(self, program: Program, num_blocks: int) -> _Declaration:
+        match program:
+            case PlainDecode(bucket):
+                function = functools.partial(step, **self._with_layers, bucket=bucket)
+                outputs = _drawn(has_logprobs=False)
+            case Forward(bucket, is_decode_only):
+                function = functools.partial(
+                    forward, **self._with_layers, bucket=bucket, is_plain=False, is_decode_only=is_decode_only
+                )
+                hidden = None if is_decode_only else _LEAF
+                outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=hidden, embeddings=_LEAF)
+            case Draw(num_rows, has_logprobs):
+                return _Declaration(
+                    functools.partial(draw, kernels=self._kernels, is_plain=False, has_logprobs=has_logprobs),
+                    (self.slots, self._array((num_rows, self.vocab_size), jnp.float32), self._drawing_rows(num_rows)),
+                    donated=(0,),
+                    results=(self.slots, _drawn(has_logprobs=has_logprobs)),
+                )
+            case PromptLogprobs(bucket):
+                hidden = self._array((bucket.num_tokens, self._hidden_size), self._dtype)
+                return _Declaration(
+                    functools.partial(prompt_logprobs, **self._model, bucket=bucket),
+                    (self._params, hidden, self._packed(bucket)),
+                    donated=(),
+                    results=_LOGPROBS,
+                )
+        kv_cache = self.kv_cache(num_blocks=num_blocks)
+        return _Declaration(
+            function,
+            (self._params, kv_cache, self.slots, self._packed(bucket)),
+            donated=(1, 2),
+            results=(kv_cache, self.slots, outputs),
+        )
+
+    def _drawing_rows(self, num_rows: int) -> DrawingRows:
+        return DrawingRows(
+            slots=self._array((num_rows,), jnp.int32),
+            draws=self._array((num_rows,), jnp.bool),
+            num_output_tokens=self._array((num_rows,), jnp.int32),
+            features=self._array((), jnp.int32),
+        )
+
+    def _packed(self, bucket: Bucket) -> Any:
+        return self._array((bucket.packed_size,), jnp.int32)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:  # stands in for an array
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
-def _as_plain(outputs: StepOutputs) -> dict[str, Any]:
-    """Of dicts, tuples and None only, which jax can export."""
-    fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    return {name: tuple(value) if isinstance(value, Logprobs) else value for name, value in fields.items()}
-
-
-def _from_plain(fields: dict[str, Any]) -> StepOutputs:
-    trees: dict[str, Any] = {
-        name: Logprobs(*value) if isinstance(value, tuple) else value for name, value in fields.items()
-    }
-    return StepOutputs(**trees)
+def _drawn(*, has_logprobs: bool) -> Drawn:
+    return Drawn(token_ids=_LEAF, is_corrupted=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)

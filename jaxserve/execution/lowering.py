@@ -1,7 +1,7 @@
 """The steps of a model as lowered programs, made by other processes or found on disk.
 
-To lower a step takes seconds of Python under the GIL, most of it for its kernels, and there are some twenty steps. So
-processes without a device do it (`lowering_worker`), which start while weights load; what they return is kept beside
+To lower a step takes seconds of Python under the GIL, most of it for its kernels, and some twenty programs have these.
+So processes without a device do it (`lowering_worker`), which start while weights load; what they return is kept beside
 XLA's cache of compiled programs, under a hash of all that it was made from.
 """
 
@@ -28,7 +28,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.execution.builder import StepBuilder, StepSpec
-from jaxserve.execution.shapes import StepKey
+from jaxserve.execution.shapes import Program
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A message to a worker: lower this step for a pool of so many blocks."""
+    """A message to a worker: lower this program for a pool of so many blocks."""
 
-    key: StepKey
+    program: Program
     num_blocks: int
 
 
@@ -137,20 +137,20 @@ class Lowering:
         self._has_kept = False
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
-    def lower(self, key: StepKey, num_blocks: int) -> jax.stages.Lowered:
-        """The step of this key for a pool of so many blocks. Raises what `StepBuilder.lower` raises."""
-        job = Job(key, num_blocks)
+    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
+        """This program for a pool of so many blocks. Raises what `StepBuilder.lower` raises."""
+        job = Job(program, num_blocks)
         prepared = self._prepared.pop(job, None)
         try:
             exported = self._find_or_make(job) if prepared is None else prepared.result()
-            return self._builder.lower_exported(key, num_blocks, exported)
+            return self._builder.lower_exported(program, num_blocks, exported)
         except _WorkerFailed as error:
             logger.warning("a step is lowered in this process: %s", error)
-            return self._builder.lower(key, num_blocks)
+            return self._builder.lower(program, num_blocks)
 
-    def prepare(self, key: StepKey, num_blocks: int) -> None:
+    def prepare(self, program: Program, num_blocks: int) -> None:
         """Begin with this step, which `lower` waits for. If it is not on disk, workers start, for the others too."""
-        job = Job(key, num_blocks)
+        job = Job(program, num_blocks)
         self._prepared[job] = future = concurrent.futures.Future()
 
         def run() -> None:

@@ -28,7 +28,7 @@ def main() -> None:
     while True:
         job = jobs.get()
         try:
-            answer = Answer(exported=builder.export(job.key, job.num_blocks))
+            answer = Answer(exported=builder.export(job.program, job.num_blocks))
         except Exception as error:
             answer = Answer(error=f"{type(error).__name__}: {error}")
         write_message(answers, answer)

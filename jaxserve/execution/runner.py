@@ -1,5 +1,6 @@
-"""Runner: owns params, KVCache, slots and the compiled steps; turns a StepPlan into work on the device."""
+"""Runner: owns params, KVCache, slots and the compiled programs; turns a StepPlan into work on the device."""
 
+import concurrent.futures
 import dataclasses
 import itertools
 import math
@@ -9,16 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, pack_nothing, wants_prompt_logprobs
 from jaxserve.execution.builder import StepBuilder
 from jaxserve.execution.compile import CompiledSteps
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.shapes import StepKey
+from jaxserve.execution.shapes import Draw, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
-from jaxserve.execution.step import StepOutputs
+from jaxserve.execution.step import Drawn
 from jaxserve.layers.batch import KVCache
 from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
@@ -41,14 +42,22 @@ class HostLogprobs:
         )
 
 
+class StepOutputs(NamedTuple):
+    """What the host reads of a step, a row each but for those of prompts; the last three None unless asked for."""
+
+    token_ids: Int[Array, " R"]
+    is_corrupted: Bool[Array, " R"]
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+    """One entry a token of the step: the log probability of the prompt token that follows it."""
+    embeddings: Float[Array, "R E"] | None
+
+
 class PendingStep(NamedTuple):
     """A step that the device is running, or has run. Reading it waits for the step."""
 
     plan: StepPlan
     outputs: StepOutputs
-    has_logprobs: bool
-    has_prompt_logprobs: bool
-    has_embeddings: bool
 
     def token_ids(self) -> list[int]:
         """The drawn token of each row."""
@@ -60,15 +69,22 @@ class PendingStep(NamedTuple):
 
     def logprobs(self) -> HostLogprobs | None:
         """One entry a row, if some row asked for them."""
-        return _on_host(self.outputs.logprobs) if self.has_logprobs else None
+        return _on_host(self.outputs.logprobs)
 
     def prompt_logprobs(self) -> HostLogprobs | None:
         """One entry a token of the step, if some row asked for them."""
-        return _on_host(self.outputs.prompt_logprobs) if self.has_prompt_logprobs else None
+        return _on_host(self.outputs.prompt_logprobs)
 
     def embeddings(self) -> Float32[np.ndarray, "B E"] | None:
         """One vector a row, if some row asked for one."""
-        return np.asarray(self.outputs.embeddings) if self.has_embeddings else None
+        return None if self.outputs.embeddings is None else np.asarray(self.outputs.embeddings)
+
+
+class _Memory(NamedTuple):
+    """Bytes that a program takes per device besides its arguments."""
+
+    made: int
+    temporary: int
 
 
 class Runner:
@@ -78,7 +94,7 @@ class Runner:
     """
 
     def __init__(self, builder: StepBuilder, params: Any, *, lowering: Lowering | None = None):
-        """`lowering` lowers the steps that `warm_up` compiles, and is closed by it; without it this process does."""
+        """`lowering` lowers the programs that `warm_up` compiles, and is closed by it; without it this process does."""
         self.builder = builder
         self.params = params
         self.mesh = builder.mesh
@@ -89,7 +105,7 @@ class Runner:
         self._features = np.zeros(builder.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(builder.max_num_seqs, bool)
         self._mask_sizes = [size for size in (1, 8, 64) if size < builder.max_num_seqs] + [builder.max_num_seqs]
-        self.steps = CompiledSteps(self._lower_step)
+        self.steps = CompiledSteps(self._lower_program)
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
@@ -109,21 +125,34 @@ class Runner:
     def measure_step_memory(self) -> int:
         """Bytes that steps take per device besides weights and KV: slots, and what the largest of them makes.
 
-        Compiles it, against a small KV pool.
+        Compiles its programs, the forward pass against a small KV pool.
         """
         assert self._kv_cache is None
-        memory = self._lower(self.builder.shapes.largest, self.builder.max_blocks).compile().memory_analysis()
-        assert memory is not None
+        step = self.builder.shapes.step_for(
+            self.builder.shapes.largest.bucket.num_tokens,
+            is_plain=False,
+            is_decode_only=False,
+            has_logprobs=True,
+            has_prompt_logprobs=True,
+        )
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            others = [pool.submit(self.steps.__getitem__, program) for program in step[1:]]
+            forward = _memory(self._lower(step.forward, self.builder.max_blocks).compile())
+            rest = [_memory(future.result()) for future in others]
         slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.builder.slots))
-        return slots + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        # Logits and hidden states are there until the others have run, one after the other.
+        return slots + forward.made + max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
 
     def check_kernels(self) -> None:
-        """Lower two steps that have all kernels between them, so that what these cannot do shows before a request needs
-        it. `num_blocks` must be set. Raises NotImplementedError.
+        """Lower two programs that have all kernels between them, so that what these cannot do shows before a request
+        needs it. `num_blocks` must be set. Raises NotImplementedError.
         """
-        keys = self.builder.shapes.keys
-        self._lower_step(keys[0])
-        self._lower_step(keys[-1])
+        shapes = self.builder.shapes
+        decode = shapes.step_for(
+            1, is_plain=True, is_decode_only=True, has_logprobs=False, has_prompt_logprobs=False
+        ).forward
+        for program in (shapes.largest, decode):
+            self._lower_program(program)
 
     def allocate(self) -> None:
         """Make the KV pools, of `num_blocks`, and the slots. Before the first step, once."""
@@ -133,7 +162,7 @@ class Runner:
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
 
     def warm_up(self, *, progress: bool) -> float:
-        """Compile every step that a plan can ask for; `num_blocks` must be set. Returns seconds.
+        """Compile every program that a plan can ask for; `num_blocks` must be set. Returns seconds.
 
         Before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for that.
         """
@@ -141,7 +170,7 @@ class Runner:
         num_lowered_elsewhere = 0 if self._lowering is None else self._lowering.num_workers
         try:
             seconds += self.steps.warm_up(
-                self.builder.shapes.keys, num_lowered_elsewhere=num_lowered_elsewhere, progress=progress
+                self.builder.shapes.programs, num_lowered_elsewhere=num_lowered_elsewhere, progress=progress
             )
         finally:
             self._close_lowering()
@@ -155,16 +184,14 @@ class Runner:
         for _ in range(times):
             for key, executable in self._admissions.items():
                 self._slots = executable(self._slots, *self._empty_admission(key))
-            for key, executable in self.steps.items():
-                packed = pack_nothing(key.bucket, **self.builder.table_sizes)
-                self._kv_cache, self._slots, outputs = executable(self.params, self._kv_cache, self._slots, packed)
-                jax.block_until_ready(outputs)
+            for program, _ in self.steps.items():
+                jax.block_until_ready(self._run(program, *self._empty_arguments(program)))
 
     def dispatch(self, plan: StepPlan, *, masks: Callable[[], Masks] | None = None) -> PendingStep:
         """Start a step; returns before the device has finished it.
 
-        `masks` gives the tokens that slots may draw from. It is called when all else is ready, since it waits for the
-        tokens of the step before.
+        `masks` gives the tokens that slots may draw from. It is called while the device runs the forward pass, which
+        does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
         if plan.admitted:
@@ -172,33 +199,52 @@ class Runner:
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
-        key = self.key_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
-        packed = pack(plan, key.bucket, **self.builder.table_sizes, features=needed)
-        executable = self.steps[key]
-        self.seconds["build"] += time.perf_counter() - start
-        if masks is not None:
-            self._write_masks(masks())
+        step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
+        packed = pack(plan, step.forward.bucket, **self.builder.table_sizes, features=needed)
         built = time.perf_counter()
-        self._kv_cache, self._slots, outputs = executable(self.params, self._kv_cache, self._slots, packed)
-        outputs.token_ids.copy_to_host_async()
-        outputs.is_corrupted.copy_to_host_async()
-        self.seconds["dispatch"] += time.perf_counter() - built
-        return PendingStep(
-            plan,
-            outputs,
-            has_logprobs=bool(needed & Feature.LOGPROBS),
-            has_prompt_logprobs=has_prompt_logprobs,
-            has_embeddings=bool(needed & Feature.POOLING),
+        forwarded = self._run(step.forward, packed)
+        prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
+        launched = time.perf_counter()
+        if masks is not None:
+            assert step.draw is not None, "a mask is no part of plain rows"
+            self._write_masks(masks())
+        masked = time.perf_counter()
+        drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
+        drawn.token_ids.copy_to_host_async()
+        drawn.is_corrupted.copy_to_host_async()
+        self.seconds["build"] += built - start
+        self.seconds["dispatch"] += launched - built + time.perf_counter() - masked
+        outputs = StepOutputs(
+            drawn.token_ids,
+            drawn.is_corrupted,
+            drawn.logprobs if needed & Feature.LOGPROBS else None,
+            prompt_logprobs,
+            forwarded.embeddings if needed & Feature.POOLING else None,
         )
+        return PendingStep(plan, outputs)
 
-    def key_for(self, plan: StepPlan, needed: int, *, has_prompt_logprobs: bool) -> StepKey:
+    def step_for(self, plan: StepPlan, needed: int, *, has_prompt_logprobs: bool) -> Step:
         """The smallest step that holds the plan and does what its rows need: `needed` are bits of `Feature`."""
-        return self.builder.shapes.key_for(
+        return self.builder.shapes.step_for(
             max(plan.num_tokens, min(plan.padded_tokens, self.builder.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
             is_decode_only=plan.num_decode_rows == len(plan.rows),
-            has_logprobs=has_prompt_logprobs or bool(needed & Feature.LOGPROBS),
+            has_logprobs=bool(needed & Feature.LOGPROBS),
+            has_prompt_logprobs=has_prompt_logprobs,
         )
+
+    def _run(self, program: Program, *arguments: Any) -> Any:
+        """Start a program, on these besides weights, KV and slots. Returns what it makes besides KV and slots."""
+        executable = self.steps[program]
+        match program:
+            case Draw():
+                self._slots, drawn = executable(self._slots, *arguments)
+                return drawn
+            case PromptLogprobs():
+                return executable(self.params, *arguments)
+            case _:
+                self._kv_cache, self._slots, made = executable(self.params, self._kv_cache, self._slots, *arguments)
+                return made
 
     def close(self) -> None:
         """Free the device memory now instead of when the last reference goes."""
@@ -234,11 +280,23 @@ class Runner:
         """What is written into slots: "scalars" or "extras" of new requests, or so many rows of masks."""
         return ["scalars", "extras", *self._mask_sizes]
 
-    def _lower_step(self, key: StepKey) -> jax.stages.Lowered:
-        return self._lower(key, self.num_blocks)
+    def _lower_program(self, program: Program) -> jax.stages.Lowered:
+        return self._lower(program, self.num_blocks)
 
-    def _lower(self, key: StepKey, num_blocks: int) -> jax.stages.Lowered:
-        return (self._lowering or self.builder).lower(key, num_blocks)
+    def _lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
+        return (self._lowering or self.builder).lower(program, num_blocks)
+
+    def _empty_arguments(self, program: Program) -> tuple[Any, ...]:
+        """Arguments of `_run` with which a program changes nothing: no row draws, nor has any tokens."""
+        match program:
+            case Draw():
+                _, *rest = self.builder.arguments(program, self.num_blocks)
+                return tuple(jax.tree.map(_zeros, rest))
+            case PromptLogprobs(bucket):
+                _, hidden, _ = self.builder.arguments(program, self.num_blocks)
+                return _zeros(hidden), pack_nothing(bucket, **self.builder.table_sizes)
+            case _:
+                return (pack_nothing(program.bucket, **self.builder.table_sizes),)
 
     def _lower_admission(self, key: str | int) -> jax.stages.Lowered:
         function = {"scalars": admit, "extras": _admit_extras}[key] if isinstance(key, str) else allow
@@ -263,6 +321,15 @@ def _admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
     return dataclasses.replace(slots, sampling=admit_extras(slots.sampling, slot, extras))
 
 
-def _on_host(logprobs: Logprobs | None) -> HostLogprobs:
-    assert logprobs is not None, "this step has no logprobs"
-    return HostLogprobs(logprobs)
+def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
+    return None if logprobs is None else HostLogprobs(logprobs)
+
+
+def _memory(compiled: jax.stages.Compiled) -> _Memory:
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    return np.zeros(x.shape, x.dtype)

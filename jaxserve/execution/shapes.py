@@ -1,90 +1,131 @@
-"""Which steps are compiled, and which of them runs a plan: buckets of tokens, and kinds of what rows need.
+"""Which programs are compiled, and which of them run a plan: buckets of tokens, and what rows need.
 
-On a GPU a branch whose body sorts or loops would break the step's command buffer and make the host wait for the device,
-and a kernel that finds nothing to do still has to be launched: so there are kinds. Up to some 256 tokens a step is
-bound by reading the weights; so a kind that few steps are of needs few sizes, and none has to be small.
+On a GPU a branch whose body sorts or loops would break a program's command buffer and make the host wait for the
+device, and a kernel that finds nothing to do still has to be launched: so what few rows need is apart. Up to some 256
+tokens a step is bound by reading the weights; so a program that few steps run needs few sizes, and none has to be
+small.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from jaxserve.execution.batch import Bucket
 
 SMALLEST_GENERAL = 16
-"""Tokens of the smallest decode step that can do more than draw from filtered distributions."""
+"""Tokens of the smallest forward pass of decode steps that do more than draw from filtered distributions."""
 
 MIXED = (64, 256)
-"""Tokens of the smaller steps in which rows may have several tokens; above them there are all buckets."""
+"""Tokens of the smaller forward passes in which rows may have several tokens; above them there are all buckets."""
 
 
-class StepKey(NamedTuple):
-    """What distinguishes one compiled step from another: the bucket, and arguments of `step.step`."""
+class PlainDecode(msgspec.Struct, frozen=True, tag=True):
+    """`step.step`: each row has one token, and needs no more than a draw from a filtered distribution."""
 
     bucket: Bucket
-    is_plain: bool
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """`step.forward`, of rows that may need anything; `is_decode_only`: each has one token."""
+
+    bucket: Bucket
     is_decode_only: bool
+
+
+class Draw(msgspec.Struct, frozen=True, tag=True):
+    """`step.draw`, of rows that may need anything, or anything but log probabilities."""
+
+    num_rows: int
     has_logprobs: bool
 
 
-class Kind(NamedTuple):
-    """What a step can do: all but its size."""
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """`step.prompt_logprobs`."""
 
-    is_plain: bool
-    is_decode_only: bool
-    has_logprobs: bool
+    bucket: Bucket
 
 
-PLAIN_DECODE = Kind(is_plain=True, is_decode_only=True, has_logprobs=False)
-DECODE = Kind(is_plain=False, is_decode_only=True, has_logprobs=False)
-PREFILL = Kind(is_plain=False, is_decode_only=False, has_logprobs=False)
-ANYTHING = Kind(is_plain=False, is_decode_only=False, has_logprobs=True)
+Program = PlainDecode | Forward | Draw | PromptLogprobs
+"""What distinguishes one compiled program from another: a function of `step`, its shapes and its static arguments."""
+
+
+class Step(NamedTuple):
+    """The programs of one step, in the order in which they run. Without a `draw` the first one draws too."""
+
+    forward: PlainDecode | Forward
+    draw: Draw | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepShapes:
-    """The compiled steps of a runner. Without `has_special_steps` every bucket has one that can do anything: on a CPU
-    branches and loops not taken cost nothing.
+    """The compiled programs of a runner. Without `has_special_steps` there is one forward pass a bucket and one draw a
+    number of rows, for steps of all kinds: on a CPU branches and loops not taken cost nothing.
     """
 
     def __init__(self, buckets: list[Bucket], *, has_special_steps: bool):
-        if not has_special_steps:
-            self._sizes = {ANYTHING: buckets}
-            return
-        square = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
-        mixed = [
-            bucket
-            for bucket in buckets
-            if bucket.num_tokens in MIXED or bucket.num_tokens > MIXED[-1] or bucket is buckets[-1]
+        self._has_special_steps = has_special_steps
+        self._plain: list[Bucket] = []
+        self._decode: list[Bucket] = []
+        self._mixed = self._with_prompt_logprobs = buckets
+        if has_special_steps:
+            self._plain = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
+            general = [bucket for bucket in self._plain if bucket.num_tokens >= SMALLEST_GENERAL] or self._plain[-1:]
+            self._decode = list(_sparse(general))
+            self._mixed = [
+                bucket
+                for bucket in buckets
+                if bucket.num_tokens in MIXED or bucket.num_tokens > MIXED[-1] or bucket is buckets[-1]
+            ]
+            self._with_prompt_logprobs = list(_sparse(self._mixed))
+
+    @property
+    def programs(self) -> list[Program]:
+        """Every program that a plan can ask for, those with layers first, and of these the longest to compile."""
+        plain = [PlainDecode(bucket) for bucket in self._plain]
+        decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
+        mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
+        num_rows = sorted({forward.bucket.num_rows for forward in decode + mixed}, reverse=True)
+        with_layers: list[PlainDecode | Forward] = [*mixed, *plain, *decode]
+        with_layers.sort(key=lambda program: -program.bucket.num_tokens)
+        return [
+            *with_layers,
+            *map(PromptLogprobs, reversed(self._with_prompt_logprobs)),
+            *dict.fromkeys(self._draw(size, has_logprobs) for size in num_rows for has_logprobs in (True, False)),
         ]
-        general = [bucket for bucket in square if bucket.num_tokens >= SMALLEST_GENERAL] or square[-1:]
-        self._sizes = {
-            PREFILL: mixed,
-            ANYTHING: list(_sparse(mixed)),
-            PLAIN_DECODE: square,
-            DECODE: list(_sparse(general)),
-        }
 
     @property
-    def keys(self) -> list[StepKey]:
-        """Every step that a plan can ask for, the longest to compile first."""
-        keys = [StepKey(bucket, *kind) for kind, buckets in self._sizes.items() for bucket in buckets]
-        return sorted(keys, key=lambda key: -key.bucket.num_tokens)
+    def largest(self) -> Forward:
+        """The forward pass that needs the most memory."""
+        return Forward(self._mixed[-1], is_decode_only=False)
 
-    @property
-    def largest(self) -> StepKey:
-        """The step that needs the most memory."""
-        return StepKey(self._sizes[ANYTHING][-1], *ANYTHING)
-
-    def key_for(self, num_tokens: int, *, is_plain: bool, is_decode_only: bool, has_logprobs: bool) -> StepKey:
+    def step_for(
+        self, num_tokens: int, *, is_plain: bool, is_decode_only: bool, has_logprobs: bool, has_prompt_logprobs: bool
+    ) -> Step:
         """The smallest step for so many tokens, at most those of the largest bucket, that can do what rows need.
 
-        `is_plain`: they need no more than draws from filtered distributions. `is_decode_only`: each has one token.
+        `is_plain`: they need no more than draws from filtered distributions, which have no log probabilities.
+        `is_decode_only`: each has one token. `has_logprobs`: of drawn tokens.
         """
-        for kind in (PLAIN_DECODE, DECODE, PREFILL):
-            if (has_logprobs, kind.is_plain > is_plain, kind.is_decode_only > is_decode_only) == (False,) * 3:
-                for bucket in self._sizes.get(kind, ()):
-                    if bucket.num_tokens >= num_tokens:
-                        return StepKey(bucket, *kind)
-        return StepKey(next(bucket for bucket in self._sizes[ANYTHING] if bucket.num_tokens >= num_tokens), *ANYTHING)
+
+        def smallest(buckets: list[Bucket]) -> Bucket | None:
+            return next((bucket for bucket in buckets if bucket.num_tokens >= num_tokens), None)
+
+        is_decode_only = is_decode_only and not has_prompt_logprobs
+        if is_plain and is_decode_only and (bucket := smallest(self._plain)):
+            return Step(PlainDecode(bucket))
+        if is_decode_only and (bucket := smallest(self._decode)):
+            return Step(Forward(bucket, is_decode_only=True), self._draw(bucket.num_rows, has_logprobs))
+        bucket = smallest(self._with_prompt_logprobs if has_prompt_logprobs else self._mixed)
+        assert bucket is not None
+        return Step(
+            Forward(bucket, is_decode_only=False),
+            self._draw(bucket.num_rows, has_logprobs),
+            PromptLogprobs(bucket) if has_prompt_logprobs else None,
+        )
+
+    def _draw(self, num_rows: int, has_logprobs: bool) -> Draw:
+        return Draw(num_rows, has_logprobs=has_logprobs or not self._has_special_steps)
 
 
 def _sparse(buckets: list[Bucket]) -> Iterator[Bucket]:

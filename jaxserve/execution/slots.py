@@ -1,8 +1,8 @@
 """Slots: what the device remembers of each running request between steps.
 
 A request holds one slot from admission until it finishes or is preempted. Admission writes its whole row (block table,
-sampling parameters); each step then adds block ids and the token it has drawn, so that the next step needs no token
-from the host.
+sampling parameters); of each step the forward pass then adds block ids, and the draw its token, so that the next step
+needs no token from the host.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxserve.sampling.state import SamplingState
 
 
 class Masks(NamedTuple):
-    """What slots may draw from in the next step: token i, if bit i % 32 of word i // 32 is set."""
+    """What slots may draw from next: token i, if bit i % 32 of word i // 32 is set."""
 
     slots: Int32[np.ndarray, " R"]
     words: UInt32[np.ndarray, "R W"]

@@ -1,8 +1,11 @@
-"""The device side of serving in one pure function: step(params, kv_cache, slots, packed plan) -> the same, and outputs.
+"""The device side of serving in pure functions: `forward`, from a packed plan to logits, then `draw`, to tokens.
 
-Prefill, chunked prefill and decode are this one transition with different numbers of new tokens per row.
+Prefill, chunked prefill and decode are these two with different numbers of new tokens per row. They are compiled apart,
+so that what the host has to say of the tokens to draw, a grammar's masks, may come while the layers run; `step` is both
+in one program, for rows of which it has nothing to say.
 """
 
+import dataclasses
 from types import ModuleType
 from typing import Any, no_type_check
 
@@ -14,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Kernels, KVCache
 from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
@@ -28,17 +31,42 @@ PROMPT_LOGPROBS_CHUNK = 128
 
 @no_type_check
 @flax.struct.dataclass
-class StepOutputs:
-    """What the host reads of a step, a row each. Logprobs and embeddings are None in steps that cannot have them, and
-    zeros unless asked for.
+class DrawingRows:
+    """What `draw` knows of R rows besides what is in their slots."""
+
+    slots: Int[Array, " R"]
+    draws: Bool[Array, " R"]
+    """Whether the row's tokens reach the end of its sequence."""
+    num_output_tokens: Int[Array, " R"]
+    """Generated before this step."""
+    features: Int[Array, ""]
+    """The bits of `Feature` that some row needs."""
+
+
+@no_type_check
+@flax.struct.dataclass
+class Forwarded:
+    """What a forward pass leaves behind. `hidden` is None if it is of rows of one token, and so is all that plain rows
+    do not need; embeddings are zeros unless asked for.
     """
 
-    token_ids: Int[Array, " B"]
-    is_corrupted: Bool[Array, " B"]
+    logits: Float[Array, "R V"]
+    """Of the last token of each row, in float32."""
+    rows: DrawingRows
+    hidden: Float[Array, "T E"] | None
+    embeddings: Float[Array, "R E"] | None
+
+
+@no_type_check
+@flax.struct.dataclass
+class Drawn:
+    """What the host reads of a step, a row each. Logprobs are None where no row can have them, and zeros unless asked
+    for.
+    """
+
+    token_ids: Int[Array, " R"]
+    is_corrupted: Bool[Array, " R"]
     logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None
-    """One entry a token of the step: the log probability of the prompt token that follows it."""
-    embeddings: Float[Array, "B E"] | None
 
 
 def step(
@@ -52,18 +80,48 @@ def step(
     kernels: Kernels,
     group_of_layer: tuple[int, ...],
     bucket: Bucket,
+) -> tuple[KVCache, Slots, Drawn]:
+    """`forward`, then `draw`, of plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
+    arguments are static.
+    """
+    kv_cache, slots, forwarded = forward(
+        params,
+        kv_cache,
+        slots,
+        packed,
+        family=family,
+        config=config,
+        kernels=kernels,
+        group_of_layer=group_of_layer,
+        bucket=bucket,
+        is_plain=True,
+        is_decode_only=True,
+    )
+    slots, drawn = draw(slots, forwarded.logits, forwarded.rows, kernels=kernels, is_plain=True, has_logprobs=False)
+    return kv_cache, slots, drawn
+
+
+def forward(
+    params: Any,
+    kv_cache: KVCache,
+    slots: Slots,
+    packed: Int[Array, " packed"],
+    *,
+    family: ModuleType,
+    config: Any,
+    kernels: Kernels,
+    group_of_layer: tuple[int, ...],
+    bucket: Bucket,
     is_plain: bool,
     is_decode_only: bool,
-    has_logprobs: bool,
-) -> tuple[KVCache, Slots, StepOutputs]:
-    """One step of the engine. `kv_cache` and `slots` are donated; the keyword arguments are static.
+) -> tuple[KVCache, Slots, Forwarded]:
+    """From a packed plan to the logits of its rows; also writes KV, block tables and sums of pooled hidden states.
+    `kv_cache` and `slots` are donated; the keyword arguments are static.
 
-    `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features;
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any. Without `has_logprobs` there
-    are no log probabilities, neither of drawn tokens nor of a prompt's.
+    `is_plain` leaves out what only rows need that want more than draws from filtered distributions; `is_decode_only`
+    what rows of several tokens need, for steps without any.
     """
     pieces = unpack(packed, bucket)
-    num_slots = slots.last_tokens.shape[0]
     block_tables = (
         slots.block_tables.reshape(-1)
         .at[pieces["new_block_index"]]
@@ -87,51 +145,88 @@ def step(
     with jax.named_scope("lm_head"):
         logits = family.logits(params, config, last_tokens)
 
-    features = pieces["header"][2]
-    with jax.named_scope("sample"):
-        sampled = sample(
-            logits,
-            slots.sampling,
-            pieces["slots"],
-            pieces["num_output_tokens"],
-            features,
-            plain=is_plain,
-            implementation=kernels,
-        )
-    draws = pieces["samples"] > 0
-    written = jnp.where(draws, pieces["slots"], num_slots)
-    sampling_state, pooled_sums = slots.sampling, slots.pooled_sums
-    logprobs = prompt_logprobs = embeddings = None
+    rows = DrawingRows(
+        slots=pieces["slots"],
+        draws=pieces["samples"] > 0,
+        num_output_tokens=pieces["num_output_tokens"],
+        features=pieces["header"][2],
+    )
+    pooled_sums, embeddings = slots.pooled_sums, None
     if not is_plain:
-        sampling_state = record(sampling_state, pieces["slots"], sampled.token_ids, draws, features)
         with jax.named_scope("pool"):
             pooled_sums, embeddings = pool(
                 hidden,
                 pooled_sums,
                 batch,
-                slot_ids=pieces["slots"],
-                row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
-                features=features,
+                slot_ids=rows.slots,
+                row_features=unpack_rows(slots.sampling, rows.slots).features,
+                features=rows.features,
             )
+    slots = dataclasses.replace(slots, block_tables=block_tables, pooled_sums=pooled_sums)
+    return kv_cache, slots, Forwarded(logits, rows, None if is_decode_only else hidden, embeddings)
+
+
+def draw(
+    slots: Slots,
+    logits: Float[Array, "R V"],
+    rows: DrawingRows,
+    *,
+    kernels: Kernels,
+    is_plain: bool,
+    has_logprobs: bool,
+) -> tuple[Slots, Drawn]:
+    """The next token of each row, also written into its slot. `slots` is donated; the keyword arguments are static.
+
+    `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features.
+    """
+    with jax.named_scope("sample"):
+        sampled = sample(
+            logits,
+            slots.sampling,
+            rows.slots,
+            rows.num_output_tokens,
+            rows.features,
+            plain=is_plain,
+            implementation=kernels,
+        )
+    sampling_state, logprobs = slots.sampling, None
+    if not is_plain:
+        sampling_state = record(sampling_state, rows.slots, sampled.token_ids, rows.draws, rows.features)
     if has_logprobs:
         logprobs = jax.lax.cond(
-            features & Feature.LOGPROBS != 0,
+            rows.features & Feature.LOGPROBS != 0,
             lambda: _logprobs(logits, sampled.token_ids),
             lambda: _no_logprobs(*logits.shape),
         )
-        prompt_logprobs = jax.lax.cond(
-            pieces["header"][3] > 0,
-            lambda: _prompt_logprobs(params, config, family, hidden, batch, pieces["next_token_ids"]),
-            lambda: _no_logprobs(hidden.shape[0], logits.shape[1]),
-        )
-    slots = Slots(
-        last_tokens=slots.last_tokens.at[written].set(sampled.token_ids, mode="drop"),
-        block_tables=block_tables,
-        sampling=sampling_state,
-        pooled_sums=pooled_sums,
-    )
-    outputs = StepOutputs(sampled.token_ids, sampled.is_corrupted, logprobs, prompt_logprobs, embeddings)
-    return kv_cache, slots, outputs
+    written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
+    last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
+    slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
+    return slots, Drawn(sampled.token_ids, sampled.is_corrupted, logprobs)
+
+
+def prompt_logprobs(
+    params: Any,
+    hidden: Float[Array, "T E"],
+    packed: Int[Array, " packed"],
+    *,
+    family: ModuleType,
+    config: Any,
+    bucket: Bucket,
+) -> Logprobs:
+    """For each token of a forward pass the log probability of the token that follows it in its prompt; anything where
+    none does. The keyword arguments are static.
+    """
+    pieces = unpack(packed, bucket)
+    num_tokens = hidden.shape[0]
+    is_row = jnp.arange(bucket.num_rows) < pieces["header"][0]
+    last_token_of_row = jnp.where(is_row, jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32) - 1, num_tokens)
+    following = jnp.roll(pieces["token_ids"], -1).at[last_token_of_row].set(pieces["next_token_ids"], mode="drop")
+    chunk = min(PROMPT_LOGPROBS_CHUNK, num_tokens)
+    padding = -num_tokens % chunk
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+    following = jnp.pad(following, (0, padding)).reshape(-1, chunk)
+    chunks = jax.lax.map(lambda xs: _logprobs(family.logits(params, config, xs[0]), xs[1]), (hidden, following))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)
 
 
 def _logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> Logprobs:
@@ -146,25 +241,3 @@ def _no_logprobs(num_rows: int, vocab_size: int) -> Logprobs:
         jnp.zeros((num_rows, num_top), jnp.int32),
         jnp.zeros((num_rows, num_top), jnp.float32),
     )
-
-
-def _prompt_logprobs(
-    params: Any,
-    config: Any,
-    family: ModuleType,
-    hidden: Float[Array, "T E"],
-    batch: Batch,
-    next_token_ids: Int[Array, " B"],
-) -> Logprobs:
-    """For each token of the step the log probability of the token that follows it in its prompt."""
-    num_tokens = hidden.shape[0]
-    following = jnp.roll(batch.token_ids, -1)
-    is_row = jnp.arange(next_token_ids.shape[0]) < batch.num_rows
-    last_token_of_row = jnp.where(is_row, batch.query_starts[1:] - 1, num_tokens)
-    following = following.at[last_token_of_row].set(next_token_ids, mode="drop")
-    chunk = min(PROMPT_LOGPROBS_CHUNK, num_tokens)
-    padding = -num_tokens % chunk
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-    following = jnp.pad(following, (0, padding)).reshape(-1, chunk)
-    chunks = jax.lax.map(lambda xs: _logprobs(family.logits(params, config, xs[0]), xs[1]), (hidden, following))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)

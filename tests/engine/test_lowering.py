@@ -77,8 +77,8 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
     """From this process, from workers, and from what they have left on disk."""
     expected = answers(make_engine(num_devices)[0])
     assert all(error is None for *_, error in expected.values())
-    num_steps = len(make_builder().shapes.keys)
-    for num_found in (0, num_steps):
+    num_programs = len(make_builder().shapes.programs)
+    for num_found in (0, num_programs):
         lowering = Lowering(make_builder(num_devices=num_devices), SPEC, folder=tmp_path / "steps", num_workers=2)
         engine, runner = make_engine(num_devices, lowering)
         assert lowering.num_found == num_found
@@ -92,20 +92,20 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
 
 def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
     builder = make_builder()
-    key = builder.shapes.keys[-1]
+    program = builder.shapes.programs[-1]
     lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
     try:
-        first = lowering.lower(key, NUM_BLOCKS).as_text()
+        first = lowering.lower(program, NUM_BLOCKS).as_text()
         (path,) = tmp_path.iterdir()
         content = path.read_bytes()
         for broken in (b"", b"no hash", content[:-1], content.replace(b"\n", b"\n\n", 1)):
             path.write_bytes(broken)
-            assert lowering.lower(key, NUM_BLOCKS).as_text() == first
+            assert lowering.lower(program, NUM_BLOCKS).as_text() == first
             assert lowering.num_found == 0
             assert path.read_bytes() == content
-        assert lowering.lower(key, NUM_BLOCKS).as_text() == first
+        assert lowering.lower(program, NUM_BLOCKS).as_text() == first
         assert lowering.num_found == 1
-        lowering.lower(key, NUM_BLOCKS + 1)
+        lowering.lower(program, NUM_BLOCKS + 1)
         assert lowering.num_found == 1
         assert len(list(tmp_path.iterdir())) == 2
     finally:
@@ -114,43 +114,43 @@ def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
 
 def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     builder = make_builder()
-    keys = builder.shapes.keys[-4:]
+    programs = builder.shapes.programs[-4:]
 
-    def lower(*keys):
+    def lower(*programs):
         """Returns how many were found, and the files of all that are left."""
         lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=2)
         try:
-            for key in keys:
-                lowering.lower(key, NUM_BLOCKS)
+            for program in programs:
+                lowering.lower(program, NUM_BLOCKS)
         finally:
             lowering.close()
         return lowering.num_found, {path.name for path in tmp_path.iterdir()}
 
-    def path(key):
-        return Lowering(builder, SPEC, folder=tmp_path)._path(lowering_module.Job(key, NUM_BLOCKS))
+    def path(program):
+        return Lowering(builder, SPEC, folder=tmp_path)._path(lowering_module.Job(program, NUM_BLOCKS))
 
-    paths = [path(key) for key in keys]
-    assert lower(*keys) == (0, {path.name for path in paths})
+    paths = [path(program) for program in programs]
+    assert lower(*programs) == (0, {path.name for path in paths})
     monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", sum(paths[i].stat().st_size for i in (0, 2, 3)))
     paths[3].unlink()
     for seconds, kept in enumerate(paths[:3]):
         os.utime(kept, (seconds, seconds))
-    assert lower(keys[0]) == (1, {path.name for path in paths[:3]})
-    assert lower(keys[3]) == (0, {paths[i].name for i in (0, 2, 3)})  # 0 was the oldest until it was used
+    assert lower(programs[0]) == (1, {path.name for path in paths[:3]})
+    assert lower(programs[3]) == (0, {paths[i].name for i in (0, 2, 3)})  # 0 was the oldest until it was used
     monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", 0)
-    assert lower(keys[0]) == (1, {paths[i].name for i in (0, 2, 3)})  # a start that has found all prunes nothing
-    assert lower(keys[1]) == (0, set())
+    assert lower(programs[0]) == (1, {paths[i].name for i in (0, 2, 3)})  # a start that has found all prunes nothing
+    assert lower(programs[1]) == (0, set())
     assert not caplog.text
 
 
 def test_what_a_lowered_step_is_made_from(monkeypatch):
     def paths(spec=SPEC, folder=GOLDENS):
         lowering = Lowering(make_builder(spec), spec, folder=folder)
-        keys = make_builder().shapes.keys
-        return {lowering._path(lowering_module.Job(key, size)) for key in keys for size in (50, 60)}
+        programs = make_builder().shapes.programs
+        return {lowering._path(lowering_module.Job(program, size)) for program in programs for size in (50, 60)}
 
     first = paths()
-    assert len(first) == 2 * len(make_builder().shapes.keys)
+    assert len(first) == 2 * len(make_builder().shapes.programs)
     assert paths() == first
     for other in ({"max_model_len": 32}, {"dtype": "bfloat16"}, {"model": SPEC.model | {"rope_theta": 5.0}}):
         assert not paths(lowering_module.msgspec.structs.replace(SPEC, **other)) & first
@@ -183,19 +183,19 @@ for name, module in sys.modules.items():
 def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     spec = lowering_module.msgspec.structs.replace(SPEC, dtype="bfloat16")
     builder = make_builder(spec)
-    key = builder.shapes.keys[-1]
+    program = builder.shapes.largest
 
     def lower():
         lowering = Lowering(builder, spec, folder=tmp_path, num_workers=1)
         try:
-            return lowering.lower(key, NUM_BLOCKS).as_text().count("HIGHEST"), lowering.num_found
+            return lowering.lower(program, NUM_BLOCKS).as_text().count("HIGHEST"), lowering.num_found
         finally:
             lowering.close()
 
-    by_default = builder.lower(key, NUM_BLOCKS).as_text().count("HIGHEST")
+    by_default = builder.lower(program, NUM_BLOCKS).as_text().count("HIGHEST")
     assert lower() == (by_default, 0)
     with jax.default_matmul_precision("highest"):
-        precise = builder.lower(key, NUM_BLOCKS).as_text().count("HIGHEST")
+        precise = builder.lower(program, NUM_BLOCKS).as_text().count("HIGHEST")
         assert precise > by_default
         assert lower() == (precise, 0)
         assert lower() == (precise, 1)
@@ -205,10 +205,10 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
 def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering_module, "_versions", lambda: None)
     builder = make_builder()
-    key = builder.shapes.keys[-1]
+    program = builder.shapes.programs[-1]
     lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
     try:
-        lowering.lower(key, NUM_BLOCKS)
+        lowering.lower(program, NUM_BLOCKS)
     finally:
         lowering.close()
     assert not list(tmp_path.iterdir())
@@ -217,10 +217,10 @@ def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("executable", ["/nowhere/python", "", None])
 def test_where_no_worker_starts_this_process_lowers(monkeypatch, caplog, executable):
     builder = make_builder()
-    key = builder.shapes.keys[-1]
+    program = builder.shapes.programs[-1]
     monkeypatch.setattr(sys, "executable", executable)
     lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
-    assert lowering.lower(key, NUM_BLOCKS).as_text() == builder.lower(key, NUM_BLOCKS).as_text()
+    assert lowering.lower(program, NUM_BLOCKS).as_text() == builder.lower(program, NUM_BLOCKS).as_text()
     assert "lowered in this process: no worker can be started" in caplog.text
 
 
@@ -239,26 +239,26 @@ def test_a_prepared_step_is_waited_for(tmp_path):
 
 def test_without_its_workers_this_process_lowers(caplog):
     builder = make_builder()
-    key = builder.shapes.keys[-1]
+    program = builder.shapes.programs[-1]
     lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
-    lowering.prepare(key, NUM_BLOCKS)
+    lowering.prepare(program, NUM_BLOCKS)
     lowering.close()
-    expected = builder.lower(key, NUM_BLOCKS).as_text()
-    assert lowering.lower(key, NUM_BLOCKS).as_text() == expected
+    expected = builder.lower(program, NUM_BLOCKS).as_text()
+    assert lowering.lower(program, NUM_BLOCKS).as_text() == expected
     assert "lowered in this process" in caplog.text
 
 
 def test_one_worker_that_is_killed_costs_one_step(caplog):
     builder = make_builder()
-    keys = builder.shapes.keys[-3:]
+    programs = builder.shapes.programs[-3:]
     lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
     try:
-        lowering.lower(keys[0], NUM_BLOCKS)
+        lowering.lower(programs[0], NUM_BLOCKS)
         process = lowering._idle.queue[-1]._process  # the next to work
         process.kill()
         process.wait()
-        for key in keys:
-            lowering.lower(key, NUM_BLOCKS)
+        for program in programs:
+            lowering.lower(program, NUM_BLOCKS)
         assert caplog.text.count("lowered in this process: its worker has gone") == 1
         assert all(worker._process.poll() is None for worker in lowering._workers)
         assert len(lowering._workers) == lowering._idle.qsize() == 2
@@ -272,7 +272,7 @@ def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog,
     builder = make_builder()
     lowering = Lowering(builder, SPEC, folder=None, num_workers=1)
     try:
-        lowering.lower(builder.shapes.keys[-1], NUM_BLOCKS)
+        lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
     finally:
         lowering.close()
     assert not caplog.text
@@ -301,7 +301,7 @@ sys.path += {[str(GOLDENS.parent / "engine"), str(GOLDENS.parent)]!r}
 from test_lowering import SPEC, Lowering, make_builder
 if __name__ == "__main__":
     lowering = Lowering(make_builder(), SPEC, folder=None, num_workers=2)
-    lowering.lower(make_builder().shapes.keys[-1], 7)
+    lowering.lower(make_builder().shapes.programs[-1], 7)
     print("ready", flush=True)
     sys.stdin.read()
 """

@@ -14,6 +14,7 @@ from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.builder import StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
+from jaxserve.execution.shapes import Draw, PromptLogprobs
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
@@ -77,7 +78,8 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
     caplog.set_level("INFO")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
-    for num_found in (0, 3):
+    num_programs = 3 + 3 + 2  # forward passes and prompt logprobs of 1, 2 and 4 tokens, draws of 1 and 2 rows
+    for num_found in (0, num_programs):
         caplog.clear()
         engine, _ = startup.start_engine(config, mesh=None, progress=False)
         engine.add([request("one", [1, 2, 3, 4, 5], 3)])
@@ -87,16 +89,25 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
         engine.close()
         assert f"({num_found} of them were on disk)" in caplog.text
         assert "in this process" not in caplog.text
-    assert len(list((tmp_path / "steps").iterdir())) == 3
+    assert len(list((tmp_path / "steps").iterdir())) == num_programs
 
 
-def test_slots_are_part_of_what_steps_take(monkeypatch):
+def test_what_steps_take(monkeypatch):
+    """Slots, what a forward pass leaves behind, and what is needed at a time to make that or to use it."""
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
     monkeypatch.setattr(runner, "_kv_cache", None)
-    memory = runner._lower_step(runner.builder.shapes.largest).compile().memory_analysis()
-    made = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert runner.measure_step_memory() == slots + made
+    largest = runner.builder.shapes.largest
+    others = [Draw(8, has_logprobs=True), PromptLogprobs(largest.bucket)]
+    forward, *rest = [runner._lower_program(program).compile().memory_analysis() for program in (largest, *others)]
+    left = forward.output_size_in_bytes - forward.alias_size_in_bytes
+    assert left > 4 * 8 * runner.builder.vocab_size  # logits, and more
+    needed = [
+        forward.temp_size_in_bytes,
+        *(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in rest),
+    ]
+    assert min(needed) > 0
+    assert runner.measure_step_memory() == slots + left + max(needed)
 
 
 def test_positions_of_a_huge_pool_are_int32():

@@ -1,11 +1,13 @@
-"""Every plan has a step, which can do what the plan needs, and there are few of them."""
+"""Every plan has programs, which can do what the plan needs, and there are few of them."""
 
 import itertools
 
 import pytest
 
 from jaxserve.execution.batch import make_buckets
-from jaxserve.execution.shapes import ANYTHING, PLAIN_DECODE, PREFILL, StepShapes
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs, StepShapes
+
+NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs")
 
 
 def make_shapes(budget, max_num_seqs, *, has_special_steps=True):
@@ -13,21 +15,41 @@ def make_shapes(budget, max_num_seqs, *, has_special_steps=True):
     return StepShapes(buckets, has_special_steps=has_special_steps)
 
 
-def test_few_steps_on_a_gpu():
-    sizes = {}
-    for bucket, *kind in make_shapes(8192, 256).keys:
-        sizes.setdefault(tuple(kind), []).append(bucket.num_tokens)
-    assert sizes[PLAIN_DECODE] == [256, 128, 64, 32, 16, 4, 1]
-    assert sizes[PREFILL] == [8192, 4096, 2048, 1024, 512, 256, 64]
-    assert sum(map(len, sizes.values())) == 22
+def sizes(shapes, kind, **fields):
+    """Tokens of the programs of a kind, in the order in which they are compiled."""
+    return [
+        program.bucket.num_tokens
+        for program in shapes.programs
+        if isinstance(program, kind) and all(getattr(program, name) == value for name, value in fields.items())
+    ]
 
 
-def test_one_step_a_bucket_on_a_cpu():
+def test_few_programs_on_a_gpu():
+    shapes = make_shapes(8192, 256)
+    plain, decode = sizes(shapes, PlainDecode), sizes(shapes, Forward, is_decode_only=True)
+    mixed = sizes(shapes, Forward, is_decode_only=False)
+    assert plain == [256, 128, 64, 32, 16, 4, 1]
+    assert decode == [256, 64, 16]
+    assert mixed == [8192, 4096, 2048, 1024, 512, 256, 64]
+    assert sizes(shapes, PromptLogprobs) == [8192, 4096, 1024, 256, 64]
+    draws = [program for program in shapes.programs if isinstance(program, Draw)]
+    assert draws == [Draw(num_rows, has_logprobs) for num_rows in (256, 64, 16) for has_logprobs in (True, False)]
+    with_layers = shapes.programs[: len(plain + decode + mixed)]
+    assert all(isinstance(program, PlainDecode | Forward) for program in with_layers)
+
+
+def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
     shapes = make_shapes(512, 64, has_special_steps=False)
-    assert [key[1:] for key in shapes.keys] == [ANYTHING] * 8
-    for is_plain, is_decode_only in itertools.product((False, True), repeat=2):
-        key = shapes.key_for(3, is_plain=is_plain, is_decode_only=is_decode_only, has_logprobs=False)
-        assert key == (shapes.keys[-2].bucket, *ANYTHING)
+    assert sizes(shapes, Forward) == [512, 256, 128, 64, 32, 16, 4, 1]
+    assert [program for program in shapes.programs if isinstance(program, Draw)] == [
+        Draw(num_rows, has_logprobs=True) for num_rows in (64, 32, 16, 4, 1)
+    ]
+    for values in itertools.product((False, True), repeat=3):
+        needs = dict(zip(NEEDS, values, strict=False))
+        step = shapes.step_for(3, **needs, has_prompt_logprobs=False)
+        bucket = shapes.programs[6].bucket
+        assert bucket.num_tokens == 4
+        assert step == (Forward(bucket, is_decode_only=False), Draw(4, has_logprobs=True), None)
 
 
 @pytest.mark.parametrize("has_special_steps", [True, False])
@@ -36,20 +58,35 @@ def test_one_step_a_bucket_on_a_cpu():
 )
 def test_every_plan_has_a_step(budget, max_num_seqs, has_special_steps):
     shapes = make_shapes(budget, max_num_seqs, has_special_steps=has_special_steps)
-    keys = set(shapes.keys)
-    assert len(keys) == len(shapes.keys)
-    assert shapes.largest in keys
+    unused = set(shapes.programs)
+    assert len(unused) == len(shapes.programs)
+    assert shapes.largest in unused
     assert shapes.largest.bucket.num_tokens == budget
-    flags = ("is_plain", "is_decode_only", "has_logprobs")
-    for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * 3):
-        needs = dict(zip(flags, values, strict=True))
-        key = shapes.key_for(num_tokens, **needs)
-        assert key in keys
-        assert key.bucket.num_tokens >= num_tokens
+    programs = frozenset(unused)
+    for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
+        needs = dict(zip(NEEDS, values, strict=True))
+        if needs["is_plain"] and needs["has_logprobs"]:
+            continue  # who wants log probabilities is not plain
+        step = shapes.step_for(num_tokens, **needs)
+        used = {program for program in step if program is not None}
+        assert used <= programs
+        unused -= used
+        bucket = step.forward.bucket
+        assert bucket.num_tokens >= num_tokens
         # As many rows as such a plan can have; one that is padded has fewer.
-        assert key.bucket.num_rows >= min(num_tokens, max_num_seqs)
-        assert key.has_logprobs >= needs["has_logprobs"]
-        assert key.is_plain <= needs["is_plain"]
-        assert key.is_decode_only <= needs["is_decode_only"]
-        if key.is_decode_only:
-            assert key.bucket.num_rows == key.bucket.num_tokens
+        assert bucket.num_rows >= min(num_tokens, max_num_seqs)
+        if step.draw is None:
+            assert isinstance(step.forward, PlainDecode)
+            assert needs["is_plain"]
+        else:
+            assert step.draw.num_rows == bucket.num_rows
+            assert step.draw.has_logprobs >= needs["has_logprobs"]
+        if isinstance(step.forward, PlainDecode) or step.forward.is_decode_only:
+            assert needs["is_decode_only"]
+            assert bucket.num_rows == bucket.num_tokens
+        if needs["has_prompt_logprobs"]:
+            assert step.prompt_logprobs == PromptLogprobs(bucket)
+            assert not step.forward.is_decode_only
+        else:
+            assert step.prompt_logprobs is None
+    assert not unused

@@ -1,4 +1,4 @@
-"""Decode steps of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
+"""Programs of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
 
 import math
 
@@ -8,6 +8,7 @@ import pytest
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
@@ -33,8 +34,12 @@ def make_builder(fields, num_devices=1):
     return build(make_spec(fields), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
 
 
-def decode_key(builder, num_rows, *, is_plain=True):
-    return builder.shapes.key_for(num_rows, is_plain=is_plain, is_decode_only=True, has_logprobs=False)
+def bucket_of(builder, num_tokens):
+    return next(bucket for bucket in builder.buckets if bucket.num_tokens == num_tokens)
+
+
+def bytes_in_place(program):
+    return program.compiled.memory_analysis().alias_size_in_bytes
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,7 @@ def builder():
 # split a sum in two).
 @pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(64, 6), (256, 11)])
 def test_decode_step(builder, num_rows, launches_per_layer):
-    program = compile_lowered(lambda: builder.lower(decode_key(builder, num_rows), NUM_BLOCKS))
+    program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, num_rows)), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
@@ -59,7 +64,7 @@ def test_decode_step(builder, num_rows, launches_per_layer):
 def test_decode_step_with_experts():
     fields = QWEN3_30B_A3B | {"num_hidden_layers": 1}
     builder = make_builder(fields)
-    program = compile_lowered(lambda: builder.lower(decode_key(builder, 16), NUM_BLOCKS))
+    program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, 16)), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     X, F, E = fields["num_experts"], fields["moe_intermediate_size"], fields["hidden_size"]
@@ -70,33 +75,52 @@ def test_decode_step_with_experts():
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
 
 
-@pytest.mark.parametrize(("num_tokens", "is_decode_only"), [(16, True), (512, False)])
-def test_what_rows_may_need_does_not_break_the_command_buffer(num_tokens, is_decode_only):
-    """Else the host would wait for the device in the middle of every step of prompts."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda builder: Forward(bucket_of(builder, 16), is_decode_only=True),
+        lambda builder: Forward(bucket_of(builder, 512), is_decode_only=False),
+        lambda builder: Draw(64, has_logprobs=True),
+    ],
+    ids=["forward of one token a row", "forward", "draw"],
+)
+def test_what_rows_may_need_does_not_break_the_command_buffer(make):
+    """Else the host would wait for the device in the middle of every step of prompts. KV and slots stay in place."""
     builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 1})
-    key = builder.shapes.key_for(num_tokens, is_plain=False, is_decode_only=is_decode_only, has_logprobs=False)
-    program = compile_lowered(lambda: builder.lower(key, NUM_BLOCKS))
+    to_lower = make(builder)
+    program = compile_lowered(lambda: builder.lower(to_lower, NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
-    assert program.copies_of(POOL) == []
+    assert program.spill_bytes == 0
+    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
+    pools = 2 * 2 * math.prod(POOL) if isinstance(to_lower, Forward) else 0
+    assert bytes_in_place(program) >= pools + slots
+    for shape in (POOL, *{leaf.shape for leaf in jax.tree.leaves(builder.slots) if leaf.size > 2**20}):
+        assert program.copies_of(shape) == []
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_step_lowered_by_a_worker(num_devices, caplog):
-    """The same program as this process makes, with KV and slots in place."""
+@pytest.mark.parametrize(
+    ("num_devices", "make"),
+    [
+        (1, lambda builder: Forward(bucket_of(builder, 64), is_decode_only=False)),
+        (2, lambda builder: PlainDecode(bucket_of(builder, 16))),
+    ],
+    ids=["forward", "decode on two"],
+)
+def test_a_program_lowered_by_a_worker(num_devices, make, caplog):
+    """The same as this process makes, with KV and slots in place."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
     builder = make_builder(fields, num_devices=num_devices)
-    key = decode_key(builder, 16)
+    to_lower = make(builder)
     lowering = Lowering(builder, make_spec(fields), folder=None, num_workers=1)
     try:
-        lowered = lowering.lower(key, NUM_BLOCKS)
+        lowered = lowering.lower(to_lower, NUM_BLOCKS)
     finally:
         lowering.close()
-    program, expected = compile_lowered(lambda: lowered), compile_lowered(lambda: builder.lower(key, NUM_BLOCKS))
+    program, expected = compile_lowered(lambda: lowered), compile_lowered(lambda: builder.lower(to_lower, NUM_BLOCKS))
     assert "in this process" not in caplog.text
     assert program.thunks == expected.thunks
     assert program.num_launches == expected.num_launches
     assert program.temp_bytes == expected.temp_bytes
     assert program.copies_of((NUM_BLOCKS, 8 // num_devices, 16, 128)) == []
-    in_place = [x.compiled.memory_analysis().alias_size_in_bytes for x in (program, expected)]
-    assert in_place[0] == in_place[1] > 2 * 2 * math.prod(POOL) // num_devices
+    assert bytes_in_place(program) == bytes_in_place(expected) > 2 * 2 * math.prod(POOL) // num_devices
     assert jax.tree.structure(program.compiled.out_info) == jax.tree.structure(expected.compiled.out_info)

@@ -2,6 +2,7 @@
 whatever the engine does to be fast.
 """
 
+import concurrent.futures
 import json
 import re
 import threading
@@ -16,6 +17,7 @@ from waiting import PATIENCE
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.runner import PendingStep
 from jaxserve.request import SamplingParams, StructuredOutputs
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.structured.grammar import make_grammar
@@ -171,6 +173,110 @@ def test_siblings_differ_and_all_are_valid(start, llama, tokenizer):
         assert result.finish_reason == "stop"
         assert re.fullmatch(WISHES["regex"].regex, text)
         assert len(result.logprobs) == len(result.token_ids)
+
+
+class RecordedPrograms:
+    """Compiled programs that note when they are started: F a forward pass, D a draw."""
+
+    def __init__(self, programs, events):
+        self._programs, self._events = programs, events
+
+    def __getitem__(self, program):
+        executable = self._programs[program]
+
+        def start(*arguments):
+            self._events.append(type(program).__name__[0])
+            return executable(*arguments)
+
+        return start
+
+    def __getattr__(self, name):
+        return getattr(self._programs, name)
+
+
+@pytest.fixture
+def events(llama, monkeypatch):
+    """What happens in the engine, in order: programs that start, masks that are asked for (m), and tokens of a step
+    that are waited for (t).
+    """
+    events = []
+
+    def record(owner, name, event):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: events.append(event) or original(*arguments))
+
+    monkeypatch.setattr(llama.runner, "steps", RecordedPrograms(llama.runner.steps, events))
+    record(Matchers, "masks", "m")
+    record(PendingStep, "token_ids", "t")
+    return events
+
+
+class TestOverlap:
+    """The device has layers to run while the host finds out what may be drawn."""
+
+    def test_a_forward_pass_starts_before_the_tokens_and_masks_that_its_draw_needs(self, start, tokenizer, events):
+        (eos,) = tokenizer.eos_token_ids
+        result = run(start(), [asks("r", [1, 2], 8, GRAMMARS["json"], eos=eos)])["r"]
+        assert result.finish_reason == "length"
+        # For the mask, then to hand them out, the tokens of the step before.
+        assert "".join(events) == "FmD" + 7 * "FtmDt" + "t"
+
+    def test_without_overlap_a_step_ends_before_the_next(self, start, tokenizer, events):
+        (eos,) = tokenizer.eos_token_ids
+        run(start(overlap=False), [asks("r", [1, 2], 8, GRAMMARS["json"], eos=eos)])
+        assert "".join(events) == 8 * "FmDt"
+
+    def test_a_step_without_grammars_waits_for_nothing(self, start, events):
+        run(start(), [request("free", [1, 2], 5)])
+        assert "".join(events) == "FD" + 4 * "FDt" + "t"
+
+    def test_a_first_mask_needs_no_token(self, start, tokenizer, events):
+        """Whatever rows without a grammar are about to draw."""
+        (eos,) = tokenizer.eos_token_ids
+        engine = start()
+        engine.add([request("free", [1, 2], 20)])
+        engine.step()
+        add_compiled(engine, asks("r", [1, 2, 3], 4, GRAMMARS["json"], eos=eos))
+        events.clear()
+        engine.step()
+        assert "".join(events) == "FmDt"
+        engine.step()
+        assert "".join(events) == "FmDt" + "FtmDt"
+
+    def test_a_chunk_that_draws_nothing_needs_no_mask(self, start, tokenizer, events):
+        (eos,) = tokenizer.eos_token_ids
+        prompt = list(range(20))
+        run(start(max_num_batched_tokens=8), [asks("r", prompt, 2, GRAMMARS["json"], eos=eos)])
+        assert "".join(events) == "FD" + "FDt" + "FmDt" + "FtmDt" + "t"
+
+    def test_a_grammar_that_ends_while_the_next_step_is_in_flight(self, start, llama, tokenizer, events):
+        """Nothing of that step is handed out."""
+        (eos,) = tokenizer.eos_token_ids
+        result = run(start(), [asks("r", [5], 40, GRAMMARS["choice"], eos=eos)])["r"]
+        assert result.finish_reason == "stop"
+        assert result.token_ids == naive(llama, tokenizer, [5], 40, GRAMMARS["choice"])
+        assert events.count("D") == len(result.token_ids) + 1
+
+    def test_a_request_of_the_same_name_does_not_get_the_tokens_in_flight(self, start, llama, tokenizer):
+        (eos,) = tokenizer.eos_token_ids
+        engine = start()
+        engine.add([request("free", [1, 2], 30)])
+        add_compiled(engine, asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos))
+        results = {"free": Result(), "r": Result()}
+        for _ in range(4):
+            for output in engine.step():
+                results[output.request_id].add(output)
+        engine.abort(["r"])
+        results["r"] = Result()
+        add_compiled(engine, asks("r", [7, 8, 9], 12, GRAMMARS["regex"], eos=eos))
+        drain(engine, results)
+        assert results["r"].token_ids == naive(llama, tokenizer, [7, 8, 9], 12, GRAMMARS["regex"])
+
+
+def add_compiled(engine, job):
+    """Add a request that the next step finds with its grammar compiled."""
+    engine.add([job])
+    concurrent.futures.wait([entry.matchers for entry in engine._matchers._compiling], PATIENCE)
 
 
 def decoded(tokenizer, result):
