@@ -1,0 +1,360 @@
+"""The body of the Hopper kernel: what the warpgroups of a thread block do. See sm90.py.
+
+Items are the tiles of a share, or what it has of them. The copying warpgroup runs ahead, held only by the room that
+there is in shared memory. The first of the two computing warpgroups makes the weights of a block of keys, with a
+running softmax, and adds up the first half of the values' columns; the other, with the same weights, the second half.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.latent_attention.device import mask_after, store_first_rows
+from pallas_kernels.latent_attention.plan import BLOCK_COST, ROWS
+
+LOG2E = math.log2(math.e)
+# Maxima begin here and not at -inf, so that a row whose keys are all masked so far has weights of 0, not of NaN.
+LOWEST = -1e30
+
+REGISTERS = (256, 208, 40)
+"""Of a thread in each warpgroup."""
+
+_LAYOUT = plgpu.Layout.WGMMA
+_ROW_LAYOUT = _LAYOUT.reduce(1)
+
+_int = jnp.int32
+
+
+class Problem(NamedTuple):
+    """What is known when the kernels are compiled."""
+
+    num_heads: int
+    latent_size: int
+    block_size: int
+    block_kv: int
+    stages: int
+    num_shares: int
+    part_rows: int
+    """Of ROWS, those that a tile can have at most."""
+    columns: int
+    """That the swizzle mixes."""
+    scale: float
+    interpret: bool
+
+    @property
+    def half(self) -> int:
+        """Columns of the values that a computing warpgroup adds up."""
+        return self.latent_size // 2
+
+
+class Global(NamedTuple):
+    """Arrays in global memory."""
+
+    q: Any
+    """[T * H, D]"""
+    pages: Any
+    block_tables: Any
+    tiles: Any
+    shares: Any
+    out: Any
+    """[T * H, R]"""
+    parts: Any
+    """[2 * num_shares, part_rows, R] float32: of each place, and behind those what a share keeps of its last tile."""
+    part_lse: Any
+
+
+class Shared(NamedTuple):
+    """Arrays and barriers in shared memory.
+
+    The queries have two views, of the same bytes: as wgmma takes them, and as boxes of 64 rows and a few columns, which
+    may be copied from any row. Vectors lie in two arrays: the left half of the latent, and the rest of the vector.
+    """
+
+    q: Any
+    q_boxes: Any
+    item: Any
+    left: Any
+    right: Any
+    weights: Any
+    fade: Any
+    """What of earlier sums is left, for the second warpgroup; in the end what they are to be multiplied by."""
+    q_full: Any
+    q_free: Any
+    full: Any
+    """Of a slot, left and right."""
+    left_free: Any
+    right_free: Any
+    weights_full: Any
+    weights_free: Any
+
+
+class Item(NamedTuple):
+    """What the copying warpgroup tells the others, in one of two slots of `Shared.item`."""
+
+    seen: Any
+    context: Any
+    first: Any
+    end: Any
+    """Of the blocks of keys."""
+    query: Any
+    num_queries: Any
+    """0 if there is nothing to do."""
+    place: Any
+    """Of the part; -1: this is all of the tile, whose result it is."""
+
+
+def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
+    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "share"."""
+    share = lax.axis_index("share")
+
+    def for_each_item(visit) -> None:
+        """`n = visit(i, item slot, n)`; n counts blocks of keys."""
+        num_tiles = gmem.shares[3, share]
+        lax.fori_loop(_int(0), num_tiles, lambda i, n: visit(i, smem.item.at[lax.rem(i, _int(2))], n), _int(0))
+
+    def slots_of(barrier):
+        return [barrier.at[slot] for slot in range(problem.stages)]
+
+    def weigh():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        for barrier in (smem.q_free, *slots_of(smem.left_free)):
+            plgpu.barrier_arrive(barrier)
+        for_each_item(lambda _, item, n: _weigh(problem, gmem, smem, item, n))
+        plgpu.barrier_wait(smem.weights_free)
+
+    def follow():
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
+        for barrier in (smem.q_free, smem.weights_free, *slots_of(smem.right_free)):
+            plgpu.barrier_arrive(barrier)
+        for_each_item(lambda _, item, n: _follow(problem, gmem, smem, item, n))
+
+    def copy():
+        plgpu.set_max_registers(REGISTERS[2], action="decrease")
+        begin, end, first_tile, _, place = (gmem.shares[field, share] for field in range(5))
+
+        def visit(i, item, n):
+            tile = first_tile + i
+            own_place = lax.select(gmem.tiles[6, tile] >= begin, problem.num_shares + share, place)
+            return _copy(problem, gmem, smem, item, tile, begin, end, own_place, n)
+
+        for_each_item(visit)
+        for barrier in (smem.q_free, *slots_of(smem.left_free), *slots_of(smem.right_free)):
+            plgpu.barrier_wait(barrier)  # none ends unobserved
+
+    # One switch: what one warpgroup needs takes no registers of another.
+    lax.switch(lax.axis_index("wg"), (weigh, follow, copy))
+
+
+def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, place, n):
+    """Queries and vectors of an item."""
+    row, query, num_queries, seen, last_seen, context, unit = (gmem.tiles[field, tile] for field in range(7))
+    num_blocks = lax.div(last_seen + (problem.block_kv - 1), _int(problem.block_kv))
+
+    def blocks_before(x):
+        return lax.clamp(_int(0), lax.div(lax.max(x - unit, _int(0)) + (BLOCK_COST - 1), _int(BLOCK_COST)), num_blocks)
+
+    first, stop = blocks_before(begin), blocks_before(end)
+    is_begun = unit >= begin
+    is_whole = is_begun & (stop == num_blocks)
+    has_nothing = ~is_begun & (first == stop)
+    item = Item(
+        query=query,
+        num_queries=lax.select(has_nothing, _int(0), num_queries),
+        seen=seen,
+        context=context,
+        first=first,
+        end=stop,
+        place=lax.select(is_whole | has_nothing, _int(-1), place),
+    )
+    plgpu.barrier_wait(smem.q_free)
+    for field, value in enumerate(item):
+        item_slot[field] = value
+    plgpu.barrier_arrive(smem.q_full)
+    for part in range(smem.q.shape[0]):
+        # Rows past the tile's are those of others: whatever comes of them is not written.
+        columns = pl.ds(part * problem.columns, problem.columns)
+        plgpu.copy_gmem_to_smem(gmem.q.at[pl.ds(query, ROWS), columns], smem.q_boxes.at[part], smem.q_full)
+
+    # Past the context the last page comes again.
+    last_page = lax.max(lax.div(context - 1, _int(problem.block_size)), _int(0))
+    chunk = min(problem.block_kv, problem.block_size)
+
+    def one_block(block, n):
+        slot, position = lax.rem(n, _int(problem.stages)), block * problem.block_kv
+        pages = [
+            gmem.block_tables[row, lax.min(lax.div(position + key, _int(problem.block_size)), last_page)]
+            for key in range(0, problem.block_kv, chunk)
+        ]
+        offset = 0
+        if problem.block_size > chunk:
+            offset = pl.multiple_of(lax.rem(position, _int(problem.block_size)), chunk)
+        for target, column, free in ((smem.left, 0, smem.left_free), (smem.right, problem.half, smem.right_free)):
+            plgpu.barrier_wait(free.at[slot])
+            for i, page in enumerate(pages):
+                plgpu.copy_gmem_to_smem(
+                    gmem.pages.at[page, 0, pl.ds(offset, chunk), pl.ds(column, target.shape[2])],
+                    target.at[slot, pl.ds(i * chunk, chunk)],
+                    smem.full.at[slot],
+                )
+        return n + 1
+
+    return lax.fori_loop(first, stop, one_block, n)
+
+
+def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
+    """The first computing warpgroup's work on an item."""
+    plgpu.barrier_wait(smem.q_full)
+    first, end = item_slot[2], item_slot[3]
+
+    def step(block, carry):
+        acc, maximum, total, n = carry
+        slot = lax.rem(n, _int(problem.stages))
+        plgpu.barrier_wait(smem.full.at[slot])
+        first_key = block * problem.block_kv
+        seen, context = item_slot[0], item_slot[1]  # read again, which is cheaper than registers
+        _clean(problem, smem.left.at[slot], context - first_key)
+        scores = lax.cond(
+            first_key + problem.block_kv > seen,
+            lambda scores: mask_after(
+                scores, _seen_beyond(problem, item_slot) + (seen - 1 - first_key), interpret=problem.interpret
+            ),
+            lambda scores: scores,
+            _scores(problem, smem, slot),
+        )
+        unit = problem.scale * LOG2E
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1) * unit)
+        fade = jnp.exp2(maximum - new_maximum)
+        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
+        total = total * fade + weights.sum(axis=1)
+        plgpu.barrier_wait(smem.weights_free)
+        smem.weights[...] = weights.astype(smem.weights.dtype)
+        smem.fade[...] = fade
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.weights_full)
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+        acc = _add_values(problem, acc, smem, smem.left.at[slot])
+        plgpu.barrier_arrive(smem.left_free.at[slot])
+        return acc, new_maximum, total, n + 1
+
+    row = functools.partial(jnp.full, (ROWS,), dtype=jnp.float32)
+    maximum, total = (plgpu.layout_cast(row(x), _ROW_LAYOUT) for x in (LOWEST, 0.0))
+    acc, maximum, total, n = lax.fori_loop(first, end, step, (_zeros(problem), maximum, total, n))
+    plgpu.barrier_arrive(smem.q_free)
+
+    is_nothing = total == 0.0  # and not of NaN, which is to be seen
+    factor = jnp.where(is_nothing, jnp.zeros_like(total), 1.0 / total)
+    plgpu.barrier_wait(smem.weights_free)
+    smem.fade[...] = factor
+    plgpu.barrier_arrive(smem.weights_full)
+    _store(problem, gmem, item_slot, acc, factor, column=0)
+    place = item_slot[6]
+
+    @pl.when(place >= 0)
+    def _():
+        lse = jnp.where(is_nothing, jnp.full_like(total, LOWEST), maximum + jnp.log2(total))
+        gmem.part_lse.at[place][...] = lse
+
+    return n
+
+
+def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
+    """The second computing warpgroup's work on an item."""
+    plgpu.barrier_wait(smem.q_full)
+    _, context, first, end = (item_slot[field] for field in range(4))
+    plgpu.barrier_arrive(smem.q_free)  # the slot lasts until this warpgroup has been here for the next item
+
+    def load_fade():
+        return smem.fade[...] if problem.interpret else plgpu.load(smem.fade, layout=_ROW_LAYOUT, optimized=False)
+
+    def step(block, carry):
+        acc, n = carry
+        slot = lax.rem(n, _int(problem.stages))
+        values = smem.right.at[slot, :, pl.ds(0, problem.half)]
+        plgpu.barrier_wait(smem.full.at[slot])
+        plgpu.barrier_wait(smem.weights_full)
+        _clean(problem, values, context - block * problem.block_kv)
+        acc = acc * lax.broadcast_in_dim(load_fade(), acc.shape, [0])
+        acc = _add_values(problem, acc, smem, values)
+        plgpu.barrier_arrive(smem.weights_free)
+        plgpu.barrier_arrive(smem.right_free.at[slot])
+        return acc, n + 1
+
+    acc, n = lax.fori_loop(first, end, step, (_zeros(problem), n))
+    plgpu.barrier_wait(smem.weights_full)
+    factor = load_fade()
+    plgpu.barrier_arrive(smem.weights_free)
+    _store(problem, gmem, item_slot, acc, factor, column=problem.half)
+    return n
+
+
+def _zeros(problem: Problem):
+    return plgpu.layout_cast(jnp.zeros((ROWS, problem.half), jnp.float32), _LAYOUT)
+
+
+def _seen_beyond(problem: Problem, item_slot):
+    """How much farther than the first query of an item each of them sees."""
+    query = plgpu.broadcasted_iota(_int, (ROWS,), 0, layout=_ROW_LAYOUT)
+    query = query + lax.rem(item_slot[4], _int(problem.num_heads))
+    return lax.div(query, jnp.full_like(query, problem.num_heads))
+
+
+def _clean(problem: Problem, values, num_held) -> None:
+    """Zeros for values past the context: they may be NaN, which a weight of 0 would not take away."""
+
+    @pl.when(num_held < problem.block_kv)
+    def _():
+        for row in range(0, problem.block_kv, ROWS):
+            for column in range(0, problem.half, problem.columns):
+                some = values.at[pl.ds(row, ROWS), pl.ds(column, problem.columns)]
+                held = plgpu.load(some, layout=_LAYOUT)
+                key = plgpu.broadcasted_iota(_int, held.shape, 0, layout=_LAYOUT)
+                some[...] = jnp.where(key < num_held - row, held, jnp.zeros((), held.dtype))
+        plgpu.commit_smem()
+
+
+def _scores(problem: Problem, smem: Shared, slot):
+    """Of the queries with the keys in a slot."""
+    keys = [
+        vectors.at[slot, :, pl.ds(column, problem.columns)]
+        for vectors in (smem.left, smem.right)
+        for column in range(0, vectors.shape[2], problem.columns)
+    ]
+    if problem.interpret:
+        products = [jnp.dot(_float(smem.q[part]), _float(some[...]).T) for part, some in enumerate(keys)]
+        plgpu.commit_smem()  # as wgmma reads: ordered before copies that follow
+        return sum(products[1:], products[0])
+
+    def multiply(scores_ref):
+        for part, some in enumerate(keys):
+            plgpu.wgmma(scores_ref, smem.q.at[part], some.transpose((1, 0)))
+        return scores_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.block_kv), jnp.float32))
+
+
+def _add_values(problem: Problem, acc, smem: Shared, values):
+    """`acc` and the sums of values by the weights."""
+    if problem.interpret:
+        acc = acc + jnp.dot(_float(smem.weights[...]), _float(values[...]))
+        plgpu.commit_smem()
+        return acc
+    add: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, smem.weights, values))
+    return add(plgpu.ACC.init(acc))
+
+
+def _float(x):
+    return x.astype(jnp.float32)
+
+
+def _store(problem: Problem, gmem: Global, item_slot, acc, factor, *, column: int) -> None:
+    """A warpgroup's half of the result, or of a part of it."""
+    query, num_queries, place = (item_slot[field] for field in range(4, 7))
+    acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+    store = functools.partial(store_first_rows, num_rows=num_queries, column=column, interpret=problem.interpret)
+    pl.when(place < 0)(lambda: store(gmem.out, acc, row=query))
+    pl.when(place >= 0)(lambda: store(gmem.parts.at[place], acc, row=_int(0)))

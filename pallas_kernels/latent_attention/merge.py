@@ -1,0 +1,64 @@
+"""The second Hopper kernel of latent attention: results of the tiles of which several shares have parts."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.latent_attention.kernel import LOWEST, Problem
+
+GROUPS, WARPGROUPS = 4, 4
+"""Thread blocks of a share, and warpgroups in each: a warpgroup puts together one query after the other."""
+
+_AT_ONCE = 8  # parts whose loads are in flight
+
+_int = jnp.int32
+
+
+def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
+    """Each warpgroup of the mesh axis "wg", of each thread block of the axes "share" and "group"."""
+    share = lax.axis_index("share")
+    first = lax.axis_index("group") * WARPGROUPS + lax.axis_index("wg")
+    query, num_queries, num_others = (cuts[field, share] for field in range(3))
+    size = problem.latent_size
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // 128, 4))
+
+    def put_query(i, _):
+        row = first + i * (GROUPS * WARPGROUPS)
+
+        def full(value):
+            return jnp.full((size,), value, jnp.float32)
+
+        def add(step, state):
+            acc, maximum, total = state
+            found = []
+            for j in range(_AT_ONCE):
+                number = step * _AT_ONCE + j
+                # Past the last one, this share's own again with no weight.
+                is_there = number <= num_others
+                place = share + lax.select(is_there & (number > 0), number, _int(problem.num_shares))
+                lse = lax.select(is_there, part_lse[place, row], jnp.float32(LOWEST))
+                values = parts.at[place, row]
+                found.append((full(lse), values[...] if problem.interpret else plgpu.load(values, layout=layout)))
+            found = lax.optimization_barrier(found)  # so that the loads are not moved to where they are waited for
+            new_maximum = maximum
+            for lse, _ in found:
+                new_maximum = jnp.maximum(new_maximum, lse)
+            fade = jnp.exp2(maximum - new_maximum)
+            acc, total = acc * fade, total * fade
+            for lse, values in found:
+                weight = jnp.exp2(lse - new_maximum)
+                acc, total = acc + values * weight, total + weight
+            return acc, new_maximum, total
+
+        zeros = plgpu.layout_cast(full(0.0), layout)
+        start = (zeros, zeros + LOWEST, zeros)
+        acc, _, total = lax.fori_loop(_int(0), lax.div(num_others, _int(_AT_ONCE)) + 1, add, start)
+        out.at[query + row][...] = (acc / total).astype(out.dtype)
+
+    @pl.when(num_others > 0)
+    def _():
+        num_own = lax.div(num_queries - first + (GROUPS * WARPGROUPS - 1), _int(GROUPS * WARPGROUPS))
+        lax.fori_loop(_int(0), num_own, put_query, None)

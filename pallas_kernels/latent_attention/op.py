@@ -1,0 +1,64 @@
+"""The public operation: a latent attention layer calls it after `kv_write` has stored the step's latents and keys."""
+
+from typing import Literal, get_args
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.latent_attention.sm90 import latent_attention_sm90
+from pallas_kernels.latent_attention.xla import latent_attention_xla
+
+Implementation = Literal["xla", "sm90"]
+
+
+def latent_attention(
+    q: Float[Array, "T H D"],
+    pages: Float[Array, "P 1 S D"],
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    num_decode_rows: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    latent_size: int,
+    scale: float,
+    is_decode_only: bool = False,
+    implementation: Implementation = "xla",
+) -> Float[Array, "T H R"]:
+    """Causal attention of T tokens of B sequences, ragged, to vectors that are keys and, in part, values.
+
+    Of each position, pages hold one vector for all heads: a latent of `latent_size` R, then the rotated key. All of it
+    is the position's key, the latent alone its value; queries are absorbed likewise (Liu et al. 2024,
+    arXiv:2405.04434). Row b owns the tokens [query_starts[b], query_starts[b + 1]): the first `num_decode_rows` rows
+    have one token each, then come others up to `num_rows`. A row's context are its first `seq_lens[b]` positions (this
+    step's tokens included), page `block_tables[b, n]` holding the positions [n * S, (n + 1) * S). Its query i stands
+    at position seq_lens[b] - query_len[b] + i and attends to that position and those before it; `scale` multiplies the
+    scores. `is_decode_only`: T is B, and no row has more than one token.
+
+    Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens of no row get
+    0. Pages and positions outside a row's context are never let into its result, whatever they hold (NaN too). Cost
+    follows the tokens and contexts in use, not T, B, N or P.
+
+    Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
+    implementation or a latent that is no part of the vectors; NotImplementedError for dtypes and shapes that "sm90",
+    the kernel for Hopper GPUs, cannot do.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if not 0 < latent_size <= q.shape[2]:
+        raise ValueError(
+            f"latent_size must be from 1 to {q.shape[2]}, the size of a position's vector, got {latent_size}"
+        )
+    run = {"xla": latent_attention_xla, "sm90": latent_attention_sm90}[implementation]
+    return run(
+        q,
+        pages,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_starts=query_starts,
+        num_decode_rows=num_decode_rows,
+        num_rows=num_rows,
+        latent_size=latent_size,
+        scale=scale,
+        is_decode_only=is_decode_only,
+    )

@@ -1,0 +1,169 @@
+"""Who computes what in the Hopper kernel: a step's tiles, cut into equal shares.
+
+A tile is up to 64 queries of one row: its tokens' heads, one token after the other. The blocks of keys that tiles
+attend to are laid out in a line, tile after tile, and a share is a stretch of it, wherever the cuts fall (as in Osama
+et al. 2023, "Stream-K", arXiv:2301.03598). Made on the device; layers make equal plans, of which XLA keeps one.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+ROWS = 64
+"""Of a tile: what one wgmma instruction multiplies."""
+
+BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 12
+"""Units of work: of a block of keys, of beginning and ending a tile, and of putting a tile together that was cut."""
+
+
+class Tiles(NamedTuple):
+    """The tiles of a step, in the order of its tokens. What lies behind the last one costs nothing."""
+
+    row: Int[Array, " W"]
+    query: Int[Array, " W"]
+    """The first, counted over all heads of all tokens."""
+    num_queries: Int[Array, " W"]
+    seen: Int[Array, " W"]
+    """Positions that the first query attends to."""
+    end: Int[Array, " W"]
+    """Positions that the last one attends to. 0: they are of no row, and get 0."""
+    context: Int[Array, " W"]
+    """Positions that the row holds."""
+    unit: Int[Array, " W"]
+    """Where the tile begins in the line."""
+
+
+class Shares(NamedTuple):
+    """The C shares of a step."""
+
+    begin: Int[Array, " C"]
+    end: Int[Array, " C"]
+    """In units."""
+    tile: Int[Array, " C"]
+    num_tiles: Int[Array, " C"]
+    """Those that it has something of, from `tile` on."""
+    place: Int[Array, " C"]
+    """Where to leave the part of its first tile, if that began in an earlier share."""
+
+
+class Cuts(NamedTuple):
+    """Of each share, the tile that begins in it and goes on in others."""
+
+    query: Int[Array, " C"]
+    num_queries: Int[Array, " C"]
+    num_others: Int[Array, " C"]
+    """Parts that others have, left in the places behind this share's number; 0: there is no such tile."""
+
+
+class Plan(NamedTuple):
+    """All of it."""
+
+    tiles: Tiles
+    shares: Shares
+    cuts: Cuts
+
+
+def make_plan(
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    *,
+    num_rows: Int[Array, ""],
+    num_tokens: int,
+    num_heads: int,
+    block_kv: int,
+    num_shares: int,
+    min_blocks: int,
+) -> Plan:
+    """Tiles that cover all queries of `num_tokens` tokens, in shares of which none has less of a context than
+    `min_blocks` blocks of keys because of a cut.
+    """
+    tiles = _tiles(seq_lens, query_starts, num_rows=num_rows, num_tokens=num_tokens, num_heads=num_heads)
+    costs = jnp.where(tiles.num_queries > 0, BLOCK_COST * ((tiles.end + block_kv - 1) // block_kv) + TILE_COST, 0)
+    tile_ends = jnp.cumsum(costs, dtype=jnp.int32)
+    tiles = tiles._replace(unit=tile_ends - costs)
+    total = tile_ends[-1]
+
+    def find(unit: Int[Array, " C"]) -> Int[Array, " C"]:
+        """The tile where a unit lies."""
+        # As a comparison with all, which is one small kernel where a binary search would be several.
+        index = jnp.sum(unit[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32)
+        return jnp.minimum(index, len(tile_ends) - 1)
+
+    size = -(-total // num_shares)
+    smallest = BLOCK_COST * min_blocks
+    begin = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, total)
+    # Better than shares of the same size are those that cut tiles into equal parts or not at all, if none becomes much
+    # larger by that.
+    tile = find(begin)
+    cost, unit = jnp.maximum(costs[tile], 1), tiles.unit[tile]
+    num_parts = jnp.maximum((cost + size // 2) // jnp.maximum(size, smallest), 1)
+    part = (2 * (begin - unit) * num_parts + cost) // (2 * cost)
+    rounded = jnp.where(begin < total, unit + part * cost // num_parts, total)
+    largest = jnp.max(jnp.append(rounded[1:], total) - rounded)
+    begin = jnp.where(largest <= jnp.maximum(size, smallest) + CUT_COST, rounded, begin)
+    end = jnp.append(begin[1:], total)
+
+    tile = find(begin)
+    unit = tiles.unit[tile]
+    num_blocks = (costs[tile] - TILE_COST) // BLOCK_COST
+    first_block, end_block = ((x - unit + (BLOCK_COST - 1)) // BLOCK_COST for x in (begin, end))
+    is_part = (unit < begin) & (first_block < jnp.minimum(end_block, num_blocks))
+    owner = jnp.sum(begin[None] <= unit[:, None], axis=1, dtype=jnp.int32) - 1
+    share = jnp.arange(num_shares, dtype=jnp.int32)
+    is_before = (owner[:, None] == owner[None]) & is_part[None] & (share[None] < share[:, None])
+    is_mine = (share[:, None] == owner[None]) & is_part[None]
+    cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)
+    return Plan(
+        tiles=tiles,
+        shares=Shares(
+            begin=begin,
+            end=end,
+            tile=tile,
+            num_tiles=jnp.where(begin < end, find(end - 1) - tile + 1, 0),
+            place=owner + 1 + jnp.sum(is_before, axis=1, dtype=jnp.int32),
+        ),
+        cuts=Cuts(
+            query=tiles.query[cut_tile],
+            num_queries=tiles.num_queries[cut_tile],
+            num_others=jnp.sum(is_mine, axis=1, dtype=jnp.int32),
+        ),
+    )
+
+
+def _tiles(
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    *,
+    num_rows: Int[Array, ""],
+    num_tokens: int,
+    num_heads: int,
+) -> Tiles:
+    """All but where they begin in the line."""
+    # The tokens after the rows are as one more row, without a context.
+    is_row = jnp.arange(seq_lens.shape[0]) < num_rows
+    counts = jnp.where(is_row, query_starts[1:] - query_starts[:-1], 0)
+    end_of_rows = query_starts[num_rows]
+    counts = jnp.append(counts, num_tokens - end_of_rows)
+    starts = jnp.append(query_starts[:-1], end_of_rows)
+    contexts = jnp.append(jnp.where(is_row, seq_lens, 0), 0)
+
+    tiles = (counts * num_heads + ROWS - 1) // ROWS
+    tiles_until = jnp.cumsum(tiles, dtype=jnp.int32)
+    tile = jnp.arange(num_tokens * num_heads // ROWS + len(counts), dtype=jnp.int32)
+    row = jnp.sum(tiles_until[None] <= tile[:, None], axis=1, dtype=jnp.int32)
+    is_tile = row < len(counts)
+    row = jnp.minimum(row, len(counts) - 1)
+    first = (tile - (tiles_until - tiles)[row]) * ROWS  # query of the row
+    num_queries = jnp.where(is_tile, jnp.minimum(counts[row] * num_heads - first, ROWS), 0)
+    before = contexts[row] - counts[row]
+    has_context = is_tile & (contexts[row] > 0)
+    return Tiles(
+        row=row,
+        query=starts[row] * num_heads + first,
+        num_queries=num_queries,
+        seen=jnp.where(has_context, before + first // num_heads + 1, 0),
+        end=jnp.where(has_context, before + (first + num_queries - 1) // num_heads + 1, 0),
+        context=contexts[row],
+        unit=jnp.zeros_like(tile),
+    )

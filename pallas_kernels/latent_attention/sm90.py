@@ -1,0 +1,191 @@
+"""`latent_attention` for Hopper (sm_90a), in Mosaic GPU: one kernel for decode and prefill, persistent blocks.
+
+After FlashMLA's first form (DeepSeek 2025): 64 queries of a sequence, which are heads and tokens, are the rows of a
+tile; 64 vectors in shared memory are keys first, then values. A result of 64 x 512 floats is more than a warpgroup has
+registers for, so two have half of the columns each. Contexts are cut into equal shares for the thread blocks; a second
+kernel puts tiles together that were cut.
+"""
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
+from pallas_kernels.latent_attention.merge import GROUPS, WARPGROUPS, merge
+from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel is cut; `heuristic` picks one."""
+
+    block_kv: int
+    """Keys a step: 64 or 128."""
+    stages: int
+    """Blocks of keys in shared memory."""
+    min_blocks: int
+    """Blocks of keys below which a part of a context is not worth the cut."""
+    num_blocks: int = NUM_SMS
+    """Thread blocks."""
+
+    def shared_memory(self, size: int) -> int:
+        """Bytes of a thread block, for vectors of `size`."""
+        return 2 * (ROWS * size + self.stages * self.block_kv * size + ROWS * self.block_kv) + ROWS * 4
+
+
+def heuristic(size: int) -> Config:
+    """The first of the configurations, from fast to slow, that fits vectors of `size`."""
+    for stages in (4, 3, 2):
+        config = Config(block_kv=64, stages=stages, min_blocks=3)
+        if config.shared_memory(size) <= SHARED_MEMORY:
+            return config
+    raise NotImplementedError(f"vectors of {size} do not fit into shared memory")
+
+
+def latent_attention_sm90(
+    q: Float[Array, "T H D"],
+    pages: Float[Array, "P 1 S D"],
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    num_decode_rows: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    latent_size: int,
+    scale: float,
+    is_decode_only: bool,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T H R"]:
+    """See `latent_attention`. Raises NotImplementedError for what the kernel cannot do.
+
+    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    """
+    del num_decode_rows  # rows with one token are as all others
+    _check(q, pages, latent_size, scale)
+    num_tokens, num_heads, size = q.shape
+    config = config or heuristic(size)
+    problem = Problem(
+        num_heads=num_heads,
+        latent_size=latent_size,
+        block_size=pages.shape[2],
+        block_kv=config.block_kv,
+        stages=config.stages,
+        num_shares=config.num_blocks,
+        part_rows=min(ROWS, num_heads) if is_decode_only else ROWS,
+        columns=plgpu.find_swizzle(size * 16) // 2,
+        scale=scale,
+        interpret=interpret,
+    )
+    plan = make_plan(
+        seq_lens,
+        query_starts,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        block_kv=config.block_kv,
+        num_shares=config.num_blocks,
+        min_blocks=config.min_blocks,
+    )
+    queries = q.reshape(num_tokens * num_heads, size)
+    queries = jnp.pad(queries, ((0, max(0, ROWS - len(queries))), (0, 0)))  # a copy takes that many at least
+    out = _call(queries, pages, block_tables, plan, problem=problem)
+    return out[: num_tokens * num_heads].reshape(num_tokens, num_heads, latent_size)
+
+
+def _check(q: Float[Array, "T H D"], pages: Float[Array, "P 1 S D"], latent_size: int, scale: float) -> None:
+    """Raise NotImplementedError, with the reason, for what the kernel is not made for."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != pages.dtype:
+        raise NotImplementedError(f"q and pages must both be bfloat16 or both float16, got {q.dtype} and {pages.dtype}")
+    if latent_size % 128 or latent_size > 512:
+        raise NotImplementedError(f"the latent (kv_lora_rank) must be a multiple of 128 up to 512, got {latent_size}")
+    rotated_size = q.shape[2] - latent_size
+    if rotated_size not in (32, 64):
+        raise NotImplementedError(f"the rotated key (qk_rope_head_dim) must be 32 or 64, got {rotated_size}")
+    if pages.shape[2] not in (8, 16, 32, 64, 128, 256):
+        raise NotImplementedError(f"the block size must be a power of two from 8 to 256, got {pages.shape[2]}")
+    if scale <= 0:
+        raise NotImplementedError(f"scale must be positive, got {scale}")
+
+
+# Jitted: the layers of a model share one trace and one compilation.
+@functools.partial(jax.jit, static_argnames="problem")
+def _call(
+    q: Float[Array, "M D"],
+    pages: Float[Array, "P 1 S D"],
+    block_tables: Int[Array, "B N"],
+    plan: Plan,
+    *,
+    problem: Problem,
+) -> Float[Array, "M R"]:
+    num_queries, size = q.shape
+    half, columns = problem.half, problem.columns
+    # Any: pyright takes them for abstract classes.
+    by_rows = cast(Any, plgpu.SwizzleTransform)(2 * columns)
+    by_tiles = (cast(Any, plgpu.TilingTransform)((8, columns)), by_rows)
+
+    def array(*shape, transforms=by_tiles):
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    boxes = (size // columns, ROWS, columns)
+    barriers = functools.partial(plgpu.Barrier, num_barriers=problem.stages)
+    copies = 2 * max(1, problem.block_kv // problem.block_size)
+
+    def body(*refs):
+        *given, (q_smem, q_boxes) = refs[: len(Global._fields) + 1]
+        if problem.interpret:  # where each view has bytes of its own
+            q_boxes = q_smem
+        kernel(problem, Global(*given), Shared(q_smem, q_boxes, *refs[len(Global._fields) + 1 :]))
+
+    parts = (2 * problem.num_shares, problem.part_rows, problem.latent_size)
+    parameters = plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,  # no reduction crosses warps
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+    out, parts, part_lse = plgpu.kernel(
+        body,
+        kernel_name="latent_attention",
+        out_type=(
+            jax.ShapeDtypeStruct((num_queries, problem.latent_size), q.dtype),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct((2 * problem.num_shares, ROWS), jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
+            plgpu.SMEM((2, len(Item._fields)), jnp.int32),
+            array(problem.stages, problem.block_kv, half),
+            array(problem.stages, problem.block_kv, size - half),
+            array(ROWS, problem.block_kv),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=boxes[0] + 1),
+            plgpu.Barrier(num_arrivals=2),
+            barriers(num_arrivals=copies),
+            barriers(),
+            barriers(),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+        ),
+        grid=(problem.num_shares,),
+        grid_names=("share",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=parameters,
+    )(q, pages, block_tables, jnp.stack(plan.tiles), jnp.stack(plan.shares))
+    out_ref = jax.new_ref(out)  # what the second kernel changes in place
+    plgpu.kernel(
+        functools.partial(merge, problem),
+        kernel_name="merge_latent_attention",
+        grid=(problem.num_shares, GROUPS),
+        grid_names=("share", "group"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        compiler_params=parameters,
+    )(jnp.stack(plan.cuts), parts, part_lse, out_ref)
+    return jax.freeze(out_ref)

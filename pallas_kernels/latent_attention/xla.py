@@ -1,0 +1,52 @@
+"""`latent_attention` in plain XLA: one KV head of which keys are values too, and the rest of the result dropped."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
+
+
+def latent_attention_xla(
+    q: Float[Array, "T H D"],
+    pages: Float[Array, "P 1 S D"],
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    num_decode_rows: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    latent_size: int,
+    scale: float,
+    is_decode_only: bool,
+) -> Float[Array, "T H R"]:
+    """See `latent_attention`."""
+    num_tokens, max_rows = q.shape[0], seq_lens.shape[0]
+    scores = {"scale": scale, "sliding_window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
+    # Row b of those with one token is token b.
+    decodes = slice(0, min(num_tokens, max_rows))
+    is_decode = jnp.arange(decodes.stop) < num_decode_rows
+    out, _ = paged_attention_xla(
+        q[decodes, None],
+        pages,
+        pages,
+        block_tables=block_tables[decodes],
+        seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
+        query_lens=None,
+        **scores,
+    )
+    if not is_decode_only and num_tokens > 1:
+        chunks = ragged_prefill_attention_xla(
+            q,
+            pages,
+            pages,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_starts=query_starts,
+            first_row=num_decode_rows,
+            num_rows=num_rows,
+            **scores,
+        )
+        decoded = jnp.where(is_decode[:, None, None], out[:, 0], chunks[decodes])
+        return jnp.concatenate([decoded, chunks[decodes.stop :]])[..., :latent_size]
+    return out[:, 0, :, :latent_size]

@@ -1,0 +1,53 @@
+"""Cases of latent attention, their results in float64, and how near an implementation must come to these."""
+
+import jax.numpy as jnp
+import numpy as np
+from poisoned_pages import make_pages
+
+from pallas_kernels.latent_attention.reference import latent_attention_reference
+
+# Of the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
+TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4, jnp.float32: 2e-6}
+
+
+def make_case(chunks, *, heads, sizes, num_tokens=None, max_rows=None, block_size=16, seed=0, dtype=jnp.bfloat16):
+    """Arguments of `latent_attention`, arrays and then the others, and the result it should have.
+
+    `chunks` are pairs of new tokens and context, those with one token first; `sizes` those of latent and rotated key.
+    """
+    rng = np.random.default_rng(seed + sum(context for _, context in chunks))
+    counts = [new for new, _ in chunks]
+    num_rows, size = len(chunks), sum(sizes)
+    lens = [context for _, context in chunks] + [0] * ((max_rows or num_rows) - num_rows)
+    assert sorted(counts, key=lambda count: count > 1) == counts
+    pages, _, tables = make_pages(
+        rng, lens, max_blocks=-(-max(lens) // block_size) + 2, num_kv_heads=1, head_dim=size, block_size=block_size
+    )
+    starts = np.cumsum([0, *counts])
+    q = rng.standard_normal((num_tokens or starts[-1], heads, size)).astype(np.float32)
+    q[starts[-1] :] = np.nan
+    q, pages = (jnp.asarray(x).astype(dtype) for x in (q, pages))
+    layout = {
+        "block_tables": tables,
+        "seq_lens": np.array(lens, np.int32),
+        "query_starts": np.pad(starts, (0, len(lens) - num_rows), mode="edge").astype(np.int32),
+    }
+    options = {"latent_size": sizes[0], "scale": size**-0.5}
+    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, pages)]
+    want = latent_attention_reference(*in_float, **layout, num_rows=num_rows, **options)
+    layout = {name: jnp.asarray(x) for name, x in layout.items()}
+    layout |= {"num_decode_rows": jnp.int32(counts.count(1)), "num_rows": jnp.int32(num_rows)}
+    is_decode_only = set(counts) <= {1} and q.shape[0] == len(lens)
+    return (q, pages), layout, options | {"is_decode_only": is_decode_only}, want
+
+
+def check(got, want):
+    """Fail unless each token's result and all together are near, and those of no row are 0."""
+    tolerance = TOLERANCE[got.dtype.type]
+    got = np.asarray(got.astype(jnp.float32))
+    is_zero = (want == 0).all(axis=(1, 2))
+    assert not got[is_zero].any()
+    for token in np.flatnonzero(~is_zero):
+        error = np.linalg.norm(got[token] - want[token]) / np.linalg.norm(want[token])
+        assert error <= 2 * tolerance, f"token {token}: {error}"
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
