@@ -50,10 +50,11 @@ def dense_attention(
     return out.reshape(q.shape).astype(q.dtype), k_pages, v_pages
 
 
-def dense_latent_attention(q, stored, pages, batch, *, scale):
+def dense_latent_attention(q, stored, pages, batch, *, latent_size, scale):
     """`dense_attention` as a LatentAttentionFn."""
     qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
-    return dense_attention(qkv, pages, pages, batch, rotation=None, scale=scale)[:2]
+    out, pages, _ = dense_attention(qkv, pages, pages, batch, rotation=None, scale=scale)
+    return out[..., :latent_size], pages
 
 
 def one_sequence(token_ids):

@@ -111,10 +111,53 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 """The shape of Qwen3 30B A3B: 128 experts a layer, of which a token has 8."""
 
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "dtype": "bfloat16",
+}
+"""The shape of DeepSeek V2 Lite: a latent of 512 a token and layer, 64 experts, of which a token has 6."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": LLAMA_100M,
     "llama-3-8b": LLAMA_3_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
 }
 """Shapes to run with random weights, by name."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attend_over_pages, paged_attention
+from jaxserve.layers.attention import AttentionFn, KVSpec, paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import run_layers, sequential_block
 from jaxserve.layers.linear import linear
@@ -25,6 +25,7 @@ from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order, rotations
+from pallas_kernels import latent_attention as kernels
 from pallas_kernels.kv_write import rotate, write_pages
 
 LATENT_NORM_EPS = 1e-6
@@ -51,7 +52,7 @@ class LatentHeads:
 
 @runtime_checkable
 class LatentAttentionFn(Protocol):
-    """Store what the tokens of a step leave behind, then attend over everything stored; keys are values too."""
+    """Store what the tokens of a step leave behind, then attend over everything stored, of which latents are values."""
 
     def __call__(
         self,
@@ -60,9 +61,10 @@ class LatentAttentionFn(Protocol):
         pages: Float[Array, "P 1 S D"],
         batch: Batch,
         *,
+        latent_size: int,
         scale: float,
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "P 1 S D"]]:
-        """The output and the changed pages."""
+    ) -> tuple[Float[Array, "T H R"], Float[Array, "P 1 S D"]]:
+        """The output and the changed pages; `latent_size` R is the size of values, which keys begin with."""
         ...
 
 
@@ -77,19 +79,31 @@ def paged_latent_attention(
     pages: Float[Array, "P 1 S D"],
     batch: Batch,
     *,
+    latent_size: int,
     scale: float,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P 1 S D"]]:
+) -> tuple[Float[Array, "T H R"], Float[Array, "P 1 S D"]]:
     """The LatentAttentionFn of serving.
 
     Heads split over a mesh axis stay there; pages are whole on every device, each of which writes all of them.
-    Raises NotImplementedError for kernels other than "xla".
+    Raises NotImplementedError for sizes that `batch.kernels` are not made for.
     """
-    if batch.kernels != "xla":
-        raise NotImplementedError("latent attention has no kernel for Hopper GPUs yet")
 
     def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, Array]:
         pages = write_pages(pages, stored[:, None], batch.write_index)
-        return attend_over_pages(q, pages, pages, batch, scale=scale), pages
+        out = kernels.latent_attention(
+            q,
+            pages,
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_starts=batch.query_starts,
+            num_decode_rows=batch.num_decode_rows,
+            num_rows=batch.num_rows,
+            latent_size=latent_size,
+            scale=scale,
+            is_decode_only=batch.is_decode_only,
+            implementation=batch.kernels,
+        )
+        return out, pages
 
     sharding = jax.typeof(q).sharding
     if sharding.mesh.empty:
@@ -204,9 +218,8 @@ def latent_attention(
         q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
         latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
         stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
-        out, pages = attention(q, stored, pages, batch, scale=scale)
-        # The rotated key is no part of the value.
-        values = _by_head("thr,hvr->thv", out[..., : heads.latent_size], params["v_up"])
+        out, pages = attention(q, stored, pages, batch, latent_size=heads.latent_size, scale=scale)
+        values = _by_head("thr,hvr->thv", out, params["v_up"])
         return linear(values, params["out"], params.get("out_bias")), pages, no_pages
 
 

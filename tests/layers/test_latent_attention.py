@@ -1,14 +1,21 @@
-"""Latents: what of them lies where, and who cannot attend to them yet. That results are right, the goldens show."""
+"""Latents: what of them lies where, and which the kernel refuses. That results are right, the goldens show."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from paged import empty_cache, make_batch
 
-from jaxserve.execution.kv_cache import block_bytes
+from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
+from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.batch import Batch
 from jaxserve.layers.latent_attention import LatentHeads, latent_attention_specs, paged_latent_attention
+from jaxserve.layers.params import abstract_params
+from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.models import get_family
+from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 HEADS = LatentHeads(num_heads=4, query_rank=6, latent_size=10, plain_size=5, rotated_size=4, value_size=7)
 
@@ -53,8 +60,49 @@ def test_rotated_rows_are_brought_in_order(is_interleaved):
     np.testing.assert_array_equal(made("v_up"), heads[:, 5:])
 
 
-def test_no_kernel_for_hopper_yet():
+@pytest.mark.parametrize(("num_tokens", "is_decode_only"), [(16, True), (512, False)])
+def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only):
+    """A layer without experts and one with them share their kernels, and neither copies the pool."""
+    fields = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh, num_rows = with_explicit_axes(h200_mesh((1,), ("tensor",))), 16
+    bfloat16 = np.dtype(jnp.bfloat16)
+    params = abstract_params(family.param_specs(config), dtype=bfloat16, mesh=mesh)
+    cache = abstract_kv_cache(family.kv_specs(config), num_blocks=4096, block_size=16, dtype=bfloat16, mesh=mesh)
+
+    def integers(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    batch = Batch(
+        token_ids=integers(num_tokens),
+        positions=integers(num_tokens),
+        write_index=integers(num_tokens),
+        query_starts=integers(num_rows + 1),
+        seq_lens=integers(num_rows),
+        block_tables=integers(num_rows, 64),
+        num_decode_rows=integers(),
+        num_rows=integers(),
+        is_decode_only=is_decode_only,
+        kernels="sm90",
+    )
+
+    def step(params, batch, cache):
+        return family.forward(params, config, batch, cache, paged_latent_attention)
+
+    def lower():
+        with jax.set_mesh(mesh):
+            return jax.jit(step, donate_argnums=2).lower(params, batch, cache)
+
+    program = compile_lowered(lower)
+    assert program.thunks == {"kCommandBuffer": 1}
+    assert program.spill_bytes == 0
+    assert program.copies_of((4096, 1, 16, 576)) == []
+    assert sum("latent_attention" in kernel.name for kernel in program.kernels) == 2
+
+
+def test_the_kernel_names_the_size_that_it_refuses():
     batch, _ = make_batch([([1, 2, 3], (0,), 0, 3)], num_tokens=4, num_rows=1, num_blocks=1)
-    q, stored, pages = jnp.zeros((4, 4, 14)), jnp.zeros((4, 14)), jnp.zeros((1, 1, 4, 14))
-    with pytest.raises(NotImplementedError, match="latent attention has no kernel for Hopper GPUs yet"):
-        paged_latent_attention(q, stored, pages, batch.replace(kernels="sm90"), scale=1.0)
+    q, stored, pages = (jnp.zeros(shape, jnp.bfloat16) for shape in ((4, 4, 14), (4, 14), (1, 1, 4, 14)))
+    with pytest.raises(NotImplementedError, match=r"kv_lora_rank.* must be a multiple of 128 up to 512, got 10"):
+        paged_latent_attention(q, stored, pages, batch.replace(kernels="sm90"), latent_size=10, scale=1.0)
