@@ -34,23 +34,54 @@ def fetch(repo: str, files: Iterable[str], *, commit: str, progress: bool) -> No
     """
     from tqdm import tqdm
 
-    stopped = threading.Event()
     options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": not progress}
     with (
         tqdm(total=0, desc="downloading weights", **options) as bar,
         concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool,
     ):
+        transfer = _Transfer(bar)
         try:
-            tasks = [pool.submit(_fetch_file, repo, file, commit, bar, stopped) for file in files]
+            tasks = [pool.submit(_fetch_file, repo, file, commit, transfer) for file in files]
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
         except BaseException:
-            stopped.set()  # the pool waits for its threads
+            transfer.stop()  # the pool waits for its threads
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _fetch_file(repo: str, file: str, commit: str, bar: Any, stopped: threading.Event) -> None:
+class _Transfer:
+    """What the threads of one call share: the bar, and the end of them all."""
+
+    def __init__(self, bar: Any):
+        self.bar = bar
+        self._stopped = threading.Event()
+        self._xet: Any = None
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """End every thread where it is; Xet would try again for minutes."""
+        with self._lock:
+            self._stopped.set()
+            if self._xet is not None:
+                self._xet.sigint_abort()
+
+    def check(self) -> None:
+        """Raises InterruptedError after `stop`."""
+        if self._stopped.is_set():
+            raise InterruptedError("the download has been ended")
+
+    def xet(self) -> Any:
+        """The session of this call."""
+        from hf_xet import XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
+
+        with self._lock:
+            self.check()
+            self._xet = self._xet or XetSession()
+            return self._xet
+
+
+def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
@@ -70,15 +101,16 @@ def _fetch_file(repo: str, file: str, commit: str, bar: Any, stopped: threading.
         if part.exists() and part.stat().st_size > found.size:
             part.unlink()
         is_resumed = part.exists() and part.stat().st_size > 0
-        _complete(part, url, found, bar, stopped)
+        _complete(part, url, found, transfer)
         if is_resumed and not _has_digest(part, found.etag):  # a machine that crashes may leave anything
-            bar.update(-found.size)
+            transfer.bar.total -= found.size
+            transfer.bar.update(-found.size)
             part.unlink()
-            _complete(part, url, found, bar, stopped)
+            _complete(part, url, found, transfer)
         part.replace(blob)
 
 
-def _complete(part: pathlib.Path, url: str, found: Any, bar: Any, stopped: threading.Event) -> None:
+def _complete(part: pathlib.Path, url: str, found: Any, transfer: _Transfer) -> None:
     """Append to a file what it lacks. Where locks do not hold, two that do so write the same bytes."""
     from huggingface_hub import constants
 
@@ -87,11 +119,11 @@ def _complete(part: pathlib.Path, url: str, found: Any, bar: Any, stopped: threa
     part.touch(mode=0o666)
     with _PartialFile(io.FileIO(part, "r+")) as file:
         start = file.seek(0, os.SEEK_END)
-        file.report_to(bar, stopped)
-        bar.total += found.size
-        bar.update(start)
+        file.report_to(transfer)
+        transfer.bar.total += found.size
+        transfer.bar.update(start)
         if by_xet:
-            _append_by_xet(file, start, found)
+            _append_by_xet(file, start, found, transfer)
         else:
             _append_by_http(file, start, url, found)
 
@@ -106,18 +138,22 @@ def _append_by_http(file: io.BufferedRandom, start: int, url: str, found: Any) -
     http_get(found.location, file, resume_size=start, headers=headers, expected_size=found.size, tqdm_class=no_bar())
 
 
-def _append_by_xet(file: io.BufferedRandom, start: int, found: Any) -> None:
-    from hf_xet import XetFileInfo, XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
+def _append_by_xet(file: io.BufferedRandom, start: int, found: Any, transfer: _Transfer) -> None:
+    from hf_xet import XetFileInfo  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
     from huggingface_hub.utils import build_hf_headers
 
     if start == found.size:
         return
-    group = XetSession().new_download_stream_group(
-        token_refresh_url=found.xet_file_data.refresh_route, token_refresh_headers=build_hf_headers()
-    )
-    with group:
-        for piece in group.download_stream(XetFileInfo(found.xet_file_data.file_hash, found.size), start=start):
-            file.write(piece)
+    source = XetFileInfo(found.xet_file_data.file_hash, found.size)
+    try:
+        group = transfer.xet().new_download_stream_group(
+            token_refresh_url=found.xet_file_data.refresh_route, token_refresh_headers=build_hf_headers()
+        )
+        with group:
+            for piece in group.download_stream(source, start=start):
+                file.write(piece)
+    except RuntimeError as error:
+        raise OSError(f"Xet: {error}") from error
     if file.tell() != found.size:
         raise OSError(f"{found.size} bytes were announced, and {file.tell()} arrived")
 
@@ -125,13 +161,12 @@ def _append_by_xet(file: io.BufferedRandom, start: int, found: Any) -> None:
 class _PartialFile(io.BufferedRandom):
     """Counts on a bar what is written, gives it to the system at once, and writes no more once it is told to stop."""
 
-    def report_to(self, bar: Any, stopped: threading.Event) -> None:
-        self._bar, self._stopped = bar, stopped
+    def report_to(self, transfer: _Transfer) -> None:
+        self._transfer = transfer
 
     def write(self, data: Any) -> int:
-        if self._stopped.is_set():
-            raise InterruptedError("the download has been ended")
-        self._bar.update(len(data))
+        self._transfer.check()
+        self._transfer.bar.update(len(data))
         count = super().write(data)
         self.flush()
         return count

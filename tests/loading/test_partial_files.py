@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -146,3 +147,14 @@ def test_xet_goes_on_too(server, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(partial_files, "_has_digest", lambda *_: True)
     assert content() == mark + WEIGHTS[len(mark) :]
     assert ranges(server) == []
+
+
+def test_a_failure_ends_what_xet_would_try_for_minutes(server, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between trials
+    index = {"weight_map": {"x": FILE, "y": "other.safetensors"}}
+    files = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()}
+    server.repos[REPO].commits[NEW] = files | {FILE: WEIGHTS, "other.safetensors": WEIGHTS[1:]}
+    server.xet[FILE], server.xet_store = "d1" * 32, "http://127.0.0.1:9"
+    server.cuts["other.safetensors"] = [0] * 20
+    with pytest.raises(CheckpointError, match=r"cannot download org/whole"):
+        resolve_model(REPO, progress=False)
