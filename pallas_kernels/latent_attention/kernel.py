@@ -85,9 +85,9 @@ class Shared(NamedTuple):
     """What of earlier sums is left, for the second warpgroup; in the end what they are to be multiplied by."""
     q_full: Any
     q_free: Any
-    full: Any
-    """Of a slot, left and right."""
+    left_full: Any
     left_free: Any
+    right_full: Any
     right_free: Any
     weights_full: Any
     weights_free: Any
@@ -193,13 +193,16 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
         offset = 0
         if problem.block_size > chunk:
             offset = pl.multiple_of(lax.rem(position, _int(problem.block_size)), chunk)
-        for target, column, free in ((smem.left, 0, smem.left_free), (smem.right, problem.half, smem.right_free)):
+        for target, column, full, free in (
+            (smem.left, 0, smem.left_full, smem.left_free),
+            (smem.right, problem.half, smem.right_full, smem.right_free),
+        ):
             plgpu.barrier_wait(free.at[slot])
             for i, page in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
                     gmem.pages.at[page, 0, pl.ds(offset, chunk), pl.ds(column, target.shape[2])],
                     target.at[slot, pl.ds(i * chunk, chunk)],
-                    smem.full.at[slot],
+                    full.at[slot],
                 )
         return n + 1
 
@@ -214,7 +217,7 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     def step(block, carry):
         acc, maximum, total, n = carry
         slot = lax.rem(n, _int(problem.stages))
-        plgpu.barrier_wait(smem.full.at[slot])
+        plgpu.barrier_wait(smem.left_full.at[slot])
         first_key = block * problem.block_kv
         seen, context = item_slot[0], item_slot[1]  # read again, which is cheaper than registers
         _clean(problem, smem.left.at[slot], context - first_key)
@@ -275,7 +278,7 @@ def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
         acc, n = carry
         slot = lax.rem(n, _int(problem.stages))
         values = smem.right.at[slot, :, pl.ds(0, problem.half)]
-        plgpu.barrier_wait(smem.full.at[slot])
+        plgpu.barrier_wait(smem.right_full.at[slot])
         plgpu.barrier_wait(smem.weights_full)
         _clean(problem, values, context - block * problem.block_kv)
         acc = acc * lax.broadcast_in_dim(load_fade(), acc.shape, [0])
@@ -318,20 +321,22 @@ def _clean(problem: Problem, values, num_held) -> None:
 
 
 def _scores(problem: Problem, smem: Shared, slot):
-    """Of the queries with the keys in a slot."""
-    keys = [
-        vectors.at[slot, :, pl.ds(column, problem.columns)]
+    """Of the queries with the keys in a slot, of which the left half is there."""
+    left, right = (
+        [vectors.at[slot, :, pl.ds(column, problem.columns)] for column in range(0, vectors.shape[2], problem.columns)]
         for vectors in (smem.left, smem.right)
-        for column in range(0, vectors.shape[2], problem.columns)
-    ]
+    )
     if problem.interpret:
-        products = [jnp.dot(_float(smem.q[part]), _float(some[...]).T) for part, some in enumerate(keys)]
+        plgpu.barrier_wait(smem.right_full.at[slot])
+        products = [jnp.dot(_float(smem.q[part]), _float(keys[...]).T) for part, keys in enumerate(left + right)]
         plgpu.commit_smem()  # as wgmma reads: ordered before copies that follow
         return sum(products[1:], products[0])
 
     def multiply(scores_ref):
-        for part, some in enumerate(keys):
-            plgpu.wgmma(scores_ref, smem.q.at[part], some.transpose((1, 0)))
+        for part, keys in enumerate(left + right):
+            if part == len(left):
+                plgpu.barrier_wait(smem.right_full.at[slot])
+            plgpu.wgmma(scores_ref, smem.q.at[part], keys.transpose((1, 0)))
         return scores_ref[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.block_kv), jnp.float32))

@@ -7,36 +7,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.latent_attention.kernel import LOWEST, Problem
 
-GROUPS, WARPGROUPS = 4, 4
-"""Thread blocks of a share, and warpgroups in each: a warpgroup puts together one query after the other."""
+NUM_BLOCKS, WARPGROUPS = NUM_SMS, 4
+"""Thread blocks, and warpgroups in each: a warpgroup puts together one query after the other."""
 
-_AT_ONCE = 8  # parts whose loads are in flight
+_AT_ONCE = 16  # parts whose loads are in flight
 
 _int = jnp.int32
 
 
 def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block of the axes "share" and "group"."""
-    share = lax.axis_index("share")
-    first = lax.axis_index("group") * WARPGROUPS + lax.axis_index("wg")
-    query, num_queries, num_others = (cuts[field, share] for field in range(3))
+    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
+    first = lax.axis_index("wg") * NUM_BLOCKS + lax.axis_index("block")
     size = problem.latent_size
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // 128, 4))
 
-    def put_query(i, _):
-        row = first + i * (GROUPS * WARPGROUPS)
+    def full(value):
+        return jnp.full((size,), value, jnp.float32)
 
-        def full(value):
-            return jnp.full((size,), value, jnp.float32)
-
+    def put_query(query, row, share, num_others):
         def add(step, state):
             acc, maximum, total = state
             found = []
             for j in range(_AT_ONCE):
                 number = step * _AT_ONCE + j
-                # Past the last one, this share's own again with no weight.
+                # Past the last one, the first share's again with no weight.
                 is_there = number <= num_others
                 place = share + lax.select(is_there & (number > 0), number, _int(problem.num_shares))
                 lse = lax.select(is_there, part_lse[place, row], jnp.float32(LOWEST))
@@ -58,7 +55,14 @@ def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
         acc, _, total = lax.fori_loop(_int(0), lax.div(num_others, _int(_AT_ONCE)) + 1, add, start)
         out.at[query + row][...] = (acc / total).astype(out.dtype)
 
-    @pl.when(num_others > 0)
-    def _():
-        num_own = lax.div(num_queries - first + (GROUPS * WARPGROUPS - 1), _int(GROUPS * WARPGROUPS))
-        lax.fori_loop(_int(0), num_own, put_query, None)
+    def turn(i, _):
+        index = first + i * (NUM_BLOCKS * WARPGROUPS)
+        cut, row = lax.div(index, _int(problem.part_rows)), lax.rem(index, _int(problem.part_rows))
+        query, num_queries, share, num_others = (cuts[field, cut] for field in range(4))
+        pl.when(row < num_queries)(lambda: put_query(query, row, share, num_others))
+
+    num_rows = cuts[4, 0] * problem.part_rows
+    num_turns = lax.div(
+        lax.max(num_rows - first, _int(0)) + (NUM_BLOCKS * WARPGROUPS - 1), _int(NUM_BLOCKS * WARPGROUPS)
+    )
+    lax.fori_loop(_int(0), num_turns, turn, None)

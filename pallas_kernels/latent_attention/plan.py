@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 ROWS = 64
 """Of a tile: what one wgmma instruction multiplies."""
 
-BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 12
+BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 8
 """Units of work: of a block of keys, of beginning and ending a tile, and of putting a tile together that was cut."""
 
 
@@ -48,12 +48,16 @@ class Shares(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Of each share, the tile that begins in it and goes on in others."""
+    """The tiles of which several shares have parts. What lies behind the last one has 0 queries."""
 
     query: Int[Array, " C"]
     num_queries: Int[Array, " C"]
+    share: Int[Array, " C"]
+    """That in which the tile begins."""
     num_others: Int[Array, " C"]
-    """Parts that others have, left in the places behind this share's number; 0: there is no such tile."""
+    """Parts that other shares have, left in the places behind that share's number."""
+    num_cuts: Int[Array, " C"]
+    """The number of such tiles, in each entry."""
 
 
 class Plan(NamedTuple):
@@ -113,7 +117,13 @@ def make_plan(
     share = jnp.arange(num_shares, dtype=jnp.int32)
     is_before = (owner[:, None] == owner[None]) & is_part[None] & (share[None] < share[:, None])
     is_mine = (share[:, None] == owner[None]) & is_part[None]
-    cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)
+    num_others = jnp.sum(is_mine, axis=1, dtype=jnp.int32)
+    number = jnp.cumsum(num_others > 0, dtype=jnp.int32)
+    # Of the shares with such a tile, in their order.
+    is_number = (number[None] == share[:, None] + 1) & (num_others[None] > 0)
+    cut_share = jnp.sum(jnp.where(is_number, share[None], 0), axis=1)
+    cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)[cut_share]
+    is_cut = share < number[-1]
     return Plan(
         tiles=tiles,
         shares=Shares(
@@ -125,8 +135,10 @@ def make_plan(
         ),
         cuts=Cuts(
             query=tiles.query[cut_tile],
-            num_queries=tiles.num_queries[cut_tile],
-            num_others=jnp.sum(is_mine, axis=1, dtype=jnp.int32),
+            num_queries=jnp.where(is_cut, tiles.num_queries[cut_tile], 0),
+            share=cut_share,
+            num_others=num_others[cut_share],
+            num_cuts=jnp.broadcast_to(number[-1], share.shape),
         ),
     )
 

@@ -3,8 +3,6 @@
 import numpy as np
 from jaxtyping import Float, Int
 
-from pallas_kernels.paging.reference import attend_reference
-
 
 def latent_attention_reference(
     q: Float[np.ndarray, "T H D"],
@@ -18,19 +16,15 @@ def latent_attention_reference(
     scale: float,
 ) -> Float[np.ndarray, "T H R"]:
     """See `latent_attention`; arrays in NumPy, the result in float64."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], latent_size))
     for row in range(num_rows):
         tokens = slice(int(query_starts[row]), int(query_starts[row + 1]))
-        out[tokens], _ = attend_reference(
-            q[tokens],
-            pages,
-            pages,
-            block_table=block_tables[row],
-            seq_len=int(seq_lens[row]),
-            scale=scale,
-            sliding_window=None,
-            soft_cap=None,
-            sinks=None,
-            alibi_slopes=None,
-        )
-    return out[..., :latent_size]
+        seq_len, num_queries = int(seq_lens[row]), tokens.stop - tokens.start
+        held = pages[block_tables[row, : -(-seq_len // pages.shape[2])]]
+        context = held.reshape(-1, q.shape[2])[:seq_len].astype(np.float64)
+        scores = q[tokens].astype(np.float64) @ context.T * scale
+        is_seen = np.arange(seq_len)[None] <= np.arange(seq_len - num_queries, seq_len)[:, None]
+        scores = np.where(is_seen[:, None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[tokens] = weights / weights.sum(axis=-1, keepdims=True) @ context[:, :latent_size]
+    return out

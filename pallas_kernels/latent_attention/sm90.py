@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
-from pallas_kernels.latent_attention.merge import GROUPS, WARPGROUPS, merge
+from pallas_kernels.latent_attention.merge import NUM_BLOCKS, WARPGROUPS, merge
 from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
 
 
@@ -42,7 +42,7 @@ class Config:
 def heuristic(size: int) -> Config:
     """The first of the configurations, from fast to slow, that fits vectors of `size`."""
     for stages in (4, 3, 2):
-        config = Config(block_kv=64, stages=stages, min_blocks=3)
+        config = Config(block_kv=64, stages=stages, min_blocks=2)
         if config.shared_memory(size) <= SHARED_MEMORY:
             return config
     raise NotImplementedError(f"vectors of {size} do not fit into shared memory")
@@ -135,7 +135,7 @@ def _call(
 
     boxes = (size // columns, ROWS, columns)
     barriers = functools.partial(plgpu.Barrier, num_barriers=problem.stages)
-    copies = 2 * max(1, problem.block_kv // problem.block_size)
+    full = barriers(num_arrivals=max(1, problem.block_kv // problem.block_size))
 
     def body(*refs):
         *given, (q_smem, q_boxes) = refs[: len(Global._fields) + 1]
@@ -166,8 +166,9 @@ def _call(
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=boxes[0] + 1),
             plgpu.Barrier(num_arrivals=2),
-            barriers(num_arrivals=copies),
+            full,
             barriers(),
+            full,
             barriers(),
             plgpu.Barrier(),
             plgpu.Barrier(),
@@ -182,8 +183,8 @@ def _call(
     plgpu.kernel(
         functools.partial(merge, problem),
         kernel_name="merge_latent_attention",
-        grid=(problem.num_shares, GROUPS),
-        grid_names=("share", "group"),
+        grid=(NUM_BLOCKS,),
+        grid_names=("block",),
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=parameters,
