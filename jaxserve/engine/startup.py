@@ -108,12 +108,22 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         has_special_steps=not is_cpu,
     )
     builder = build(spec, mesh)
-    is_measured = not is_cpu and not config.kv_cache_memory
+    weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
+    _check_room_for(weights, path, dtype=dtype, mesh=mesh)
+    windows, bytes_per_block = builder.layout.windows, builder.bytes_per_block
+    needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
+    memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else None)
+    is_measured = memory is None
+    if memory is None:
+        free = _available_memory(mesh) - _bytes_a_device(weights) - KV_CACHE_UNIT  # weights lie in rounded-up places
+        memory = _kv_cache_memory(free, builder.expected_step_memory, weights=weights, config=config, mesh=mesh)
+    num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
     lowering = None
     if kernels != "xla" and config.warmup:
         lowering = Lowering(builder, spec, folder=cache and cache / "steps")
-        if is_measured:  # meanwhile, in other processes
-            lowering.prepare(builder.shapes.largest, builder.max_blocks)
+        for program in builder.shapes.programs:  # meanwhile, in other processes
+            lowering.prepare(program, num_blocks)
+    laps.lap("preparing")
     with contextlib.ExitStack() as on_error:
         if lowering is not None:
             on_error.callback(lowering.close)
@@ -128,17 +138,21 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     laps.lap("weights")
     if config.warmup:
         matchers.warm_up()  # meanwhile, in a thread
-    windows, bytes_per_block = runner.layout.windows, runner.bytes_per_block
-    needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
+    warm_up = None
     with _closing_on_error(runner), _naming_unsupported():
-        memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else _kv_cache_memory(config, runner, mesh))
-        laps.lap("measuring")
-        num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
-        runner.num_blocks = num_blocks
+        runner.set_num_blocks(num_blocks)
+        with _naming_out_of_memory("compiling the steps"):
+            warm_up = runner.warm_up(progress=progress) if config.warmup else None
+            if is_measured:
+                free, needed = _available_memory(mesh), runner.step_memory()
+                memory = _kv_cache_memory(free, needed, weights=weights, config=config, mesh=mesh)
+                if memory < num_blocks * bytes_per_block:
+                    logger.warning("steps take %.2f GiB, more than expected: compiling again", needed / 2**30)
+                    num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
+                    runner.set_num_blocks(num_blocks)
+                    warm_up = runner.warm_up(progress=progress) if config.warmup else None
         if kernels != "xla" and not config.warmup:  # which would find it too
             runner.check_kernels()
-        with _naming_out_of_memory("compiling the steps"):
-            compiled = runner.warm_up(progress=progress) if config.warmup else 0.0
         laps.lap("steps")
         with _naming_out_of_memory(f"the KV cache of {num_blocks} blocks"):
             runner.allocate()
@@ -151,11 +165,11 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         f"{path}: {num_bytes(specs, dtype=dtype) / 2**30:.2f} GiB of weights ({dtype}), {runner.num_compiles} programs "
         f"compiled, kernels: {kernels} on {platform}; ready after {laps.total:.1f} s: {laps}"
     )
-    if config.warmup:
+    if warm_up is not None:
         logger.info(
-            f"steps: lowered after {runner.steps.lowered_after:.1f} s"
+            f"steps: lowered after {warm_up.lowered_after:.1f} s"
             + ("" if lowering is None else f" ({lowering.num_found} of them were on disk)")
-            + f", compiled after {compiled:.1f} s"
+            + f", kernels compiled after {warm_up.kernels_after:.1f} s, all after {warm_up.compiled_after:.1f} s"
         )
     logger.info(
         f"KV cache: {num_blocks * bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {config.block_size}, room "
@@ -270,18 +284,28 @@ def _eos_token_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _load(config: EngineConfig, path: str, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool) -> Params:
-    weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
-    needed = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights)
-    available = _available_memory(mesh)
+    with _naming_out_of_memory("the weights"):
+        if config.load_format == "dummy":
+            return jax.block_until_ready(init_params(specs, dtype=dtype, mesh=mesh, seed=config.seed))
+        return load_weights(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+
+
+def _check_room_for(weights: list[jax.ShapeDtypeStruct], path: str, *, dtype: np.dtype, mesh: Mesh) -> None:
+    needed, available = _bytes_a_device(weights), _available_memory(mesh)
     if needed > available:
         raise OutOfMemory(
             f"{path} needs {needed / 2**30:.1f} GiB a device for its weights in {dtype}, "
             f"but {available / 2**30:.1f} GiB are free"
         )
-    with _naming_out_of_memory("the weights"):
-        if config.load_format == "dummy":
-            return jax.block_until_ready(init_params(specs, dtype=dtype, mesh=mesh, seed=config.seed))
-        return load_weights(path, specs, dtype=dtype, mesh=mesh, progress=progress)
+
+
+def _bytes_a_device(weights: list[jax.ShapeDtypeStruct]) -> int:
+    return sum(_shard_bytes(weight) for weight in weights)
+
+
+def _shard_bytes(weight: jax.ShapeDtypeStruct) -> int:
+    assert weight.sharding is not None
+    return math.prod(weight.sharding.shard_shape(weight.shape)) * weight.dtype.itemsize
 
 
 def _available_memory(mesh: Mesh) -> int:
@@ -300,14 +324,16 @@ def _host_memory() -> int:
     return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
-def _kv_cache_memory(config: EngineConfig, runner: Runner, mesh: Mesh) -> int:
-    """What is left for the KV cache once the weights lie on the GPU and the largest step has its temporaries.
+def _kv_cache_memory(
+    free: int, step_memory: int, *, weights: list[jax.ShapeDtypeStruct], config: EngineConfig, mesh: Mesh
+) -> int:
+    """What is left for the KV cache, on all devices, of `free` bytes a device besides the weights.
 
     Steps that are compiled later than the cache is made need room for XLA's trials too: two of the largest weight.
     """
-    trials = 0 if config.warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
-    free = _available_memory(mesh) - runner.measure_step_memory() - trials - GPU_MEMORY_RESERVE
-    return max(free, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * mesh.shape.get("tensor", 1)
+    trials = 0 if config.warmup else 2 * max(map(_shard_bytes, weights))
+    left = free - step_memory - trials - GPU_MEMORY_RESERVE
+    return max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * mesh.shape.get("tensor", 1)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,16 @@ from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.shapes import Draw, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
 from jaxserve.execution.slots import Slots, init_slots
-from jaxserve.execution.step import DrawingRows, Drawn, Forwarded, draw, forward, prompt_logprobs, step
+from jaxserve.execution.step import (
+    PROMPT_LOGPROBS_CHUNK,
+    DrawingRows,
+    Drawn,
+    Forwarded,
+    draw,
+    forward,
+    prompt_logprobs,
+    step,
+)
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import abstract_params
 from jaxserve.models import get_family, with_context
@@ -30,6 +39,10 @@ from jaxserve.sampling.logprobs import Logprobs
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """What steps call besides what jax promises to keep. It need not be kept: an export is for one version of jax."""
+
+COPIES_OF_LOGITS = 4
+COPIES_OF_HIDDEN = 12
+"""What steps are expected to hold at a time."""
 
 _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
@@ -136,6 +149,22 @@ class StepBuilder:
         self._with_layers = {**self._model, "kernels": kernels, "group_of_layer": self.layout.group_of_layer}
         self._kernels: Kernels = kernels
         self._dtype = dtype
+        self.has_kernels = kernels != "xla"
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the slots take on a device."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.slots))
+
+    @property
+    def expected_step_memory(self) -> int:
+        """Bytes that steps should take per device besides weights and KV: slots, some copies of the logits of all rows
+        and of a chunk of a prompt, and some of the hidden states. To be compared with what they do take.
+        """
+        largest = self.shapes.largest.bucket
+        logits = (largest.num_rows + PROMPT_LOGPROBS_CHUNK) * self.vocab_size * 4
+        hidden = largest.num_tokens * self._hidden_size * jnp.dtype(self._dtype).itemsize
+        return self.slot_bytes + COPIES_OF_LOGITS * logits + COPIES_OF_HIDDEN * hidden
 
     def init_slots(self) -> Slots:
         """Empty slots."""

@@ -5,35 +5,49 @@ import logging
 import pathlib
 import threading
 import time
-from collections.abc import Callable, ItemsView, Iterable
-from typing import Any
+from collections.abc import Callable, ItemsView, Iterable, Set
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import ConfigError
+from jaxserve.execution.mosaic import MosaicKernel, compile_kernel
 
 logger = logging.getLogger(__name__)
+
+
+class WarmUp(NamedTuple):
+    """Seconds from the beginning of a warm-up until all programs were lowered, their kernels compiled, and they too."""
+
+    lowered_after: float
+    kernels_after: float
+    compiled_after: float
 
 
 class CompiledSteps:
     """Executables by key, compiled on first use or all at once by `warm_up`.
 
-    `lower(key)` lowers the function for a key. The executables accept exactly the shapes, dtypes, shardings and tree
-    structures that they were compiled for, so a silent recompile cannot happen; a key that was not warmed up counts.
+    `lower(key)` lowers the function for a key, and `compiler_options(key)` are XLA's for it. The executables accept
+    exactly the shapes, dtypes, shardings and tree structures that they were compiled for, so a silent recompile cannot
+    happen; a key that was not warmed up counts.
     """
 
-    def __init__(self, lower: Callable[[Any], jax.stages.Lowered]):
+    def __init__(
+        self,
+        lower: Callable[[Any], jax.stages.Lowered],
+        *,
+        compiler_options: Callable[[Any], dict[str, Any]] = lambda _: {},
+    ):
         self._lower = lower
+        self._compiler_options = compiler_options
         self._executables: dict[Any, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
-        self._last_lowered = 0.0
         self._is_warm = False
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
-        self.lowered_after = 0.0
-        """Seconds from the beginning of `warm_up` until all was lowered, and only XLA had work left."""
 
     def __getitem__(self, key: Any) -> jax.stages.Compiled:
         executable = self._executables.get(key)
@@ -41,42 +55,84 @@ class CompiledSteps:
             if self._is_warm:
                 self.num_recompiles_after_warmup += 1
                 logger.warning("compiling %s after warm-up: requests are waiting for it", key)
-            executable = self._compile(key)
+            executable = self._compile(key, self._lower(key))
         return executable
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._executables
+
+    def clear(self) -> None:
+        """Forget what was compiled."""
+        self._executables.clear()
+        self._is_warm = False
 
     def items(self) -> ItemsView[Any, jax.stages.Compiled]:
         """All that are compiled by now."""
         return self._executables.items()
 
-    def _compile(self, key: Any) -> jax.stages.Compiled:
-        lowered = self._lower(key)
-        self._last_lowered = time.perf_counter()
-        executable = lowered.compile()
+    def _compile(self, key: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        executable = lowered.compile(self._compiler_options(key))
         with self._lock:
             self._executables[key] = executable
             self.num_compiles += 1
         return executable
 
-    def warm_up(self, keys: Iterable[Any], *, num_lowered_elsewhere: int = 0, progress: bool) -> float:
-        """Compile every key in parallel (XLA compiles outside the GIL), while in up to `num_lowered_elsewhere` threads
-        `lower` waits for other processes. Returns the seconds it took.
+    def warm_up(
+        self,
+        keys: Iterable[Any],
+        *,
+        num_lowered_elsewhere: int = 0,
+        kernels_of: Callable[[jax.stages.Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
+        mesh: Mesh | None = None,
+        progress: bool,
+    ) -> WarmUp:
+        """Compile every key, side by side: XLA compiles outside the GIL.
+
+        `lower` is called by one thread, or by as many as wait for other processes that do the work. What `kernels_of`
+        tells of a program is compiled before it, for the devices of `mesh`, when all is lowered.
         """
-        start = self._last_lowered = time.perf_counter()
+        start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
         with (
-            concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus()) + num_lowered_elsewhere) as pool,
+            concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere)) as lowering,
+            concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus())) as compiling,
             tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
         ):
+
+            def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
+                future = compiling.submit(self._compile, key, lowered)
+                future.add_done_callback(lambda _: bar.update())
+                return future
+
             try:
-                for future in concurrent.futures.as_completed([pool.submit(self._compile, key) for key in missing]):
-                    future.result()
-                    bar.update()
+                kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
+                with_kernels: dict[Any, jax.stages.Lowered] = {}
+                compiled: list[concurrent.futures.Future[Any]] = []
+                futures = {lowering.submit(self._lower, key): key for key in missing}
+                for future in concurrent.futures.as_completed(futures):
+                    key, lowered = futures[future], future.result()
+                    if called := kernels_of(lowered):
+                        assert mesh is not None
+                        with_kernels[key] = lowered
+                        kernels |= {new: compiling.submit(compile_kernel, new, mesh) for new in called - kernels.keys()}
+                    else:
+                        compiled.append(compile_later(key, lowered))
+                lowered_after = time.perf_counter() - start
+                _wait(kernels.values())
+                kernels_after = time.perf_counter() - start
+                _wait(compiled + [compile_later(key, with_kernels[key]) for key in missing if key in with_kernels])
             except BaseException:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
-                pool.shutdown(wait=False, cancel_futures=True)
+                for pool in (lowering, compiling):
+                    pool.shutdown(wait=False, cancel_futures=True)
                 raise
         self._is_warm = True
-        self.lowered_after = self._last_lowered - start
-        return time.perf_counter() - start
+        return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
+
+
+def _wait(futures: Iterable[concurrent.futures.Future[Any]]) -> None:
+    """Until all are done. Raises what the first one raises that fails."""
+    for future in concurrent.futures.as_completed(futures):
+        future.result()
 
 
 def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:

@@ -32,7 +32,7 @@ from jaxserve.execution.shapes import Program
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 8
+MAX_WORKERS = 12
 MAX_KEPT_BYTES = 2 << 30
 """Of lowered steps on disk. Those that no start has used for longest make room."""
 
@@ -117,7 +117,8 @@ class Lowering:
 
     Attributes:
         num_workers: how many steps are lowered at a time.
-        num_found: steps that were found on disk.
+        num_found: programs that were found on disk.
+        num_made: those that were not.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Lowering:
         assert isinstance(builder.mesh, Mesh)
         self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus())
         self.num_found = 0
+        self.num_made = 0
         self._builder = builder
         self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh), _jax_options())
         self._folder = folder
@@ -193,6 +195,8 @@ class Lowering:
             exported = worker.run(job)
         finally:
             self._give_back(worker)
+        with self._lock:
+            self.num_made += 1
         self._keep(job, exported)
         return exported
 

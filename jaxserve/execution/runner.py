@@ -5,19 +5,21 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, pack_nothing, wants_prompt_logprobs
 from jaxserve.execution.builder import StepBuilder
-from jaxserve.execution.compile import CompiledSteps
+from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.shapes import Draw, Program, PromptLogprobs, Step
+from jaxserve.execution.mosaic import MosaicKernel, kernels_of, share_kernels
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import Drawn
 from jaxserve.layers.batch import KVCache
@@ -26,6 +28,9 @@ from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
 from jaxserve.scheduling.plan import StepPlan
+
+CUBLAS_TOKENS = 256
+"""From so many tokens on, matrix products are left to cuBLAS."""
 
 
 class HostLogprobs:
@@ -105,7 +110,7 @@ class Runner:
         self._features = np.zeros(builder.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(builder.max_num_seqs, bool)
         self._mask_sizes = [size for size in (1, 8, 64) if size < builder.max_num_seqs] + [builder.max_num_seqs]
-        self.steps = CompiledSteps(self._lower_program)
+        self.steps = CompiledSteps(self._lower_program, compiler_options=self._compiler_options)
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
@@ -122,12 +127,10 @@ class Runner:
         """Executables that a request had to wait for although warm-up was done: 0 unless there is a bug."""
         return self.steps.num_recompiles_after_warmup + self._admissions.num_recompiles_after_warmup
 
-    def measure_step_memory(self) -> int:
-        """Bytes that steps take per device besides weights and KV: slots, and what the largest of them makes.
-
-        Compiles its programs, the forward pass against a small KV pool.
+    def step_memory(self) -> int:
+        """Bytes that steps take per device besides weights and KV: slots, and what the largest of them makes, whose
+        programs are compiled for it.
         """
-        assert self._kv_cache is None
         step = self.builder.shapes.step_for(
             self.builder.shapes.largest.bucket.num_tokens,
             is_plain=False,
@@ -136,45 +139,52 @@ class Runner:
             has_prompt_logprobs=True,
         )
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            others = [pool.submit(self.steps.__getitem__, program) for program in step[1:]]
-            forward = _memory(self._lower(step.forward, self.builder.max_blocks).compile())
-            rest = [_memory(future.result()) for future in others]
-        slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.builder.slots))
+            forward, *rest = map(_memory, pool.map(self.steps.__getitem__, filter(None, step)))
         # Logits and hidden states are there until the others have run, one after the other.
-        return slots + forward.made + max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
+        used = max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
+        return self.builder.slot_bytes + forward.made + used
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        """How many blocks the KV pools will have, for which steps are compiled. Before `allocate`."""
+        assert self._kv_cache is None
+        if num_blocks != self.num_blocks:
+            self.num_blocks = num_blocks
+            self.steps.clear()
 
     def check_kernels(self) -> None:
         """Lower two programs that have all kernels between them, so that what these cannot do shows before a request
-        needs it. `num_blocks` must be set. Raises NotImplementedError.
+        needs it. The number of blocks must be set. Raises NotImplementedError.
         """
         shapes = self.builder.shapes
         decode = shapes.step_for(
             1, is_plain=True, is_decode_only=True, has_logprobs=False, has_prompt_logprobs=False
         ).forward
         for program in (shapes.largest, decode):
-            self._lower_program(program)
+            if program not in self.steps:
+                self._lower_program(program)
 
     def allocate(self) -> None:
         """Make the KV pools, of `num_blocks`, and the slots. Before the first step, once."""
+        self._close_lowering()
         with self.builder.on_mesh():
             self._kv_cache = init_kv_cache(self.builder.kv_cache(num_blocks=self.num_blocks))
             # By jit: never two of them at once.
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
 
-    def warm_up(self, *, progress: bool) -> float:
-        """Compile every program that a plan can ask for; `num_blocks` must be set. Returns seconds.
+    def warm_up(self, *, progress: bool) -> WarmUp:
+        """Compile every program that a plan can ask for; the number of blocks must be set.
 
         Before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for that.
         """
-        seconds = self._admissions.warm_up(self._admission_keys, progress=False)
-        num_lowered_elsewhere = 0 if self._lowering is None else self._lowering.num_workers
-        try:
-            seconds += self.steps.warm_up(
-                self.builder.shapes.programs, num_lowered_elsewhere=num_lowered_elsewhere, progress=progress
-            )
-        finally:
-            self._close_lowering()
-        return seconds
+        assert isinstance(self.mesh, Mesh)
+        self._admissions.warm_up(self._admission_keys, progress=False)
+        return self.steps.warm_up(
+            self.builder.shapes.programs,
+            num_lowered_elsewhere=0 if self._lowering is None else self._lowering.num_workers,
+            kernels_of=self._kernels_of,
+            mesh=self.mesh,
+            progress=progress,
+        )
 
     def run_empty_steps(self, *, times: int = 3) -> None:
         """Run all that is compiled, after `allocate`, on nothing: KV and slots stay as they are.
@@ -281,10 +291,19 @@ class Runner:
         return ["scalars", "extras", *self._mask_sizes]
 
     def _lower_program(self, program: Program) -> jax.stages.Lowered:
-        return self._lower(program, self.num_blocks)
+        lowered = (self._lowering or self.builder).lower(program, self.num_blocks)
+        return share_kernels(lowered) if self.builder.has_kernels else lowered
 
-    def _lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
-        return (self._lowering or self.builder).lower(program, num_blocks)
+    def _kernels_of(self, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
+        """What to compile before a program. Nothing if programs were found lowered: they are found compiled, too."""
+        if not self.builder.has_kernels or (self._lowering is not None and not self._lowering.num_made):
+            return frozenset()
+        return kernels_of(lowered)
+
+    def _compiler_options(self, program: Program) -> dict[str, Any]:
+        """XLA makes matrix products of its own and tries them out, for seconds; where rows are many, cuBLAS's win."""
+        is_large = isinstance(program, PlainDecode | Forward) and program.bucket.num_tokens >= CUBLAS_TOKENS
+        return {"xla_gpu_enable_triton_gemm": False} if self.builder.has_kernels and is_large else {}
 
     def _empty_arguments(self, program: Program) -> tuple[Any, ...]:
         """Arguments of `_run` with which a program changes nothing: no row draws, nor has any tokens."""

@@ -64,7 +64,7 @@ class Model:
             has_special_steps=has_special_steps,
         )
         self.runner = Runner(builder, self.params)
-        self.runner.num_blocks = num_blocks
+        self.runner.set_num_blocks(num_blocks)
         self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)
 

@@ -50,7 +50,7 @@ def make_engine(num_devices=1, lowering=None):
     """An engine of `SPEC` with every step compiled, and its runner."""
     model = Model(NAME, tensor_parallel_size=num_devices)
     runner = model.runner = Runner(make_builder(num_devices=num_devices), model.params, lowering=lowering)
-    runner.num_blocks = NUM_BLOCKS
+    runner.set_num_blocks(NUM_BLOCKS)
     runner.warm_up(progress=False)
     runner.allocate()
     return model.engine(max_num_seqs=4, max_num_batched_tokens=8), runner

@@ -12,7 +12,7 @@ from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
-from jaxserve.execution.builder import StepSpec
+from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.execution.shapes import Draw, PromptLogprobs
 from jaxserve.models import get_family
@@ -107,7 +107,34 @@ def test_what_steps_take(monkeypatch):
         *(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in rest),
     ]
     assert min(needed) > 0
-    assert runner.measure_step_memory() == slots + left + max(needed)
+    assert runner.step_memory() == slots + left + max(needed)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("expected", [10**6, 0])
+def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
+    """Steps are compiled for a cache beside what they are expected to take, and again if they take more."""
+    available, weights = 10**8, sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
+    frees = iter([available, available, available - weights])
+    monkeypatch.setattr(startup, "_available_memory", lambda mesh: next(frees))
+    monkeypatch.setattr(startup, "CPU_KV_CACHE_MEMORY", None)
+    monkeypatch.setattr(startup, "GPU_MEMORY_RESERVE", 1000)
+    monkeypatch.setattr(startup, "KV_CACHE_UNIT", 1)
+    monkeypatch.setattr(StepBuilder, "expected_step_memory", property(lambda builder: expected))
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, warmup=warmup)
+    engine, info = startup.start_engine(config, mesh=None, progress=False)
+    runner = engine.runner
+    needed = runner.step_memory()
+    assert 0 < needed < 10**6
+    trials = 0 if warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
+    left = available - weights - trials - 1000 - max(needed, expected) - (1 if expected else 0)
+    assert info.num_blocks == runner.num_blocks == left // runner.bytes_per_block
+    assert ("compiling again" in caplog.text) == (expected == 0)
+    engine.add([request("one", [1, 2, 3, 4, 5], 3)])
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().num_recompiles_after_warmup == 0
+    engine.close()
 
 
 def test_positions_of_a_huge_pool_are_int32():

@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.compile import CompiledSteps, enable_persistent_cache
+from jaxserve.execution.mosaic import MosaicKernel
 from jaxserve.request import EngineRequest, SamplingParams
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -102,6 +103,52 @@ def test_a_shape_that_was_not_warmed_up_is_counted():
     assert (steps.num_compiles, steps.num_recompiles_after_warmup) == (3, 1)
     with pytest.raises(TypeError):  # never a silent recompile
         steps[1](np.zeros(2, np.float32))
+
+
+def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkeypatch):
+    compiled = []
+    kernels = {name: MosaicKernel(name.encode(), b"", False, False, False) for name in "abc"}
+    called = {1: "", 2: "ab", 3: "bc"}
+    programs = {size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)) for size in called}
+    compile_program = jax.stages.Lowered.compile
+
+    def compile_and_tell(program, options):
+        compiled.append(options["size"])
+        return compile_program(program)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_tell)
+    monkeypatch.setattr(
+        "jaxserve.execution.compile.compile_kernel", lambda kernel, mesh: compiled.append(kernel.kernel_hash.decode())
+    )
+    steps = CompiledSteps(programs.get, compiler_options=lambda size: {"size": size})
+    seconds = steps.warm_up(
+        called,
+        kernels_of=lambda lowered: {
+            kernels[x] for size, x_s in called.items() if programs[size] is lowered for x in x_s
+        },
+        mesh=jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]),
+        progress=False,
+    )
+    assert sorted(map(str, compiled)) == ["1", "2", "3", "a", "b", "c"]
+    assert max(map(compiled.index, "abc")) < min(map(compiled.index, [2, 3]))
+    assert all(size in steps for size in called)
+    assert 0 <= seconds.lowered_after <= seconds.kernels_after <= seconds.compiled_after
+    steps.clear()
+    assert 1 not in steps
+
+
+def test_a_kernel_that_does_not_compile_stops_the_warm_up(monkeypatch):
+    def fail(kernel, mesh):
+        raise RuntimeError("this kernel does not compile")
+
+    monkeypatch.setattr("jaxserve.execution.compile.compile_kernel", fail)
+    steps = CompiledSteps(lambda size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)))
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    with pytest.raises(RuntimeError, match="this kernel"):
+        steps.warm_up(
+            [1], kernels_of=lambda _: {MosaicKernel(b"", b"", False, False, False)}, mesh=mesh, progress=False
+        )
+    assert 1 not in steps
 
 
 def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):

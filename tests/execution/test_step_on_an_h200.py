@@ -8,7 +8,7 @@ import pytest
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
@@ -96,6 +96,21 @@ def test_what_rows_may_need_does_not_break_the_command_buffer(make):
     assert bytes_in_place(program) >= pools + slots
     for shape in (POOL, *{leaf.shape for leaf in jax.tree.leaves(builder.slots) if leaf.size > 2**20}):
         assert program.copies_of(shape) == []
+
+
+@pytest.mark.parametrize("fields", [LLAMA_3_8B, QWEN3_30B_A3B])
+def test_steps_take_no_more_than_expected(fields):
+    """Else every start compiles them twice."""
+    builder = make_builder(fields | {"num_hidden_layers": 1})
+    forward = builder.shapes.largest
+    programs = [forward, Draw(forward.bucket.num_rows, has_logprobs=True), PromptLogprobs(forward.bucket)]
+    made, temporary = [], []
+    for program in programs:
+        memory = builder.lower(program, NUM_BLOCKS).compile().memory_analysis()
+        made.append(memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        temporary.append(memory.temp_size_in_bytes)
+    needed = builder.slot_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
+    assert needed < builder.expected_step_memory < needed + 2**30
 
 
 @pytest.mark.parametrize(
