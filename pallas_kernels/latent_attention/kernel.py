@@ -138,9 +138,8 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         begin, end, first_tile, _, place = (gmem.shares[field, share] for field in range(5))
 
         def visit(i, item, n):
-            tile = first_tile + i
-            own_place = lax.select(gmem.tiles[6, tile] >= begin, problem.num_shares + share, place)
-            return _copy(problem, gmem, smem, item, tile, begin, end, own_place, n)
+            places = place, problem.num_shares + share
+            return _copy(problem, gmem, smem, item, first_tile + i, begin, end, places, n)
 
         for_each_item(visit)
         for barrier in (smem.q_free, *slots_of(smem.left_free), *slots_of(smem.right_free)):
@@ -150,8 +149,8 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     lax.switch(lax.axis_index("wg"), (weigh, follow, copy))
 
 
-def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, place, n):
-    """Queries and vectors of an item."""
+def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, places, n):
+    """Queries and vectors of an item. A part goes to the first of the places if its tile began in an earlier share."""
     row, query, num_queries, seen, last_seen, context, unit = (gmem.tiles[field, tile] for field in range(7))
     num_blocks = lax.div(last_seen + (problem.block_kv - 1), _int(problem.block_kv))
 
@@ -169,7 +168,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
         context=context,
         first=first,
         end=stop,
-        place=lax.select(is_whole | has_nothing, _int(-1), place),
+        place=lax.select(is_whole | has_nothing, _int(-1), lax.select(is_begun, places[1], places[0])),
     )
     plgpu.barrier_wait(smem.q_free)
     for field, value in enumerate(item):
@@ -212,14 +211,14 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
 def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     """The first computing warpgroup's work on an item."""
     plgpu.barrier_wait(smem.q_full)
-    first, end = item_slot[2], item_slot[3]
+    first, end = _read(item_slot, "first", "end")
 
     def step(block, carry):
         acc, maximum, total, n = carry
         slot = lax.rem(n, _int(problem.stages))
         plgpu.barrier_wait(smem.left_full.at[slot])
         first_key = block * problem.block_kv
-        seen, context = item_slot[0], item_slot[1]  # read again, which is cheaper than registers
+        seen, context = _read(item_slot, "seen", "context")  # read again, which is cheaper than registers
         _clean(problem, smem.left.at[slot], context - first_key)
         scores = lax.cond(
             first_key + problem.block_kv > seen,
@@ -255,7 +254,7 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     smem.fade[...] = factor
     plgpu.barrier_arrive(smem.weights_full)
     _store(problem, gmem, item_slot, acc, factor, column=0)
-    place = item_slot[6]
+    [place] = _read(item_slot, "place")
 
     @pl.when(place >= 0)
     def _():
@@ -268,7 +267,7 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
 def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     """The second computing warpgroup's work on an item."""
     plgpu.barrier_wait(smem.q_full)
-    _, context, first, end = (item_slot[field] for field in range(4))
+    context, first, end = _read(item_slot, "context", "first", "end")
     plgpu.barrier_arrive(smem.q_free)  # the slot lasts until this warpgroup has been here for the next item
 
     def load_fade():
@@ -295,6 +294,11 @@ def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     return n
 
 
+def _read(item_slot, *names: str) -> list[Any]:
+    """Fields of the Item in a slot."""
+    return [item_slot[Item._fields.index(name)] for name in names]
+
+
 def _zeros(problem: Problem):
     return plgpu.layout_cast(jnp.zeros((ROWS, problem.half), jnp.float32), _LAYOUT)
 
@@ -302,7 +306,8 @@ def _zeros(problem: Problem):
 def _seen_beyond(problem: Problem, item_slot):
     """How much farther than the first query of an item each of them sees."""
     query = plgpu.broadcasted_iota(_int, (ROWS,), 0, layout=_ROW_LAYOUT)
-    query = query + lax.rem(item_slot[4], _int(problem.num_heads))
+    [first] = _read(item_slot, "query")
+    query = query + lax.rem(first, _int(problem.num_heads))
     return lax.div(query, jnp.full_like(query, problem.num_heads))
 
 
@@ -358,7 +363,7 @@ def _float(x):
 
 def _store(problem: Problem, gmem: Global, item_slot, acc, factor, *, column: int) -> None:
     """A warpgroup's half of the result, or of a part of it."""
-    query, num_queries, place = (item_slot[field] for field in range(4, 7))
+    query, num_queries, place = _read(item_slot, "query", "num_queries", "place")
     acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
     store = functools.partial(store_first_rows, num_rows=num_queries, column=column, interpret=problem.interpret)
     pl.when(place < 0)(lambda: store(gmem.out, acc, row=query))
