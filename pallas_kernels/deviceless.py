@@ -121,7 +121,7 @@ def compile_lowered(
     lower: Callable[[], jax.stages.Lowered], *, compiler_options: dict[str, Any] | None = None
 ) -> DevicelessExecutable:
     """What `lower` returns, traced for an `h200_mesh`, compiled and reported on."""
-    with tempfile.TemporaryDirectory() as folder, _without_cache(), _dumping_kernels(folder):
+    with tempfile.TemporaryDirectory() as folder, without_cache(), _dumping_kernels(folder):
         # Beside the thunks this dumps more than is read here: a few files of text.
         compiled = lower().compile({"xla_dump_to": folder} | (compiler_options or {}))
         thunks = _thunks(pathlib.Path(folder))
@@ -149,7 +149,7 @@ def _find_plugin() -> None:
 
 
 @contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """A program from the persistent cache brings no reports, nor can it be read without a GPU: so none is put there.
 
     The cache itself cannot be turned off any more once it was used.

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.batch import Bucket, make_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
+from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.execution.step import (
     PROMPT_LOGPROBS_CHUNK,
@@ -28,6 +28,7 @@ from jaxserve.execution.step import (
     Drawn,
     Forwarded,
     draw,
+    embed,
     forward,
     prompt_logprobs,
     step,
@@ -43,6 +44,16 @@ CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("m
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 12
 """What steps are expected to hold at a time."""
+
+CUBLAS_TOKENS = 256
+"""From so many tokens on, matrix products are left to cuBLAS. XLA makes some of its own and tries them out, for
+seconds, but where rows are many cuBLAS's win.
+"""
+
+NO_COMMAND_BUFFER = 10**9
+"""Kernels, of which no program has as many. Those of a prompt's forward pass last longer than it takes to launch them
+one by one; in a command buffer the first of them would start when the last one is there, a millisecond later.
+"""
 
 _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
@@ -187,6 +198,16 @@ class StepBuilder:
         with self.on_mesh():
             return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
 
+    def compiler_options(self, program: Program) -> dict[str, Any]:
+        """XLA's options for a program."""
+        options: dict[str, Any] = {}
+        if self.has_kernels and isinstance(program, PlainDecode | Forward):
+            if program.bucket.num_tokens >= CUBLAS_TOKENS:
+                options["xla_gpu_enable_triton_gemm"] = False
+            if isinstance(program, Forward) and not program.is_decode_only:
+                options["xla_gpu_graph_min_graph_size"] = NO_COMMAND_BUFFER
+        return options
+
     def export(self, program: Program, num_blocks: int) -> bytes:
         """The same as bytes, for `lower_exported` in another process of the same version."""
         declared = self._declare(program, num_blocks)
@@ -225,11 +246,8 @@ class StepBuilder:
                 function = functools.partial(step, **self._with_layers, bucket=bucket)
                 outputs = _drawn(has_logprobs=False)
             case Forward(bucket, is_decode_only):
-                function = functools.partial(
-                    forward, **self._with_layers, bucket=bucket, is_plain=False, is_decode_only=is_decode_only
-                )
-                hidden = None if is_decode_only else _LEAF
-                outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=hidden, embeddings=_LEAF)
+                function = functools.partial(forward, **self._with_layers, bucket=bucket, is_decode_only=is_decode_only)
+                outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):
                 return _Declaration(
                     functools.partial(draw, kernels=self._kernels, is_plain=False, has_logprobs=has_logprobs),
@@ -238,12 +256,18 @@ class StepBuilder:
                     results=(self.slots, _drawn(has_logprobs=has_logprobs)),
                 )
             case PromptLogprobs(bucket):
-                hidden = self._array((bucket.num_tokens, self._hidden_size), self._dtype)
                 return _Declaration(
                     functools.partial(prompt_logprobs, **self._model, bucket=bucket),
-                    (self._params, hidden, self._packed(bucket)),
+                    (self._params, self._hidden(bucket), self._packed(bucket)),
                     donated=(),
                     results=_LOGPROBS,
+                )
+            case Embed(bucket):
+                return _Declaration(
+                    functools.partial(embed, bucket=bucket),
+                    (self.slots, self._hidden(bucket), self._packed(bucket)),
+                    donated=(0,),
+                    results=(self.slots, _LEAF),
                 )
         kv_cache = self.kv_cache(num_blocks=num_blocks)
         return _Declaration(
@@ -260,6 +284,9 @@ class StepBuilder:
             num_output_tokens=self._array((num_rows,), jnp.int32),
             features=self._array((), jnp.int32),
         )
+
+    def _hidden(self, bucket: Bucket) -> Any:
+        return self._array((bucket.num_tokens, self._hidden_size), self._dtype)
 
     def _packed(self, bucket: Bucket) -> Any:
         return self._array((bucket.packed_size,), jnp.int32)

@@ -19,7 +19,7 @@ from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.mosaic import MosaicKernel, kernels_of, share_kernels
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode, Program, PromptLogprobs, Step
+from jaxserve.execution.shapes import Draw, Embed, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import Drawn
 from jaxserve.layers.batch import KVCache
@@ -28,9 +28,6 @@ from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
 from jaxserve.scheduling.plan import StepPlan
-
-CUBLAS_TOKENS = 256
-"""From so many tokens on, matrix products are left to cuBLAS."""
 
 
 class HostLogprobs:
@@ -110,7 +107,7 @@ class Runner:
         self._features = np.zeros(builder.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(builder.max_num_seqs, bool)
         self._mask_sizes = [size for size in (1, 8, 64) if size < builder.max_num_seqs] + [builder.max_num_seqs]
-        self.steps = CompiledSteps(self._lower_program, compiler_options=self._compiler_options)
+        self.steps = CompiledSteps(self._lower_program, compiler_options=builder.compiler_options)
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
@@ -137,6 +134,7 @@ class Runner:
             is_decode_only=False,
             has_logprobs=True,
             has_prompt_logprobs=True,
+            has_embeddings=True,
         )
         with concurrent.futures.ThreadPoolExecutor() as pool:
             forward, *rest = map(_memory, pool.map(self.steps.__getitem__, filter(None, step)))
@@ -156,9 +154,8 @@ class Runner:
         needs it. The number of blocks must be set. Raises NotImplementedError.
         """
         shapes = self.builder.shapes
-        decode = shapes.step_for(
-            1, is_plain=True, is_decode_only=True, has_logprobs=False, has_prompt_logprobs=False
-        ).forward
+        nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
+        decode = shapes.step_for(1, is_plain=True, is_decode_only=True, **nothing).forward
         for program in (shapes.largest, decode):
             if program not in self.steps:
                 self._lower_program(program)
@@ -214,6 +211,7 @@ class Runner:
         built = time.perf_counter()
         forwarded = self._run(step.forward, packed)
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
+        embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
         if masks is not None:
             assert step.draw is not None, "a mask is no part of plain rows"
@@ -229,7 +227,7 @@ class Runner:
             drawn.is_corrupted,
             drawn.logprobs if needed & Feature.LOGPROBS else None,
             prompt_logprobs,
-            forwarded.embeddings if needed & Feature.POOLING else None,
+            embeddings,
         )
         return PendingStep(plan, outputs)
 
@@ -241,15 +239,16 @@ class Runner:
             is_decode_only=plan.num_decode_rows == len(plan.rows),
             has_logprobs=bool(needed & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
+            has_embeddings=bool(needed & Feature.POOLING),
         )
 
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program, on these besides weights, KV and slots. Returns what it makes besides KV and slots."""
         executable = self.steps[program]
         match program:
-            case Draw():
-                self._slots, drawn = executable(self._slots, *arguments)
-                return drawn
+            case Draw() | Embed():
+                self._slots, made = executable(self._slots, *arguments)
+                return made
             case PromptLogprobs():
                 return executable(self.params, *arguments)
             case _:
@@ -300,18 +299,13 @@ class Runner:
             return frozenset()
         return kernels_of(lowered)
 
-    def _compiler_options(self, program: Program) -> dict[str, Any]:
-        """XLA makes matrix products of its own and tries them out, for seconds; where rows are many, cuBLAS's win."""
-        is_large = isinstance(program, PlainDecode | Forward) and program.bucket.num_tokens >= CUBLAS_TOKENS
-        return {"xla_gpu_enable_triton_gemm": False} if self.builder.has_kernels and is_large else {}
-
     def _empty_arguments(self, program: Program) -> tuple[Any, ...]:
         """Arguments of `_run` with which a program changes nothing: no row draws, nor has any tokens."""
         match program:
             case Draw():
                 _, *rest = self.builder.arguments(program, self.num_blocks)
                 return tuple(jax.tree.map(_zeros, rest))
-            case PromptLogprobs(bucket):
+            case PromptLogprobs(bucket) | Embed(bucket):
                 _, hidden, _ = self.builder.arguments(program, self.num_blocks)
                 return _zeros(hidden), pack_nothing(bucket, **self.builder.table_sizes)
             case _:

@@ -16,7 +16,7 @@ from jaxserve.execution.batch import Bucket
 SMALLEST_GENERAL = 16
 """Tokens of the smallest forward pass of decode steps that do more than draw from filtered distributions."""
 
-MIXED = (64, 256)
+MIXED = (64, 128, 256)
 """Tokens of the smaller forward passes in which rows may have several tokens; above them there are all buckets."""
 
 
@@ -46,7 +46,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     bucket: Bucket
 
 
-Program = PlainDecode | Forward | Draw | PromptLogprobs
+class Embed(msgspec.Struct, frozen=True, tag=True):
+    """`step.embed`."""
+
+    bucket: Bucket
+
+
+Program = PlainDecode | Forward | Draw | PromptLogprobs | Embed
 """What distinguishes one compiled program from another: a function of `step`, its shapes and its static arguments."""
 
 
@@ -56,6 +62,7 @@ class Step(NamedTuple):
     forward: PlainDecode | Forward
     draw: Draw | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    embed: Embed | None = None
 
 
 class StepShapes:
@@ -67,7 +74,7 @@ class StepShapes:
         self._has_special_steps = has_special_steps
         self._plain: list[Bucket] = []
         self._decode: list[Bucket] = []
-        self._mixed = self._with_prompt_logprobs = buckets
+        self._mixed = self._with_hidden = buckets
         if has_special_steps:
             self._plain = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
             general = [bucket for bucket in self._plain if bucket.num_tokens >= SMALLEST_GENERAL] or self._plain[-1:]
@@ -77,7 +84,7 @@ class StepShapes:
                 for bucket in buckets
                 if bucket.num_tokens in MIXED or bucket.num_tokens > MIXED[-1] or bucket is buckets[-1]
             ]
-            self._with_prompt_logprobs = list(_sparse(self._mixed))
+            self._with_hidden = list(_sparse(self._mixed))
 
     @property
     def programs(self) -> list[Program]:
@@ -90,7 +97,8 @@ class StepShapes:
         with_layers.sort(key=lambda program: -program.bucket.num_tokens)
         return [
             *with_layers,
-            *map(PromptLogprobs, reversed(self._with_prompt_logprobs)),
+            *map(PromptLogprobs, reversed(self._with_hidden)),
+            *map(Embed, reversed(self._with_hidden)),
             *dict.fromkeys(self._draw(size, has_logprobs) for size in num_rows for has_logprobs in (True, False)),
         ]
 
@@ -100,7 +108,14 @@ class StepShapes:
         return Forward(self._mixed[-1], is_decode_only=False)
 
     def step_for(
-        self, num_tokens: int, *, is_plain: bool, is_decode_only: bool, has_logprobs: bool, has_prompt_logprobs: bool
+        self,
+        num_tokens: int,
+        *,
+        is_plain: bool,
+        is_decode_only: bool,
+        has_logprobs: bool,
+        has_prompt_logprobs: bool,
+        has_embeddings: bool,
     ) -> Step:
         """The smallest step for so many tokens, at most those of the largest bucket, that can do what rows need.
 
@@ -111,17 +126,19 @@ class StepShapes:
         def smallest(buckets: list[Bucket]) -> Bucket | None:
             return next((bucket for bucket in buckets if bucket.num_tokens >= num_tokens), None)
 
-        is_decode_only = is_decode_only and not has_prompt_logprobs
+        needs_hidden = has_prompt_logprobs or has_embeddings
+        is_decode_only = is_decode_only and not needs_hidden
         if is_plain and is_decode_only and (bucket := smallest(self._plain)):
             return Step(PlainDecode(bucket))
         if is_decode_only and (bucket := smallest(self._decode)):
             return Step(Forward(bucket, is_decode_only=True), self._draw(bucket.num_rows, has_logprobs))
-        bucket = smallest(self._with_prompt_logprobs if has_prompt_logprobs else self._mixed)
+        bucket = smallest(self._with_hidden if needs_hidden else self._mixed)
         assert bucket is not None
         return Step(
             Forward(bucket, is_decode_only=False),
             self._draw(bucket.num_rows, has_logprobs),
             PromptLogprobs(bucket) if has_prompt_logprobs else None,
+            Embed(bucket) if has_embeddings else None,
         )
 
     def _draw(self, num_rows: int, has_logprobs: bool) -> Draw:

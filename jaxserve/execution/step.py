@@ -46,15 +46,12 @@ class DrawingRows:
 @no_type_check
 @flax.struct.dataclass
 class Forwarded:
-    """What a forward pass leaves behind. `hidden` is None if it is of rows of one token, and so is all that plain rows
-    do not need; embeddings are zeros unless asked for.
-    """
+    """What a forward pass leaves behind. `hidden` is None if it is of rows of one token."""
 
     logits: Float[Array, "R V"]
     """Of the last token of each row, in float32."""
     rows: DrawingRows
     hidden: Float[Array, "T E"] | None
-    embeddings: Float[Array, "R E"] | None
 
 
 @no_type_check
@@ -94,7 +91,6 @@ def step(
         kernels=kernels,
         group_of_layer=group_of_layer,
         bucket=bucket,
-        is_plain=True,
         is_decode_only=True,
     )
     slots, drawn = draw(slots, forwarded.logits, forwarded.rows, kernels=kernels, is_plain=True, has_logprobs=False)
@@ -112,14 +108,12 @@ def forward(
     kernels: Kernels,
     group_of_layer: tuple[int, ...],
     bucket: Bucket,
-    is_plain: bool,
     is_decode_only: bool,
 ) -> tuple[KVCache, Slots, Forwarded]:
-    """From a packed plan to the logits of its rows; also writes KV, block tables and sums of pooled hidden states.
-    `kv_cache` and `slots` are donated; the keyword arguments are static.
+    """From a packed plan to the logits of its rows; also writes KV and block tables. `kv_cache` and `slots` are
+    donated; the keyword arguments are static.
 
-    `is_plain` leaves out what only rows need that want more than draws from filtered distributions; `is_decode_only`
-    what rows of several tokens need, for steps without any.
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any.
     """
     pieces = unpack(packed, bucket)
     block_tables = (
@@ -151,19 +145,8 @@ def forward(
         num_output_tokens=pieces["num_output_tokens"],
         features=pieces["header"][2],
     )
-    pooled_sums, embeddings = slots.pooled_sums, None
-    if not is_plain:
-        with jax.named_scope("pool"):
-            pooled_sums, embeddings = pool(
-                hidden,
-                pooled_sums,
-                batch,
-                slot_ids=rows.slots,
-                row_features=unpack_rows(slots.sampling, rows.slots).features,
-                features=rows.features,
-            )
-    slots = dataclasses.replace(slots, block_tables=block_tables, pooled_sums=pooled_sums)
-    return kv_cache, slots, Forwarded(logits, rows, None if is_decode_only else hidden, embeddings)
+    slots = dataclasses.replace(slots, block_tables=block_tables)
+    return kv_cache, slots, Forwarded(logits, rows, None if is_decode_only else hidden)
 
 
 def draw(
@@ -227,6 +210,25 @@ def prompt_logprobs(
     following = jnp.pad(following, (0, padding)).reshape(-1, chunk)
     chunks = jax.lax.map(lambda xs: _logprobs(family.logits(params, config, xs[0]), xs[1]), (hidden, following))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)
+
+
+def embed(
+    slots: Slots, hidden: Float[Array, "T E"], packed: Int[Array, " packed"], *, bucket: Bucket
+) -> tuple[Slots, Float[Array, "R E"]]:
+    """The vector of each row after a forward pass; anything for rows that want none. `slots` is donated: it has the
+    sums of prompts that come in chunks. `bucket` is static.
+    """
+    pieces = unpack(packed, bucket)
+    pooled_sums, embeddings = pool(
+        hidden,
+        slots.pooled_sums,
+        slot_ids=pieces["slots"],
+        starts=pieces["starts"],
+        num_tokens=pieces["num_tokens"],
+        row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
+        features=pieces["header"][2],
+    )
+    return dataclasses.replace(slots, pooled_sums=pooled_sums), embeddings
 
 
 def _logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> Logprobs:

@@ -78,7 +78,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
     caplog.set_level("INFO")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
-    num_programs = 3 + 3 + 2  # forward passes and prompt logprobs of 1, 2 and 4 tokens, draws of 1 and 2 rows
+    num_programs = 3 * 3 + 2  # forward passes, prompt logprobs and embeddings of 1, 2 and 4 tokens, draws of 1 and 2
     for num_found in (0, num_programs):
         caplog.clear()
         engine, _ = startup.start_engine(config, mesh=None, progress=False)

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from jaxserve.execution.batch import make_buckets
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs, StepShapes
+from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
 
-NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs")
+NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
 
 
 def make_shapes(budget, max_num_seqs, *, has_special_steps=True):
@@ -30,10 +30,10 @@ def test_few_programs_on_a_gpu():
     mixed = sizes(shapes, Forward, is_decode_only=False)
     assert plain == [256, 128, 64, 32, 16, 4, 1]
     assert decode == [256, 64, 16]
-    assert mixed == [8192, 4096, 2048, 1024, 512, 256, 64]
-    assert sizes(shapes, PromptLogprobs) == [8192, 4096, 1024, 256, 64]
+    assert mixed == [8192, 4096, 2048, 1024, 512, 256, 128, 64]
+    assert sizes(shapes, PromptLogprobs) == sizes(shapes, Embed) == [8192, 4096, 1024, 256, 64]
     draws = [program for program in shapes.programs if isinstance(program, Draw)]
-    assert draws == [Draw(num_rows, has_logprobs) for num_rows in (256, 64, 16) for has_logprobs in (True, False)]
+    assert draws == [Draw(num_rows, has_logprobs) for num_rows in (256, 128, 64, 16) for has_logprobs in (True, False)]
     with_layers = shapes.programs[: len(plain + decode + mixed)]
     assert all(isinstance(program, PlainDecode | Forward) for program in with_layers)
 
@@ -46,10 +46,10 @@ def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
     ]
     for values in itertools.product((False, True), repeat=3):
         needs = dict(zip(NEEDS, values, strict=False))
-        step = shapes.step_for(3, **needs, has_prompt_logprobs=False)
+        step = shapes.step_for(3, **needs, has_prompt_logprobs=False, has_embeddings=False)
         bucket = shapes.programs[6].bucket
         assert bucket.num_tokens == 4
-        assert step == (Forward(bucket, is_decode_only=False), Draw(4, has_logprobs=True), None)
+        assert step == Step(Forward(bucket, is_decode_only=False), Draw(4, has_logprobs=True))
 
 
 @pytest.mark.parametrize("has_special_steps", [True, False])
@@ -65,8 +65,8 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_special_steps):
     programs = frozenset(unused)
     for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
         needs = dict(zip(NEEDS, values, strict=True))
-        if needs["is_plain"] and needs["has_logprobs"]:
-            continue  # who wants log probabilities is not plain
+        if needs["is_plain"] and (needs["has_logprobs"] or needs["has_embeddings"]):
+            continue  # who wants more is not plain
         step = shapes.step_for(num_tokens, **needs)
         used = {program for program in step if program is not None}
         assert used <= programs
@@ -89,4 +89,9 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_special_steps):
             assert not step.forward.is_decode_only
         else:
             assert step.prompt_logprobs is None
+        if needs["has_embeddings"]:
+            assert step.embed == Embed(bucket)
+            assert not step.forward.is_decode_only
+        else:
+            assert step.embed is None
     assert not unused

@@ -1,5 +1,6 @@
 """Programs of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
 
+import functools
 import math
 
 import jax
@@ -98,6 +99,17 @@ def test_what_rows_may_need_does_not_break_the_command_buffer(make):
         assert program.copies_of(shape) == []
 
 
+def test_the_host_waits_for_nothing_in_a_prompt():
+    """Its kernels are launched one by one, among which a branch or a loop would make the host read the device."""
+    builder = make_builder(QWEN3_30B_A3B | {"num_hidden_layers": 1})
+    forward = Forward(bucket_of(builder, 512), is_decode_only=False)
+    program = compile_lowered(
+        lambda: builder.lower(forward, NUM_BLOCKS), compiler_options=builder.compiler_options(forward)
+    )
+    assert program.thunks["kCustomCall"] > 0
+    assert not program.thunks.keys() & {"kCommandBuffer", "kConditional", "kWhile"}
+
+
 @pytest.mark.parametrize("fields", [LLAMA_3_8B, QWEN3_30B_A3B])
 def test_steps_take_no_more_than_expected(fields):
     """Else every start compiles them twice."""
@@ -106,7 +118,7 @@ def test_steps_take_no_more_than_expected(fields):
     programs = [forward, Draw(forward.bucket.num_rows, has_logprobs=True), PromptLogprobs(forward.bucket)]
     made, temporary = [], []
     for program in programs:
-        memory = builder.lower(program, NUM_BLOCKS).compile().memory_analysis()
+        memory = compile_lowered(functools.partial(builder.lower, program, NUM_BLOCKS)).compiled.memory_analysis()
         made.append(memory.output_size_in_bytes - memory.alias_size_in_bytes)
         temporary.append(memory.temp_size_in_bytes)
     needed = builder.slot_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
