@@ -50,11 +50,6 @@ CUBLAS_TOKENS = 256
 seconds, but where rows are many cuBLAS's win.
 """
 
-NO_COMMAND_BUFFER = 10**9
-"""Kernels, of which no program has as many. Those of a prompt's forward pass last longer than it takes to launch them
-one by one; in a command buffer the first of them would start when the last one is there, a millisecond later.
-"""
-
 _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
 
@@ -200,13 +195,8 @@ class StepBuilder:
 
     def compiler_options(self, program: Program) -> dict[str, Any]:
         """XLA's options for a program."""
-        options: dict[str, Any] = {}
-        if self.has_kernels and isinstance(program, PlainDecode | Forward):
-            if program.bucket.num_tokens >= CUBLAS_TOKENS:
-                options["xla_gpu_enable_triton_gemm"] = False
-            if isinstance(program, Forward) and not program.is_decode_only:
-                options["xla_gpu_graph_min_graph_size"] = NO_COMMAND_BUFFER
-        return options
+        is_large = isinstance(program, PlainDecode | Forward) and program.bucket.num_tokens >= CUBLAS_TOKENS
+        return {"xla_gpu_enable_triton_gemm": False} if self.has_kernels and is_large else {}
 
     def export(self, program: Program, num_blocks: int) -> bytes:
         """The same as bytes, for `lower_exported` in another process of the same version."""

@@ -18,7 +18,7 @@ from jaxserve.execution.builder import StepBuilder
 from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.mosaic import MosaicKernel, kernels_of, share_kernels
+from jaxserve.execution.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.shapes import Draw, Embed, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import Drawn
@@ -290,8 +290,7 @@ class Runner:
         return ["scalars", "extras", *self._mask_sizes]
 
     def _lower_program(self, program: Program) -> jax.stages.Lowered:
-        lowered = (self._lowering or self.builder).lower(program, self.num_blocks)
-        return share_kernels(lowered) if self.builder.has_kernels else lowered
+        return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
         """What to compile before a program. Nothing if programs were found lowered: they are found compiled, too."""

@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.execution.mosaic import compile_kernel, kernels_of, share_kernels
+from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.mosaic import compile_kernel, kernels_of
+from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.deviceless import compile_lowered, h200_mesh, without_cache
 
@@ -33,24 +37,39 @@ def test_a_program_without_any():
     assert kernels_of(jax.jit(jnp.sin).lower(1.0)) == set()
 
 
-def test_programs_share_kernels_whenever_they_are_lowered():
+def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it():
     mesh = h200_mesh()
-    one, two = (share_kernels(lower(mesh, *widths)) for widths in [(2944,), (2944, 3328)])
-    assert kernels_of(one) < kernels_of(two)
-    assert kernels_of(share_kernels(one)) == kernels_of(one)
-    assert one.as_text() == share_kernels(lower(mesh, 2944)).as_text()
-    assert one.as_text() != lower(mesh, 2944).as_text()  # nothing to do, unless jax numbers kernels
-
-
-def test_a_kernel_that_is_compiled_is_found_by_the_programs_that_call_it():
-    mesh = h200_mesh()
-
-    def num_built(*widths):
-        return len(compile_lowered(lambda: share_kernels(lower(mesh, *widths))).kernels)
-
-    assert num_built(3584) == 1
+    program = lower(mesh, 3712)
     with without_cache():
-        for kernel in kernels_of(share_kernels(lower(mesh, 3712))):
+        for kernel in kernels_of(program):
             compile_kernel(kernel, mesh)
-    assert num_built(3712) == 0
-    assert num_built(3712, 3840) == 1
+    assert compile_lowered(lambda: program).kernels == ()
+    assert len(compile_lowered(lambda: lower(mesh, 3712, 3840)).kernels) == 2
+
+
+def test_kernels_that_another_process_has_lowered():
+    """As an export, which is a form that this process need not understand."""
+    spec = StepSpec(
+        model=LLAMA_3_8B | {"num_hidden_layers": 1},
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        has_special_steps=True,
+    )
+    mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
+    builder = build(spec, mesh)
+    lowering = Lowering(builder, spec, folder=None, num_workers=1)
+    try:
+        programs = [lowering.lower(program, 1000) for program in builder.shapes.programs[:2]]
+    finally:
+        lowering.close()
+    assert lowering.num_made == 2
+    with without_cache():
+        for kernel in set().union(*map(kernels_of, programs)):
+            compile_kernel(kernel, mesh)
+    for program in programs:
+        assert len(kernels_of(program)) > 3
+        assert compile_lowered(lambda program=program: program).kernels == ()
