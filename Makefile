@@ -10,7 +10,7 @@ SEED ?= 0
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install deviceless serve test lint goldens parity clients bench clean
+.PHONY: install deviceless serve test lint goldens parity clients schemas bench clean
 
 install: $(STAMP)
 
@@ -59,9 +59,21 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0
 	@touch $@
 
+# JSON Schema's own test suite, which the sources of jsonschema carry, through the engine.
+SCHEMA_SUITE := .json-schema-test-suite
+schemas: $(SCHEMA_SUITE)/.unpacked
+	JSON_SCHEMA_TEST_SUITE=$(SCHEMA_SUITE)/json/tests/draft2020-12 $(BIN)/python -m pytest tests/structured/test_schemas.py
+
+$(SCHEMA_SUITE)/.unpacked: constraints.txt | install
+	rm -rf $(@D)
+	mkdir $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema -c constraints.txt -d $(@D) jsonschema
+	tar xzf $(@D)/jsonschema-*.tar.gz -C $(@D) --strip-components 1
+	@touch $@
+
 bench: install
 	$(BIN)/jaxserve bench throughput
 	$(BIN)/jaxserve bench host
 
 clean:
-	rm -rf $(VENV) .venv-goldens .venv-clients
+	rm -rf $(VENV) .venv-goldens .venv-clients $(SCHEMA_SUITE)
