@@ -119,14 +119,13 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         memory = _kv_cache_memory(free, builder.expected_step_memory, weights=weights, config=config, mesh=mesh)
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
     lowering = None
-    if kernels != "xla" and config.warmup:
-        lowering = Lowering(builder, spec, folder=cache and cache / "steps")
-        for program in builder.shapes.programs:  # meanwhile, in other processes
-            lowering.prepare(program, num_blocks)
-    laps.lap("preparing")
     with contextlib.ExitStack() as on_error:
-        if lowering is not None:
+        if kernels != "xla" and config.warmup:
+            lowering = Lowering(builder, spec, folder=cache and cache / "steps")
             on_error.callback(lowering.close)
+            for program in builder.shapes.programs:  # meanwhile, in other processes
+                lowering.prepare(program, num_blocks)
+        laps.lap("preparing")
         params = _load(config, path, specs, dtype=dtype, mesh=mesh, progress=progress)
         matchers = Matchers(
             functools.partial(Tokenizer.load, config.tokenizer or path),

@@ -2,11 +2,13 @@
 
 import dataclasses
 import pathlib
+import threading
 
 import jax
 import numpy as np
 import pytest
 from harness import GOLDENS, Model, request
+from waiting import PATIENCE
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
@@ -14,6 +16,8 @@ from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.runner import Runner
 from jaxserve.execution.shapes import Draw, PromptLogprobs
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -54,13 +58,55 @@ def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
     engine.runner.close()
 
 
-def test_a_start_that_fails_leaves_nothing_on_the_device():
+@pytest.mark.parametrize("where", ["set_num_blocks", "allocate"])
+def test_a_start_that_fails_leaves_nothing_on_the_device(monkeypatch, where):
+    allocate = Runner.allocate
+
+    def fail(runner, *_):
+        assert jax.tree.leaves(runner.params)
+        if where == "allocate":
+            allocate(runner)
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(Runner, where, fail)
     before = len(jax.live_arrays())
-    config = dataclasses.replace(CONFIG, kv_cache_memory=1000)
-    with pytest.raises(OutOfMemory) as failure:
-        startup.start_engine(config, mesh=None, progress=False)
+    with pytest.raises(RuntimeError, match="no more") as failure:
+        startup.start_engine(CONFIG, mesh=None, progress=False)
     assert failure.tb is not None  # with all its frames
     assert len(jax.live_arrays()) <= before
+
+
+def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):
+    monkeypatch.setattr(startup, "_load", lambda *_, **__: pytest.fail("weights are loaded"))
+    with pytest.raises(OutOfMemory):
+        startup.start_engine(dataclasses.replace(CONFIG, kv_cache_memory=1000), mesh=None, progress=False)
+
+
+def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
+    """Those that lower steps meanwhile, and the threads that wait for them."""
+    started = []
+
+    class Recorded(Lowering):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs, num_workers=2)
+            started.append(self)
+
+    def fail(*_, **__):
+        started[0]._start()  # if no step has by now
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(startup, "Lowering", Recorded)
+    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    monkeypatch.setattr(startup, "_load", fail)
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=True, compilation_cache_dir="")
+    with pytest.raises(KeyboardInterrupt):
+        startup.start_engine(config, mesh=None, progress=False)
+    (lowering,) = started
+    assert len(lowering._workers) == 2
+    assert all(worker._process.poll() is not None for worker in lowering._workers)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "lowering"]:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("warmup", [False, True])
