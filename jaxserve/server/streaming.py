@@ -32,6 +32,9 @@ MAX_HELD_BYTES = 16 * 2**20
 MAX_ALL_HELD_BYTES = 256 * 2**20
 """Of the frames of all streams of an API process that wait for slow readers."""
 
+MAX_SENT_BYTES = 256 * 2**10
+"""Of frames that a connection is given at a time, unless one alone has more: what it has taken is not counted."""
+
 _encode_text = msgspec.json.Encoder().encode
 
 
@@ -260,14 +263,23 @@ class _Frames:
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             self._is_head_sent = True
         while self._held:
-            data = b"".join(self._held)
-            self._held[:] = [data]  # in memory once
+            data = self._join_first()
             await self._send(_body(data))
             if self._held and self._held[0] is data:  # it was not dropped meanwhile
                 del self._held[0]
                 self._count(-len(data))
         self._has_held.clear()
         self._is_direct = self._is_head_sent and self._error is None
+
+    def _join_first(self) -> bytes:
+        """What is sent next, which is the first of what is held from now on."""
+        count = num_bytes = 0
+        while count < len(self._held) and num_bytes < MAX_SENT_BYTES:
+            num_bytes += len(self._held[count])
+            count += 1
+        data = b"".join(self._held[:count])
+        self._held[:count] = [data]
+        return data
 
     def _hold(self, frame: bytes) -> None:
         self._is_direct = False

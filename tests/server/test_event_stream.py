@@ -230,6 +230,41 @@ def test_what_waited_for_a_client_that_has_left_counts_no_more():
     asyncio.run(main())
 
 
+def test_what_a_slow_reader_has_not_asked_for_stays_counted(monkeypatch):
+    """A connection that takes something once must not get all that is held: it would hold that, uncounted."""
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_SENT_BYTES", 20)
+
+    async def main():
+        connection, slow_readers, takes_once, seen = Connection(), SlowReaders(), asyncio.Event(), []
+
+        async def send(message):
+            await connection.send(message)
+            if takes_once.is_set():
+                connection.takes.clear()
+
+        async def work(write):
+            write(b"first;")
+            await turns()
+            connection.takes.clear()
+            for _ in range(10):
+                write(b"frame;")
+            await turns()
+            takes_once.set()
+            connection.takes.set()
+            await turns(20)
+            seen.append((connection.body, slow_readers._num_held_bytes))
+            takes_once.clear()
+            connection.takes.set()
+
+        stream = EventStream(work, slow_readers=slow_readers, stopping=asyncio.Event())
+        await stream({"extensions": {WRITE_CHUNK: {"write": connection.write}}}, connection.receive, send)
+        assert seen == [(b"first;" + b"frame;" * 4, 6 * len(b"frame;"))]
+        assert (slow_readers._num_held_bytes, slow_readers._streams) == (0, set())
+        assert connection.body == b"first;" + b"frame;" * 10 + DONE
+
+    asyncio.run(main())
+
+
 def test_one_long_frame_is_no_slow_reader(monkeypatch):
     monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 10)
 
