@@ -236,9 +236,10 @@ class Lowering:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete_on_close=False) as file:
                 file.write(hashlib.sha256(exported).hexdigest().encode() + b"\n" + exported)
-            os.replace(file.name, path)
+                file.close()
+                os.replace(file.name, path)
             self._has_kept = True
         except OSError as error:
             logger.warning("a lowered step is not kept: %s", error)

@@ -143,6 +143,21 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     assert not caplog.text
 
 
+def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(lowering_module.os, "replace", fail)
+    builder = make_builder()
+    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    try:
+        lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
+    finally:
+        lowering.close()
+    assert "a lowered step is not kept: disk full" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_lowered_step_is_made_from(monkeypatch):
     def paths(spec=SPEC, folder=GOLDENS):
         lowering = Lowering(make_builder(spec), spec, folder=folder)
