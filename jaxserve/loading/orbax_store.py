@@ -246,10 +246,9 @@ def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
     }
     folder.mkdir(parents=True)
     (folder / ".zarray").write_text(json.dumps(header), encoding="utf-8")
-    # NumPy moves integers at once, and bfloat16 one by one.
-    np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}")).tofile(
-        folder.parent / _file_of(folder.name, array.shape)
-    )
+    # NumPy moves integers at once, and bfloat16 one by one. Its `tofile` says nothing of a full disk in the last block.
+    values = np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
+    (folder.parent / _file_of(folder.name, array.shape)).write_bytes(values.data)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 import shutil
 import tracemalloc
 
@@ -133,6 +134,23 @@ def test_memory_of_a_conversion(tmp_path):
     finally:
         tracemalloc.stop()
     assert (tmp_path / "store/weights/w7/0.0").stat().st_size == largest
+
+
+def test_a_disk_that_is_full_at_the_very_end_leaves_no_store(tmp_path):
+    """The last 100 bytes of the largest file do not fit: no file may have more than the others need."""
+    rows = 3 * 4096 + 100
+    (tmp_path / "source").mkdir()
+    save_file({"w": np.ones((rows, 1), np.float32)}, tmp_path / "source/model.safetensors")
+    specs = {"w": ParamSpec(shape=(rows, 1), axes=(None, None), source=("w",))}
+    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": [], "progress": False}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * rows - 100, limits[1]))
+    try:
+        with open_weights(tmp_path / "source", specs) as weights, pytest.raises(CheckpointError, match="cannot write"):
+            write_store(tmp_path / "store", weights, source=Source(name="source", sha256={}), **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_orbax_itself_reads_a_store(store):
