@@ -5,6 +5,7 @@ and goes on from its end, by HTTP or by Xet; a complete one is renamed to the bl
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -19,6 +20,9 @@ from typing import Any
 
 MAX_THREADS = 8
 """Files that are fetched at a time, as `huggingface_hub` does."""
+
+LOCK_TRIAL = 1.0
+"""Seconds after which whoever waits for another process looks whether there is still a reason to."""
 
 
 def partial_bytes(repo: str, file: str) -> int:
@@ -83,7 +87,7 @@ class _Transfer:
 
 def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(repo, file, revision=commit, endpoint=constants.ENDPOINT)
     found = get_hf_file_metadata(url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -95,7 +99,8 @@ def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
     lock = _lock(repo, found.etag)
     lock.parent.mkdir(parents=True, exist_ok=True)
     _drop_others(repo, file, part)
-    with WeakFileLock(lock):  # the library's own, for this blob
+    with contextlib.ExitStack() as stack:
+        _acquire(lock, transfer, stack)
         if blob.exists():
             return
         if part.exists() and part.stat().st_size > found.size:
@@ -108,6 +113,18 @@ def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
             part.unlink()
             _complete(part, url, found, transfer)
         part.replace(blob)
+
+
+def _acquire(lock: pathlib.Path, transfer: _Transfer, stack: contextlib.ExitStack) -> None:
+    """Wait for a lock of the library's, unless the transfer ends first: another process may hold it for hours."""
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock
+
+    while True:
+        transfer.check()
+        with contextlib.suppress(Timeout):
+            stack.enter_context(WeakFileLock(lock, timeout=LOCK_TRIAL))
+            return
 
 
 def _complete(part: pathlib.Path, url: str, found: Any, transfer: _Transfer) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fake_hub import Repo, running_hub
 from hf_xet import XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
 from huggingface_hub.utils import WeakFileLock
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
@@ -131,6 +131,21 @@ def test_one_failure_ends_the_others_and_leaves_their_parts(server, cache, monke
     with pytest.raises(CheckpointError, match=r"cannot download org/whole.* from http"):
         content()
     assert [part.stat().st_size for part in parts(cache)] == [2 * CHUNK]
+
+
+def test_a_failure_does_not_wait_for_what_another_downloads(server, cache, monkeypatch):
+    monkeypatch.setattr(partial_files, "LOCK_TRIAL", 0.1)
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between trials
+    index = {"weight_map": {"x": FILE, "y": "other.safetensors"}}
+    files = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()}
+    server.repos[REPO].commits[NEW] = files | {FILE: WEIGHTS, "other.safetensors": WEIGHTS[1:]}
+    server.cuts["other.safetensors"] = [0] * 20
+    lock = cache / ".locks" / "models--org--whole" / f"{ETAG}.lock"
+    lock.parent.mkdir(parents=True)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with WeakFileLock(lock):
+            failure = pool.submit(content).exception(PATIENCE)
+        assert isinstance(failure, CheckpointError)
 
 
 def test_xet_goes_on_too(server, cache, tmp_path, monkeypatch):
