@@ -27,7 +27,11 @@ LOCK_TRIAL = 1.0
 
 def partial_bytes(repo: str, file: str) -> int:
     """How much of a file the cache holds without having all of it."""
-    return sum(path.stat().st_size for path in _folder(repo).glob(f"{_prefix(file)}*.partial"))
+    total = 0
+    for path in _folder(repo).glob(f"{_prefix(file)}*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just completed it
+            total += path.stat().st_size
+    return total
 
 
 def fetch(repo: str, files: Iterable[str], *, commit: str, progress: bool) -> None:

@@ -81,6 +81,14 @@ def test_the_next_process_goes_on_where_a_killed_one_was(server, cache):
     assert not parts(cache)
 
 
+def test_a_part_that_another_process_completes_meanwhile_counts_nothing(server, cache):
+    start_and_kill(server, cache)
+    [part] = parts(cache)
+    part.with_name(part.name.replace(ETAG, "gone")).symlink_to("nothing")  # listed, and not there any more
+    assert partial_files.partial_bytes(REPO, FILE) == 3 * CHUNK
+    assert content() == WEIGHTS
+
+
 def test_a_file_that_has_changed_starts_over(server, cache):
     server.repos[REPO].refs["main"] = OLD
     start_and_kill(server, cache)
