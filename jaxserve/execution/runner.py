@@ -96,7 +96,7 @@ class Runner:
     """
 
     def __init__(self, builder: StepBuilder, params: Any, *, lowering: Lowering | None = None):
-        """`lowering` lowers the programs that `warm_up` compiles, and is closed by it; without it this process does."""
+        """`lowering` lowers what `warm_up` compiles, until `allocate` closes it; without it this process does."""
         self.builder = builder
         self.params = params
         self.mesh = builder.mesh

@@ -83,7 +83,7 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
         engine, runner = make_engine(num_devices, lowering)
         assert lowering.num_found == num_found
         assert len(lowering._workers) == (0 if num_found else 2)
-        assert all(worker._process.poll() is not None for worker in lowering._workers)  # ended by `warm_up`
+        assert all(worker._process.poll() is not None for worker in lowering._workers)  # ended by `allocate`
         num_compiles = runner.num_compiles
         assert answers(engine) == expected
         assert (runner.num_compiles, runner.num_recompiles_after_warmup) == (num_compiles, 0)
