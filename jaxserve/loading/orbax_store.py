@@ -188,6 +188,8 @@ def write_store(
                 destination.rename(folder / "old")
             new.rename(destination)
         finally:
+            if (folder / "old").exists() and not destination.exists():
+                (folder / "old").rename(destination)
             shutil.rmtree(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write {destination}: {error}") from error

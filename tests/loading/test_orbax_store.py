@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pathlib
 import resource
 import shutil
 import tracemalloc
@@ -234,6 +235,22 @@ def test_what_is_there_is_replaced_only_when_told_to_and_if_it_is_a_store(storie
     with pytest.raises(CheckpointError, match="is a store already"):
         convert(str(store), tmp_path / "again", progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "mine"]
+
+
+def test_a_store_that_cannot_be_replaced_stays(stories, damaged, monkeypatch):
+    rename = pathlib.Path.rename
+
+    def fail_for_the_new_one(path, target):
+        if path.name == "new" and pathlib.Path(target) == damaged:
+            raise OSError("no such luck")
+        return rename(path, target)
+
+    before = {path.relative_to(damaged): path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+    monkeypatch.setattr(pathlib.Path, "rename", fail_for_the_new_one)
+    with pytest.raises(CheckpointError, match="no such luck"):
+        convert(str(stories), damaged, force=True, progress=False)
+    assert {path.relative_to(damaged): path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
+    assert not list(damaged.parent.glob(".*"))
 
 
 def test_a_conversion_that_fails_leaves_nothing(stories, tmp_path, monkeypatch):
