@@ -1,5 +1,6 @@
 """Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time."""
 
+import logging
 import os
 import pathlib
 import sys
@@ -32,6 +33,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # What several tests compile, or the last run did, is compiled once.
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before():
+    """A command that runs in a test says for its whole process what is logged and where: for that test alone."""
+    root, ours = logging.getLogger(), logging.getLogger("jaxserve")
+    handlers, level = root.handlers, ours.level
+    yield
+    root.handlers = handlers
+    ours.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,6 @@ import pytest
 from jaxserve import logs
 
 
-@pytest.fixture
-def as_before():
-    """The configuration of logging, put back afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("jaxserve")
-    handlers, level = root.handlers, ours.level
-    yield
-    root.handlers = handlers
-    ours.setLevel(level)
-
-
-@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_lines_go_to_what_standard_error_is_now(monkeypatch, form):
     """A command that runs in a test leaves its handler behind, and the test's standard error is closed then."""

@@ -122,7 +122,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
     monkeypatch.setattr(startup, "StepSpec", lambda **fields: StepSpec(**fields | {"kernels": "xla"}))  # on this CPU
     monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="jaxserve")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
     num_programs = 3 * 3 + 2  # forward passes, prompt logprobs and embeddings of 1, 2 and 4 tokens, draws of 1 and 2
     for num_found in (0, num_programs):
