@@ -4,14 +4,11 @@ import math
 import pathlib
 from typing import Any
 
-import numpy as np
-
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.gguf_keys import get, number, positive_integer, refuse
+from jaxserve.loading.gguf_rope import rope_fields
 from jaxserve.loading.gguf_tokenizer import end_token_ids
-
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that belong to the config: what the wavelengths of rotary embedding are multiplied by."""
 
 NOT_SERVED = (
     "attention.clamp_kqv",
@@ -54,9 +51,9 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{file.path}: unknown architecture {file.architecture!r}; known are {known}")
     for name in NOT_SERVED:
-        if name not in SERVED.get(file.architecture, ()) and _get(file, name):
-            raise CheckpointError(f"{file.path}: {file.architecture}.{name} {_get(file, name)!r} is not supported")
-    if not _get(file, "attention.causal", True):
+        if name not in SERVED.get(file.architecture, ()) and get(file, name):
+            raise CheckpointError(f"{file.path}: {file.architecture}.{name} {get(file, name)!r} is not supported")
+    if not get(file, "attention.causal", True):
         raise CheckpointError(f"{file.path}: {file.architecture}.attention.causal False is not supported")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError("; ".join([f"{file.path} has no tensor token_embd.weight", *file.problems]))
@@ -74,35 +71,6 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     )
 
 
-def _get(file: GGUFFile, name: str, default: Any = None) -> Any:
-    return file.metadata.get(f"{file.architecture}.{name}", default)
-
-
-def positive_integer(file: GGUFFile, name: str, default: int | None = None) -> int:
-    """A positive integer; without a default it must be there."""
-    if default is not None and _get(file, name) is None:
-        return default
-    value = file.require(f"{file.architecture}.{name}", int)
-    if value < 1:
-        raise CheckpointError(f"{file.path}: {file.architecture}.{name} must be positive, got {value}")
-    return value
-
-
-def _number(file: GGUFFile, name: str, default: float | None = None) -> float:
-    """A number; without a default it must be there."""
-    if default is not None and _get(file, name) is None:
-        return default
-    return file.require(f"{file.architecture}.{name}", float)
-
-
-def _refuse(file: GGUFFile, **served: Any) -> None:
-    """Raises CheckpointError for a key that is there and has another value than the one of these that is served."""
-    for name, value in served.items():
-        key = f"{file.architecture}.{name}"
-        if file.metadata.get(key, value) != value:
-            raise CheckpointError(f"{file.path}: {key} {file.metadata[key]!r} is not supported")
-
-
 def _dtype(file: GGUFFile) -> str:
     """The type that holds most values; what is quantized has been bfloat16 in most cases."""
     sizes: dict[str, int] = {}
@@ -113,7 +81,7 @@ def _dtype(file: GGUFFile) -> str:
 
 def _decoder_fields(file: GGUFFile) -> dict[str, Any]:
     """Of a relative of Llama, with RMS norms."""
-    return _fields(file) | {"rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon")}
+    return _fields(file) | {"rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon")}
 
 
 def _fields(file: GGUFFile) -> dict[str, Any]:
@@ -131,8 +99,8 @@ def _fields(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": positive_integer(file, "context_length"),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "sliding_window": _get(file, "attention.sliding_window") or None,
-        "rope_parameters": _rope(file, head_dim),
+        "sliding_window": get(file, "attention.sliding_window") or None,
+        "rope_parameters": rope_fields(file, head_dim),
     }
 
 
@@ -142,7 +110,7 @@ def _without_window(file: GGUFFile) -> dict[str, Any]:
 
 def _layer_norm_fields(file: GGUFFile) -> dict[str, Any]:
     """Of a relative of Llama with layer norms."""
-    return _refuse_window(file, _fields(file) | {"layer_norm_eps": _number(file, "attention.layer_norm_epsilon")})
+    return _refuse_window(file, _fields(file) | {"layer_norm_eps": number(file, "attention.layer_norm_epsilon")})
 
 
 def _refuse_window(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
@@ -155,13 +123,13 @@ def _refuse_window(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
 def _llama_fields(file: GGUFFile) -> dict[str, Any]:
     """A Mixtral is a llama too."""
     fields = _without_window(file)
-    return fields | {"model_type": "mixtral", **_routing_fields(file)} if _get(file, "expert_count") else fields
+    return fields | {"model_type": "mixtral", **_routing_fields(file)} if get(file, "expert_count") else fields
 
 
 def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
     fields = _without_window(file) | _routing_fields(file)
     # llama.cpp knows by heart which of the two divides by the sum of the weights.
-    fields["norm_topk_prob"] = bool(_get(file, "expert_weights_norm", file.architecture == "qwen3moe"))
+    fields["norm_topk_prob"] = bool(get(file, "expert_weights_norm", file.architecture == "qwen3moe"))
     fields["moe_intermediate_size"] = positive_integer(file, "expert_feed_forward_length")
     if file.architecture == "qwen2moe":
         fields["shared_expert_intermediate_size"] = positive_integer(file, "expert_shared_feed_forward_length")
@@ -169,7 +137,7 @@ def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _routing_fields(file: GGUFFile) -> dict[str, Any]:
-    _refuse(file, expert_gating_func=1, expert_group_count=1, expert_weights_scale=1.0, leading_dense_block_count=0)
+    refuse(file, expert_gating_func=1, expert_group_count=1, expert_weights_scale=1.0, leading_dense_block_count=0)
     return {
         "num_experts": positive_integer(file, "expert_count"),
         "num_experts_per_tok": positive_integer(file, "expert_used_count"),
@@ -179,16 +147,16 @@ def _routing_fields(file: GGUFFile) -> dict[str, Any]:
 def _granite_fields(file: GGUFFile) -> dict[str, Any]:
     fields = _without_window(file)
     return fields | {
-        "embedding_multiplier": _number(file, "embedding_scale", 1.0),
-        "attention_multiplier": _number(file, "attention.scale", fields["head_dim"] ** -0.5),
-        "residual_multiplier": _number(file, "residual_scale", 1.0),
-        "logits_scaling": _number(file, "logit_scale", 1.0),
+        "embedding_multiplier": number(file, "embedding_scale", 1.0),
+        "attention_multiplier": number(file, "attention.scale", fields["head_dim"] ** -0.5),
+        "residual_multiplier": number(file, "residual_scale", 1.0),
+        "logits_scaling": number(file, "logit_scale", 1.0),
     }
 
 
 def _cohere_fields(file: GGUFFile) -> dict[str, Any]:
     has_norms = "blk.0.attn_q_norm.weight" in file.tensors
-    return _layer_norm_fields(file) | {"use_qk_norm": has_norms, "logit_scale": _number(file, "logit_scale")}
+    return _layer_norm_fields(file) | {"use_qk_norm": has_norms, "logit_scale": number(file, "logit_scale")}
 
 
 def _stablelm_fields(file: GGUFFile) -> dict[str, Any]:
@@ -218,19 +186,19 @@ def _bloom_fields(file: GGUFFile) -> dict[str, Any]:
         "n_layer": positive_integer(file, "block_count"),
         "n_head": positive_integer(file, "attention.head_count"),
         "seq_length": positive_integer(file, "context_length"),
-        "layer_norm_epsilon": _number(file, "attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": number(file, "attention.layer_norm_epsilon"),
     }
 
 
 def _starcoder2_fields(file: GGUFFile) -> dict[str, Any]:
-    epsilon = _number(file, "attention.layer_norm_epsilon")
+    epsilon = number(file, "attention.layer_norm_epsilon")
     return _fields(file) | {"norm_epsilon": epsilon, "use_bias": "blk.0.attn_output.bias" in file.tensors}
 
 
 def _gemma2_fields(file: GGUFFile) -> dict[str, Any]:
     caps = {
-        "attn_logit_softcapping": _get(file, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _get(file, "final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": get(file, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": get(file, "final_logit_softcapping", 30.0),
     }
     return _decoder_fields(file) | _hybrid_fields(file, period=2, num_layers_of_27b=46) | caps
 
@@ -239,9 +207,9 @@ def _gemma3_fields(file: GGUFFile) -> dict[str, Any]:
     fields = _decoder_fields(file)
     if fields["sliding_window"] is None:
         raise CheckpointError(f"{file.path}: gemma3.attention.sliding_window is missing")
-    local = {"rope_theta": _get(file, "rope.freq_base_swa", 10000.0)}
+    local = {"rope_theta": get(file, "rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
-    cap = {"final_logit_softcapping": _get(file, "final_logit_softcapping")}
+    cap = {"final_logit_softcapping": get(file, "final_logit_softcapping")}
     return fields | _hybrid_fields(file, period=6, num_layers_of_27b=62) | cap | {"rope_parameters": ropes}
 
 
@@ -252,7 +220,7 @@ def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> di
     """
     num_layers, num_heads = positive_integer(file, "block_count"), positive_integer(file, "attention.head_count")
     hidden_size = positive_integer(file, "embedding_length")
-    pattern = _get(file, "attention.sliding_window_pattern")
+    pattern = get(file, "attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         period = positive_integer(file, "attention.sliding_window_pattern", period)
         pattern = [bool((index + 1) % period) for index in range(num_layers)]
@@ -264,63 +232,6 @@ def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> di
     }
 
 
-def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
-    rotated = positive_integer(file, "rope.dimension_count", head_dim)
-    fields: dict[str, Any] = {
-        "rope_theta": _get(file, "rope.freq_base", 10000.0),
-        # The least number above the quotient, so that its product with head_dim does not round down.
-        "partial_rotary_factor": 1.0 if rotated == head_dim else math.nextafter(rotated / head_dim, 2.0),
-    }
-    # As llama.cpp does: what stretches positions is linear unless the file says otherwise, and had another name once.
-    factor = _get(file, "rope.scaling.factor", _get(file, "rope.scale_linear"))
-    scaling = _get(file, "rope.scaling.type", "linear" if factor else "none")
-    attention_factor = _get(file, "rope.scaling.attn_factor")
-    is_longrope = file.architecture == "phi3" and "rope_factors_long.weight" in file.tensors
-    if not is_longrope and attention_factor not in (None, 1.0):
-        name = f"{file.architecture}.rope.scaling.attn_factor"
-        raise CheckpointError(f"{file.path}: {name} {attention_factor!r} is not supported")
-    if "rope_freqs.weight" in file.tensors:
-        factors = _rope_factors(file, "rope_freqs.weight", rotated)
-        return fields | {"rope_type": "frequency_factors", "factors": factors}
-    if is_longrope:
-        fields |= {
-            "rope_type": "longrope",
-            "short_factor": _rope_factors(file, "rope_factors_short.weight", rotated),
-            "long_factor": _rope_factors(file, "rope_factors_long.weight", rotated),
-            "original_max_position_embeddings": positive_integer(file, "rope.scaling.original_context_length"),
-        }
-        return fields | ({} if attention_factor is None else {"attention_factor": attention_factor})
-    if scaling == "linear":
-        return fields | {"rope_type": "linear", "factor": factor}
-    if scaling == "yarn":
-        return fields | {"rope_type": "yarn", "factor": factor, **_yarn_fields(file)}
-    if scaling != "none":
-        raise CheckpointError(
-            f"{file.path}: rope.scaling.type {scaling!r} is not supported, only none, linear and yarn"
-        )
-    return fields
-
-
-def _yarn_fields(file: GGUFFile) -> dict[str, Any]:
-    prefix = "rope.scaling.yarn_"
-    _refuse(file, **{f"{prefix}attn_factor": 1.0, f"{prefix}ext_factor": 1.0, f"{prefix}log_multiplier": 0.0})
-    return {
-        "original_max_position_embeddings": positive_integer(
-            file, "rope.scaling.original_context_length", positive_integer(file, "context_length")
-        ),
-        "beta_fast": _number(file, f"{prefix}beta_fast", 32.0),
-        "beta_slow": _number(file, f"{prefix}beta_slow", 1.0),
-    }
-
-
-def _rope_factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
-    if name not in file.tensors:
-        raise CheckpointError(f"{file.path} has no tensor {name}")
-    if complaint := file.tensors[name].complaint((rotated // 2,)):
-        raise CheckpointError(f"{file.path}: {name} {complaint}")
-    return file.tensors[name].read().astype(np.float64).tolist()
-
-
 def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
     return {
         "n_embd": positive_integer(file, "embedding_length"),
@@ -328,7 +239,7 @@ def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
         "n_layer": positive_integer(file, "block_count"),
         "n_head": positive_integer(file, "attention.head_count"),
         "n_positions": positive_integer(file, "context_length"),
-        "layer_norm_epsilon": _number(file, "attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": number(file, "attention.layer_norm_epsilon"),
     }
 
 

@@ -1,15 +1,8 @@
-"""Where a GGUF file keeps which weight.
-
-llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
-q and k in Llama and Granite are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices
-are transposed, Falcon's and BLOOM's queries stand before all keys, experts and norms of single heads are stacked.
-"""
+"""Weights of GGUF files: the tensors that the weights of a family are made of, checked and then read to the devices."""
 
 import dataclasses
 import functools
 import pathlib
-import re
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -18,78 +11,9 @@ from jax.sharding import Mesh
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, shardings
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_config import ROPE_TENSORS, positive_integer
+from jaxserve.loading.gguf_rope import ROPE_TENSORS
+from jaxserve.loading.gguf_sources import source_of
 from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices, source_shapes
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "model.final_layernorm": "output_norm",
-    "self_attn.dense": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-    "transformer.word_embeddings": "token_embd",
-    "transformer.word_embeddings_layernorm": "token_embd_norm",
-    "ln_mlp": "attn_norm",
-    "ln_attn": "attn_norm_2",
-    "self_attention.query_key_value": "attn_qkv",
-    "self_attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-}
-"""Modules of Hugging Face checkpoints, those of a layer without its prefix, and llama.cpp's names for them."""
-
-SANDWICH_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-"""The same where norms stand on both sides of a block, or behind it."""
-
-SANDWICHES = ("gemma2", "gemma3", "olmo2")
-GEMMAS = ("gemma", "gemma2", "gemma3")
-
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
-_STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
 
 
 def load_params(
@@ -129,83 +53,15 @@ def as_stored(specs: Params, file: GGUFFile) -> Params:
 
 
 def _stored_spec(spec: ParamSpec, *, file: GGUFFile) -> ParamSpec:
-    places = [_place(name, file.architecture) for name in spec.source]
+    sources = [source_of(file, name, shape) for name, shape in zip(spec.source, spec.source_shapes, strict=True)]
     shapes: dict[str, tuple[int, ...]] = {}
-    for (name, index), shape in zip(places, spec.source_shapes, strict=True):
-        shapes[name] = shape if index is None else (index + 1, *shape)
-    undo = {name: _undo(file, name) for name in shapes}
+    for source in sources:
+        for name, shape in source.shapes.items():
+            shapes[name] = max(shape, shapes.get(name, ()))  # a stack is as high as its last part says
 
     def transform(*tensors: np.ndarray) -> np.ndarray:
-        original = {
-            name: change(tensor) if change else tensor
-            for (name, change), tensor in zip(undo.items(), tensors, strict=True)
-        }
-        sources = [
-            (original[name] if index is None else original[name][index]).reshape(shape)
-            for (name, index), shape in zip(places, spec.source_shapes, strict=True)
-        ]
-        return sources[0] if spec.transform is None else spec.transform(*sources)
+        stored = dict(zip(shapes, tensors, strict=True))
+        made = [source.make(*(stored[name] for name in source.shapes)) for source in sources]
+        return made[0] if spec.transform is None else spec.transform(*made)
 
-    source_shapes = tuple(_stored_shape(file, name, shape, undo[name]) for name, shape in shapes.items())
-    return dataclasses.replace(spec, source=tuple(shapes), source_shapes=source_shapes, transform=transform)
-
-
-def _stored_shape(
-    file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
-) -> tuple[int, ...]:
-    """What a tensor of this shape in the checkpoint has in the file."""
-    if name in file.tensors and shape[0] == 1 and file.tensors[name].shape == shape[1:]:
-        return shape[1:]  # some converters drop axes of 1
-    return shape[::-1] if undo is np.transpose else shape
-
-
-def gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of a tensor that has this name in a Hugging Face checkpoint, or is stacked with others in it."""
-    return _place(name, architecture)[0]
-
-
-def _place(name: str, architecture: str) -> tuple[str, int | None]:
-    """llama.cpp's name of a tensor, and where it lies in it if that is a stack."""
-    index = None
-    if stacked := _STACKED.fullmatch(name):
-        name, index = stacked[1] + stacked[3], int(stacked[2])
-    names = NAMES | SANDWICH_NAMES if architecture in SANDWICHES else NAMES
-    module, _, leaf = name.rpartition(".")
-    if layer := _LAYER.fullmatch(module):
-        return f"blk.{layer[1]}.{names[layer[2]]}.{leaf}", index
-    return f"{names[module]}.{leaf}", index
-
-
-def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What makes of this tensor the one that the Hugging Face checkpoint had, if it was changed."""
-    *_, module, leaf = name.split(".")
-    num_heads = positive_integer(file, "attention.head_count")
-    num_kv_heads = positive_integer(file, "attention.head_count_kv", num_heads)
-    match file.architecture, module:
-        case "falcon" | "bloom", "attn_qkv":
-            return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        case "llama" | "granite", "attn_q" | "attn_k":
-            return functools.partial(_to_halves, num_heads=num_heads if module == "attn_q" else num_kv_heads)
-        case architecture, _ if architecture in GEMMAS and module.endswith("norm"):
-            return _less_one
-        case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if leaf == "weight":
-            return np.transpose
-    return None
-
-
-def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:
-    """Rows of each head from (pair, half) to (half, pair)."""
-    pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _by_kv_head(tensor: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """Rows of all queries, all keys and all values to each KV head's queries, key and value."""
-    heads = tensor.reshape(num_heads + 2 * num_kv_heads, -1, *tensor.shape[1:])
-    q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads))
-    grouped = q.reshape(num_kv_heads, -1, *q.shape[1:])
-    return np.concatenate([grouped, k[:, None], v[:, None]], axis=1).reshape(tensor.shape)
-
-
-def _less_one(gain: np.ndarray) -> np.ndarray:
-    return gain.astype(np.float32) - np.float32(1)
+    return dataclasses.replace(spec, source=tuple(shapes), source_shapes=tuple(shapes.values()), transform=transform)
