@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.linear import is_split, linear
+from jaxserve.layers.linear import is_split, linear, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
-from pallas_kernels import small_matmul
+from pallas_kernels import add_rms_norm, small_matmul
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
@@ -31,7 +31,7 @@ MIN_ROWS = 16
 
 
 def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, activation: str) -> bool:
-    """Whether the kernels take such layers, as they are and unsplit: and then they are the fastest for so few rows."""
+    """Whether the kernels take such layers, as they are: and then they are the fastest for so few rows."""
     if (
         x.shape[0] < MIN_ROWS
         or not batch.is_decode_only
@@ -44,14 +44,15 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
         layer.keys() == PARTS
         and layer["attention"].keys() <= ATTENTION_PARTS
         and layer["mlp"].keys() == MLP_PARTS
-        and not any(map(is_split, jax.tree.leaves(layer)))
-        and all(small_matmul.supports(_rows_of(weight, x), weight) for weight in _weights(layer).values())
+        and all(_supports_share(name, weight, x) for name, weight in _weights(layer).items())
+        and (add_rms_norm.supports(x.shape[1], x.dtype) or not any(map(is_split, jax.tree.leaves(layer))))
         for layer in layers
     )
 
 
-def _rows_of(weight: Float[Array, "..."], x: Float[Array, "T E"]) -> Float[Array, "T K"]:
-    return jnp.zeros((x.shape[0], weight.shape[-1]), x.dtype)
+def _supports_share(name: str, weight: Float[Array, "..."], x: Float[Array, "T E"]) -> bool:
+    matrix = jax.eval_shape(functools.partial(_as_matrix, name), share_of(weight))
+    return small_matmul.supports(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
 
 
 def decode_layers(
@@ -66,18 +67,15 @@ def decode_layers(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values; `attends` has one a layer."""
     layers = params["layers"]
-    qkv = linear(rms_norm(x, layers[0]["attention_norm"], eps), layers[0]["attention"]["qkv"])
-    result = x
+    y = linear(rms_norm(x, layers[0]["attention_norm"], eps), layers[0]["attention"]["qkv"])
     for index, (layer, following, attend) in enumerate(zip(layers, [*layers[1:], None], attends, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            heads, *pools = attend(layer["attention"], qkv, *kv_cache.of_layer(index))
-            x, result = _after_attention(
+            heads, *pools = attend(layer["attention"], y, *kv_cache.of_layer(index))
+            x, y = _after_attention(
                 heads, x, layer, following, params["norm"], activation=activation, eps=eps, kernels=kernels
             )
         kv_cache = kv_cache.with_layer(index, *pools)
-        if following is not None:
-            qkv = result.reshape(qkv.shape)
-    return result, kv_cache
+    return y, kv_cache
 
 
 def _after_attention(
@@ -90,33 +88,62 @@ def _after_attention(
     activation: Callable[[Array], Array],
     eps: float,
     kernels: Kernels,
-) -> tuple[Float[Array, "T E"], Float[Array, "T N"]]:
-    """The residual stream after the layer, and the next layer's qkv: of the last layer, the hidden states."""
+) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
+    """The residual stream after the layer, and the next layer's qkv: of the last layer, the hidden states.
+
+    Each device multiplies by its share of the weights; what the shares of one sum give is added up before its norm.
+    """
     weights = _weights(layer)
-    gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     qkv = None if following is None else _weights(following)["qkv"]
+    gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
+    axes = {name: _spec(weights[name])[1] for name in ("o", "down")}
 
     def run(heads: Array, x: Array, weights: Params, gains: tuple[Array, Array], qkv: Array | None) -> Any:
         multiply = functools.partial(small_matmul.matmul, implementation=kernels)
-        multiply_then_norm = functools.partial(small_matmul.matmul_then_norm, eps=eps, implementation=kernels)
-        x, normed = multiply_then_norm(heads.reshape(x.shape[0], -1), weights["o"], residual=x, gain=gains[0])
+
+        def multiply_then_norm(
+            rows: Array, name: str, x: Array, gain: Array
+        ) -> tuple[Array, Array | small_matmul.Normed]:
+            weight, norm = _as_matrix(name, weights[name]), {"eps": eps, "implementation": kernels}
+            if axes[name] is None:
+                return small_matmul.matmul_then_norm(rows, weight, residual=x, gain=gain, **norm)
+            update = jax.lax.psum(multiply(rows, weight), axes[name])
+            return add_rms_norm.add_rms_norm(x, update, gain, **norm)
+
+        x, normed = multiply_then_norm(heads.reshape(len(heads), -1), "o", x, gains[0])
         inner = multiply(normed, weights["gate_up"], activation=activation)
-        x, normed = multiply_then_norm(inner, weights["down"], residual=x, gain=gains[1])
-        return x, normed.rows() if qkv is None else multiply(normed, qkv)
+        x, normed = multiply_then_norm(inner, "down", x, gains[1])
+        if qkv is not None:
+            return x, multiply(normed, _as_matrix("qkv", qkv)).reshape(len(x), *qkv.shape[:-1])
+        return x, normed.rows() if isinstance(normed, small_matmul.Normed) else normed
 
     if not jax.typeof(x).sharding.mesh.empty:
         everywhere = PartitionSpec()
-        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        weight_specs, qkv_spec = jax.tree.map(_spec, (weights, qkv))
+        run = jax.shard_map(
+            run,
+            in_specs=(_spec(heads), everywhere, weight_specs, everywhere, qkv_spec),
+            out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv_spec[:-1])),
+            check_vma=False,  # a kernel call does not say over which axes its outputs vary
+        )
     return run(heads, x, weights, gains, qkv)
 
 
 def _weights(layer: Params) -> dict[str, Array]:
-    """As matrices."""
     attention, mlp = layer["attention"], layer["mlp"]
-    hidden_size = attention["out"].shape[0]
-    return {
-        "qkv": attention["qkv"].reshape(-1, hidden_size),
-        "o": attention["out"].reshape(hidden_size, -1),
-        "gate_up": mlp["gate_up"],
-        "down": mlp["down"],
-    }
+    return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
+
+
+def _as_matrix(name: str, weight: Float[Array, "..."]) -> Float[Array, "... N K"]:
+    """As `small_matmul` takes a weight, or a share of it."""
+    match name:
+        case "qkv":
+            return weight.reshape(-1, weight.shape[-1])
+        case "o":
+            return weight.reshape(weight.shape[0], -1)
+        case _:
+            return weight
+
+
+def _spec(x: Array) -> PartitionSpec:
+    return jax.typeof(x).sharding.spec

@@ -55,3 +55,9 @@ def _output_sharding(weight: Array, num_outputs: int) -> NamedSharding | None:
 def is_split(weight: Array) -> bool:
     """Whether devices share a weight."""
     return any(axis is not None for axis in jax.typeof(weight).sharding.spec)
+
+
+def share_of(x: Array) -> jax.ShapeDtypeStruct:
+    """The shape of what each device has of an array."""
+    sharding = jax.typeof(x).sharding
+    return jax.ShapeDtypeStruct(x.shape if sharding.mesh.empty else sharding.shard_shape(x.shape), x.dtype)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import is_split, linear
+from jaxserve.layers.linear import linear, share_of
 from jaxserve.layers.params import Params, ParamSpec
 from pallas_kernels import gated_linear_unit as fused
 
@@ -124,15 +124,15 @@ def _gated_linear_unit(
         kernels == "xla"
         or not (isinstance(activation, str) and activation in FUSED_ACTIVATIONS)
         or bias is not None
-        or is_split(weight)
-        or not fused.supports(x, weight)
+        or not fused.supports(x, share_of(weight))
     ):
         gate_up = linear(x, weight, bias)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
     run = functools.partial(fused.gated_linear_unit, activation=ACTIVATIONS[activation], implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
-        everywhere = PartitionSpec()  # each device has all rows and weights
-        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        weight_spec = jax.typeof(weight).sharding.spec
+        out_spec = PartitionSpec(None, weight_spec[1])
+        run = jax.shard_map(run, in_specs=(PartitionSpec(), weight_spec), out_specs=out_spec, check_vma=False)
     return run(x, weight)
 
 

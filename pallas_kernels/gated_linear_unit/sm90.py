@@ -43,7 +43,9 @@ def heuristic(num_rows: int) -> Config:
     return Config(outputs=112, cluster=1) if num_rows <= 512 else Config(outputs=128, cluster=2)
 
 
-def check_supported(x: Float[Array, "M K"], weight: Float[Array, "2 N K"]) -> None:
+def check_supported(
+    x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "2 N K"]
+) -> None:
     """Raises NotImplementedError with the reason if the kernel cannot do it."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(

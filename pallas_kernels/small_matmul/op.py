@@ -40,8 +40,8 @@ class Normed:
         return (self.values.astype(jnp.float32) * scale).astype(self.values.dtype)
 
 
-def supports(x: Float[Array, "M K"], weight: Float[Array, "..."]) -> bool:
-    """Whether "sm90" multiplies such rows by such a weight."""
+def supports(x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "..."]) -> bool:
+    """Whether "sm90" multiplies such rows by such a weight: arrays, or their shapes."""
     try:
         check_supported(x, weight)
     except NotImplementedError:

@@ -116,7 +116,9 @@ class _Problem(NamedTuple):
         return -(-self.depth // (self.config.block_k * self.config.cluster))
 
 
-def check_supported(x: Float[Array, "M K"], weight: Float[Array, "*outputs K"]) -> None:
+def check_supported(
+    x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "*outputs K"]
+) -> None:
     """Raises NotImplementedError with the reason if the kernel cannot do it."""
     if x.shape[0] > MAX_ROWS:
         raise NotImplementedError(f"at most {MAX_ROWS} rows, got {x.shape[0]}")

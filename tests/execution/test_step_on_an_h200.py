@@ -62,6 +62,16 @@ def test_decode_step(builder, num_rows, launches_per_layer):
     assert 0 < len(program.kernels) <= 10  # not one for each layer
 
 
+def test_decode_step_on_two():
+    """A layer has a kernel for each matmul and none for what stands between them, but sums over devices and norms."""
+    builder = make_builder(LLAMA_3_8B, num_devices=2)
+    program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, 64)), NUM_BLOCKS))
+    assert program.spill_bytes == 0
+    assert program.copies_of((NUM_BLOCKS, 4, 16, 128)) == []
+    assert program.thunks["kAllReduce"] <= 2 * NUM_LAYERS + 1
+    assert program.num_launches <= 10 * NUM_LAYERS + 50
+
+
 def test_decode_step_with_experts():
     fields = QWEN3_30B_A3B | {"num_hidden_layers": 1}
     builder = make_builder(fields)

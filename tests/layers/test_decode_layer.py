@@ -1,18 +1,21 @@
 """The decode steps with fused matmuls against the decoder in its usual form; here both in plain XLA."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_100M
 from jaxserve.layers import decode_layer
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
-from jaxserve.layers.params import init_params
+from jaxserve.layers.params import init_params, shardings
+from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from pallas_kernels import small_matmul
 from pallas_kernels.deviceless import compile_for_h200
@@ -48,8 +51,8 @@ def make_batch(lens, kernels="xla"):
     )
 
 
-def make_model(model_type):
-    fields = FIELDS | {"model_type": model_type, "head_dim": 16}
+def make_model(model_type, **changes):
+    fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
@@ -58,8 +61,17 @@ def make_model(model_type):
     return family, config, jax.tree.map(jnp.asarray, params)
 
 
+def make_mesh(num_devices):
+    return with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
+
+
+def split(params, family, config, mesh):
+    return jax.tree.map(jax.device_put, params, shardings(family.param_specs(config), mesh))
+
+
+@pytest.mark.parametrize("num_devices", [None, 1, 2])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_equals_the_decoder(monkeypatch, model_type):
+def test_equals_the_decoder(monkeypatch, model_type, num_devices):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
     pools = [
@@ -67,10 +79,30 @@ def test_equals_the_decoder(monkeypatch, model_type):
         for _ in range(2)
     ]
     batch = make_batch([5, 1, 12, 8])
-    forward = functools.partial(family.forward, params, config, batch, KVCache(*pools), paged_attention)
-    want = forward()
+    given = params, batch, KVCache(*pools)
+    mesh = None
+    if num_devices is not None:
+        mesh = make_mesh(num_devices)
+        axis = "tensor" if num_devices > 1 else None
+        whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, axis)))
+        given = split(params, family, config, mesh), *jax.device_put(given[1:], (whole, by_head))
+
+    @jax.jit
+    def forward(params, batch, kv_cache):
+        return family.forward(params, config, batch, kv_cache, paged_attention)
+
+    def run():
+        jax.clear_caches()  # `supports` is no argument
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return jax.device_get(forward(*given))
+
+    want = run()
+    calls = []
+    plain = small_matmul.matmul
+    monkeypatch.setattr(small_matmul, "matmul", lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
-    got = forward()
+    got = run()
+    assert calls
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_raises(
@@ -95,6 +127,28 @@ def test_what_it_takes():
     biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(64, jnp.bfloat16)}} for layer in layers]
     assert not supports(biased, x, batch)
     assert not supports(layers, x, batch, activation="relu")
+
+
+@pytest.mark.parametrize(("num_devices", "takes"), [(1, True), (2, True), (4, False)])
+def test_which_shares_it_takes(num_devices, takes):
+    """Of four devices each has 32 of the 128 inputs of the attention's last matmul, which are too few."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    family, config, params = make_model("llama", **sizes)
+    mesh = make_mesh(num_devices)
+    params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
+    x = jax.device_put(jnp.zeros((16, 128), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+    assert decode_layer.supports(params["layers"], x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu") == takes
+
+
+def test_shares_need_the_kernel_that_adds_and_normalises():
+    family, config, params = make_model("llama")
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    for num_devices in (1, 2):
+        mesh = make_mesh(num_devices)
+        x = jax.device_put(jnp.zeros((16, 64), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+        layers = split(params, family, config, mesh)["layers"]
+        takes = decode_layer.supports(layers, x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu")
+        assert takes == (num_devices == 1)  # rows of 64 values are too short for it
 
 
 @pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))

@@ -76,9 +76,13 @@ def test_all_else_takes_xla(calls, case, changes):
     assert calls == []
 
 
-@pytest.mark.parametrize(("is_split", "num_calls"), [(False, 1), (True, 0)])
-def test_on_several_devices_whole_weights_take_the_kernel(calls, is_split, num_calls):
-    mesh = with_explicit_axes(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
+@pytest.mark.parametrize(
+    ("num_devices", "is_split", "num_calls"),
+    [(2, False, 1), (2, True, 1), (4, True, 0)],
+    ids=["whole weights", "a share that the kernel takes", "a share that is too small"],
+)
+def test_on_several_devices(calls, num_devices, is_split, num_calls):
+    mesh = with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
     params, x = make_params(), make_rows(128)
     want = mlp.gated_mlp(params, x, "silu")
     axis = "tensor" if is_split else None
