@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import OutOfMemory
 from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.batch import KVCache
-from jaxserve.layers.sharding import mesh_axis
+from jaxserve.layers.sharding import kv_copies, mesh_axis
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 CPU_KV_CACHE_MEMORY = 2**30
@@ -19,17 +19,19 @@ MAX_POSITIONS = 2**30
 """Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
 
 
-def block_bytes(pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
+def block_bytes(
+    pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh | None = None
+) -> int:
     """Bytes of one block in all pools, K and V, on all devices that share them; without a `mesh`, on one.
 
-    A latent is not shared: each of these devices has all of it.
+    Heads that several devices have count for each of them; so does a latent, which every device has.
     """
-    axis = None if mesh is None else mesh_axis("kv_heads", mesh)
-    copies = 1 if mesh is None or axis is None else mesh.shape[axis]
-    values = sum(
-        spec.num_kv_heads * (spec.head_dim + spec.value_dim) * (copies if spec.is_latent else 1) for spec in pool_specs
-    )
+    values = sum(spec.num_kv_heads * _copies(spec, mesh) * (spec.head_dim + spec.value_dim) for spec in pool_specs)
     return values * block_size * jnp.dtype(dtype).itemsize
+
+
+def _copies(spec: KVSpec, mesh: Mesh | AbstractMesh | None) -> int:
+    return 1 if mesh is None else kv_copies(spec.num_kv_heads, mesh, name="KV cache")
 
 
 def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
@@ -48,7 +50,7 @@ def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, 
     return min(num_blocks, MAX_POSITIONS // needs.block_size)
 
 
-def kv_sharding(spec: KVSpec, mesh: Mesh) -> NamedSharding:
+def kv_sharding(spec: KVSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Blocks are whole on every device; kv heads are split over the tensor axis, unless they are a latent."""
     axis = None if spec.is_latent else mesh_axis("kv_heads", mesh)
     return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
@@ -61,12 +63,13 @@ def abstract_kv_cache(
     num_blocks: int,
     block_size: int,
     dtype: jnp.dtype,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
 ) -> KVCache:
     """Shapes and shardings of the pools; those of V are empty where a layer keeps latents."""
 
     def pool(spec: KVSpec, size: int) -> Any:  # stands in for an array
-        shape = (num_blocks, spec.num_kv_heads, block_size, size)
+        num_kv_heads = spec.num_kv_heads * (1 if spec.is_latent else _copies(spec, mesh))
+        shape = (num_blocks, num_kv_heads, block_size, size)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=kv_sharding(spec, mesh))
 
     return KVCache(

@@ -189,7 +189,8 @@ def attention_specs(
     """Weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
 
     Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
-    split over kv heads keeps together what attends together. `inputs` names three tensors, or one that has the rows of
+    split over kv heads keeps together what attends together; on more devices than K, each head is there several times
+    with a share of its queries (see `params.Layout`). `inputs` names three tensors, or one that has the rows of
     q, k and v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions
     are reordered for rotations (see `half_split_order`).
     """
@@ -211,7 +212,7 @@ def attention_specs(
     specs: Params = {
         "qkv": ParamSpec(
             shape=(K, G + 2, D, E),
-            axes=("kv_heads", None, None, "embed"),
+            axes=("kv_heads", "members", None, "embed"),
             source=tuple(f"{prefix}.{name}.weight" for name in inputs),
             source_shapes=tuple((size, E) for size in rows),
             transform=fuse,
@@ -229,7 +230,7 @@ def attention_specs(
     if qkv_bias:
         specs["qkv_bias"] = ParamSpec(
             shape=(K, G + 2, D),
-            axes=("kv_heads", None, None),
+            axes=("kv_heads", "members", None),
             source=tuple(f"{prefix}.{name}.bias" for name in inputs),
             source_shapes=tuple((size,) for size in rows),
             transform=fuse,

@@ -13,18 +13,18 @@ from jaxserve.layers.params import Params, ParamSpec
 from pallas_kernels import add_rms_norm as fused
 
 
-def norm_spec(source: str, size: int, *, axis: str | None = None, offset: float = 0.0) -> ParamSpec:
-    """The gain of one RMS norm; `source` is its module's name in the checkpoint, `axis` its logical axis.
+def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
+    """The gain of one RMS norm; `source` is its module's name in the checkpoint.
 
     `offset` is what the checkpoint's values lack: Gemma stores gain - 1. Such gains stay in float32, since a narrow
     type is finer about 0 than about 1.
     """
     name = f"{source}.weight"
     if offset == 0.0:
-        return ParamSpec(shape=(size,), axes=(axis,), source=(name,), init_scale=None)
+        return ParamSpec(shape=(size,), axes=(None,), source=(name,), init_scale=None)
     return ParamSpec(
         shape=(size,),
-        axes=(axis,),
+        axes=(None,),
         source=(name,),
         transform=lambda stored: stored.astype(np.float32) + np.float32(offset),
         dtype=jnp.float32,

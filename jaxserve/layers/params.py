@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.layers.sharding import mesh_axis, partition_spec, share_by_expert
+from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
 
 Transform = Callable[..., np.ndarray]
 Params = dict[str, Any]
@@ -27,7 +27,8 @@ class ParamSpec:
     """One weight: its shape, the logical name of each axis, and where it comes from.
 
     `axes` are logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
-    `layers.sharding`. `source` are the Hugging Face tensor names it is made of, `source_shapes` their shapes (default:
+    `layers.sharding`. "kv_heads" comes first where there is one; "members" after it are the queries of a KV head, its
+    key and its value. `source` are the Hugging Face tensor names it is made of, `source_shapes` their shapes (default:
     the one tensor has the weight's shape); `transform` takes these tensors, in order, as NumPy arrays and returns the
     weight (default: the one tensor, unchanged). `dtype` None means the dtype that the engine serves in. `quantize`
     marks the weights that a quantization format replaces. `init_scale` is the standard deviation of random
@@ -58,23 +59,70 @@ class ParamSpec:
         return np.dtype(dtype if self.dtype is None else self.dtype)
 
 
-def shardings(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """The NamedSharding of every weight. Raises ConfigError for an axis that does not divide over the mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, _partition_spec(spec, mesh)), specs)
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a weight lies on the devices of a mesh.
+
+    It is as declared, which is how stores have it, unless there are more devices than KV heads: then each head is there
+    several times (see `sharding.kv_copies`), every time with a share of its queries.
+
+    Attributes:
+        shape: of the shares of all devices together.
+        places: indices into the first axes of the declared weight, which give those of this one; empty if it is equal.
+    """
+
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+    places: tuple[np.ndarray, ...] = ()
+
+    def put(self, declared: np.ndarray) -> jax.Array:
+        """The declared weight on its devices."""
+        return jax.device_put(self.share(declared, (slice(None),) * len(self.shape)), self.sharding)
+
+    def share(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """What this layout has at `index`, of a declared weight of which the rest is not read."""
+        if not self.places:
+            return declared[index]
+        heads, *others = index
+        bits = declared.view(f"u{declared.dtype.itemsize}")  # NumPy moves integers at once, and bfloat16 one by one
+        return bits[tuple(places[heads] for places in self.places)][:, *others].view(declared.dtype)
 
 
-def _partition_spec(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    if spec.expert_size is None or not share_by_expert(spec.shape[0], spec.expert_size, mesh):
-        return partition_spec(spec.axes, spec.shape, mesh, name=spec.source[0])
-    return PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
+def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
+    """The Layout of every weight. Raises ConfigError for an axis that does not divide over the mesh."""
+    return jax.tree.map(lambda spec: _layout(spec, mesh), specs)
+
+
+def _layout(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> Layout:
+    if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
+        by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
+        return Layout(spec.shape, NamedSharding(mesh, by_expert))
+    places = _places_of_copies(spec, mesh)
+    shape = (*places[-1].shape, *spec.shape[len(places) :]) if places else spec.shape
+    return Layout(shape, NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.source[0])), places)
+
+
+def _places_of_copies(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
+    """The places of a Layout. Raises ConfigError if heads or devices do not divide."""
+    copies = kv_copies(spec.shape[0], mesh, name=spec.source[0]) if "kv_heads" in spec.axes else 1
+    if copies == 1:
+        return ()
+    head, copy = np.divmod(np.arange(spec.shape[0] * copies), copies)
+    if "members" not in spec.axes:
+        return (head,)
+    num_queries = spec.shape[1] - 2
+    partition_spec(("heads",), (spec.shape[0] * num_queries,), mesh, name=spec.source[0])
+    queries = np.arange(num_queries).reshape(copies, -1)[copy]
+    key_and_value = np.broadcast_to([num_queries, num_queries + 1], (len(head), 2))
+    return head[:, None], np.concatenate([queries, key_and_value], axis=1)
 
 
 def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:
-    """Shape, dtype and sharding of every weight, without any memory."""
+    """Shape, dtype and sharding of every weight on the devices, without any memory."""
     return jax.tree.map(
-        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=sharding),
+        lambda spec, layout: jax.ShapeDtypeStruct(layout.shape, spec.dtype_in(dtype), sharding=layout.sharding),
         specs,
-        shardings(specs, mesh),
+        layouts(specs, mesh),
     )
 
 
@@ -91,18 +139,19 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
     """
     base = jax.random.key(seed)
 
-    def init(path: Any, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+    def init(path: Any, spec: ParamSpec, layout: Layout) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         key = jax.random.fold_in(base, np.uint32(zlib.crc32(name.encode())))
-        return _initializer(spec.shape, spec.dtype_in(dtype), spec.init_scale, sharding)(key)
+        make = _initializer(spec.shape, spec.dtype_in(dtype), spec.init_scale, layout.sharding)
+        return make(key, layout.places)
 
-    return jax.tree_util.tree_map_with_path(init, specs, shardings(specs, mesh))
+    return jax.tree_util.tree_map_with_path(init, specs, layouts(specs, mesh))
 
 
 @functools.lru_cache(maxsize=64)
 def _initializer(
     shape: tuple[int, ...], dtype: np.dtype, scale: float | None, sharding: NamedSharding
-) -> Callable[[jax.Array], jax.Array]:
+) -> Callable[[jax.Array, tuple[np.ndarray, ...]], jax.Array]:
     def init(key: jax.Array) -> jax.Array:
         if scale is None:
             return jnp.ones(shape, dtype)
@@ -110,4 +159,4 @@ def _initializer(
             return jnp.zeros(shape, dtype)
         return scale * jax.random.normal(key, shape, dtype)
 
-    return jax.jit(init, out_shardings=sharding)
+    return jax.jit(lambda key, places: init(key)[places], out_shardings=sharding)

@@ -11,6 +11,7 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
+    "members": None,
     "ffn": "tensor",
     "experts": "expert",
     "embed": None,
@@ -52,6 +53,22 @@ def share_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMes
     return expert_size % (EXPERT_SHARE * mesh.shape[on]) > 0 and num_experts % mesh.shape[on] == 0
 
 
+def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int:
+    """How many devices have each KV head: more than 1 if they are more than the heads.
+
+    Then a device has one head and a share of its queries; K, V and what makes them are there several times. Raises
+    ConfigError, which calls the heads those of `name`, if neither number is a multiple of the other.
+    """
+    on = mesh_axis("kv_heads", mesh)
+    if on is None or num_kv_heads % mesh.shape[on] == 0:
+        return 1
+    if mesh.shape[on] % num_kv_heads == 0:
+        return mesh.shape[on] // num_kv_heads
+    raise ConfigError(
+        f"{name}: kv_heads of size {num_kv_heads} can be neither split nor repeated evenly over {_devices(on, mesh)}"
+    )
+
+
 def partition_spec(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str
 ) -> PartitionSpec:
@@ -73,8 +90,10 @@ def partition_spec(
             raise ConfigError(f"{name}: axes {taken[on]!r} and {axis!r} cannot both be split over mesh axis {on!r}")
         taken[on] = axis
         if size % mesh.shape[on]:
-            raise ConfigError(
-                f"{name}: {axis} of size {size} cannot be split evenly over {mesh.shape[on]} devices "
-                f"(mesh axis {on!r}{SIZED_BY.get(on, '')})"
-            )
+            raise ConfigError(f"{name}: {axis} of size {size} cannot be split evenly over {_devices(on, mesh)}")
     return PartitionSpec(*mesh_axes)
+
+
+def _devices(axis: str, mesh: Mesh | AbstractMesh) -> str:
+    """Those along a mesh axis, in words."""
+    return f"{mesh.shape[axis]} devices (mesh axis {axis!r}{SIZED_BY.get(axis, '')})"

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, shardings
+from jaxserve.layers.params import Params, ParamSpec, layouts
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
 from jaxserve.loading.gguf_sources import source_of
@@ -25,7 +25,7 @@ def load_params(
     truncated, of another shape or of an unknown type, and ConfigError if a weight does not divide over the mesh; then
     no device memory has been touched.
     """
-    layout = shardings(specs, mesh)
+    layout = layouts(specs, mesh)
     return read_to_devices(open_weights(path, specs), layout, dtype=dtype, progress=progress)
 
 

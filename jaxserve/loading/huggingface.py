@@ -15,13 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, num_bytes, shardings
+from jaxserve.layers.params import Layout, Params, ParamSpec, layouts, num_bytes
 from jaxserve.loading import mxfp4
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -113,7 +113,7 @@ def load_params(
     files are missing or truncated, or tensors missing, unexpected, of another shape or not floats of 16 or 32 bits, and
     ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
     """
-    layout = shardings(specs, mesh)
+    layout = layouts(specs, mesh)
     with open_weights(path, specs) as weights:
         return read_to_devices(weights, layout, dtype=dtype, progress=progress)
 
@@ -155,12 +155,15 @@ class SourceWeight:
 
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:
-    """The arrays of `weights`, read one by one, each on the devices before the next is read."""
+    """The arrays of `weights`, read one by one, each on the devices before the next is read. `layout` has a Layout for
+    each.
+    """
 
-    def load(weight: SourceWeight, sharding: NamedSharding) -> jax.Array:
-        array = jax.device_put(weight.read(dtype), sharding)
+    def load(weight: SourceWeight, layout: Layout) -> jax.Array:
+        values = weight.read(dtype)
         # Transfers that are still under way would keep their tensors on the host.
-        bar.update(array.block_until_ready().nbytes)
+        array = layout.put(values).block_until_ready()
+        bar.update(values.nbytes)
         return array
 
     specs = jax.tree.map(lambda weight: weight.spec, weights)

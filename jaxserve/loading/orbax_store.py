@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, abstract_params
+from jaxserve.layers.params import Layout, Params, ParamSpec, layouts
 from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
 
 MANIFEST = "jaxserve_manifest.json"
@@ -108,7 +108,7 @@ def load_store(
     mesh; then no device memory has been touched.
     """
     directory = pathlib.Path(directory)
-    target = abstract_params(specs, dtype=dtype, mesh=mesh)
+    layout = layouts(specs, mesh)
     manifest = read_manifest(directory)
     problems = [
         *_config_problems(directory, manifest),
@@ -118,24 +118,26 @@ def load_store(
     if problems:
         raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(problems))
 
-    def load(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        name = _name(path)
+    def load(path: Any, spec: ParamSpec, layout: Layout) -> jax.Array:
+        name, served = _name(path), spec.dtype_in(dtype)
         stored = np.memmap(
-            directory / _WEIGHTS / _file_of(name, abstract.shape),
+            directory / _WEIGHTS / _file_of(name, spec.shape),
             dtype=jnp.dtype(manifest.weights[name].dtype),
             mode="r",
-            shape=abstract.shape,
+            shape=spec.shape,
         )
         shares = [
-            jax.device_put(_share(stored[index], abstract.dtype, device), device)
-            for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items()
+            jax.device_put(_share(layout.share(stored, index), served, device), device)
+            for device, index in layout.sharding.addressable_devices_indices_map(layout.shape).items()
+            if index is not None
         ]
-        array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, shares)
-        bar.update(array.block_until_ready().nbytes)  # what is under way would stay on the host
+        array = jax.make_array_from_single_device_arrays(layout.shape, layout.sharding, shares)
+        array.block_until_ready()  # what is under way would stay on the host
+        bar.update(stored.size * served.itemsize)
         return array
 
     with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:
-        return jax.tree_util.tree_map_with_path(load, target)
+        return jax.tree_util.tree_map_with_path(load, specs, layout)
 
 
 def write_store(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,8 +12,8 @@ from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
-from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config
 
@@ -50,8 +51,8 @@ def param_specs(config: Config) -> Params:
             out_bias=config.attention_bias,
         )
         return specs | {
-            "q_norm": norm_spec(f"{prefix}.q_norm", H * D, axis="heads"),
-            "k_norm": norm_spec(f"{prefix}.k_norm", K * D, axis="kv_heads"),
+            "q_norm": _norm_spec(f"{prefix}.q_norm", (H, D), axis="heads"),
+            "k_norm": _norm_spec(f"{prefix}.k_norm", (K, D), axis="kv_heads"),
         }
 
     return decoder_specs(
@@ -69,6 +70,18 @@ def param_specs(config: Config) -> Params:
     )
 
 
+def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
+    """The gain of a norm over all heads together, by heads."""
+    return ParamSpec(
+        shape=shape,
+        axes=(axis, None),
+        source=(f"{source}.weight",),
+        source_shapes=((math.prod(shape),),),
+        transform=lambda gain: gain.reshape(shape),
+        init_scale=None,
+    )
+
+
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     """What each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
@@ -81,8 +94,8 @@ def forward(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def norm_heads_together(x: Float[Array, "T H D"], gain: Float[Array, " HD"]) -> Float[Array, "T H D"]:
-        return norm(x.reshape(x.shape[0], -1), gain).reshape(x.shape)
+    def norm_heads_together(x: Float[Array, "T H D"], gain: Float[Array, "H D"]) -> Float[Array, "T H D"]:
+        return norm(x.reshape(x.shape[0], -1), gain.reshape(-1)).reshape(x.shape)
 
     attend = functools.partial(
         self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm_heads_together

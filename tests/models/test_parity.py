@@ -7,7 +7,7 @@ import pytest
 from golden_models import GOLDENS, PADDED, full_logits, load_golden, paged_chunk_logits, relative_error
 from naive import naive_greedy, naive_logits
 
-from jaxserve.layers.params import shardings
+from jaxserve.layers.params import layouts
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import FAMILIES, get_family
 
@@ -59,12 +59,12 @@ def test_random_weights(model_type):
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
 
-    def draw(spec, sharding):
+    def draw(spec, layout):
         values = 1.0 if spec.init_scale is None else spec.init_scale * rng.standard_normal(spec.shape)
-        return jax.device_put(np.broadcast_to(values, spec.shape).astype(np.float32), sharding)
+        return layout.put(np.broadcast_to(values, spec.shape).astype(np.float32))
 
     specs = family.param_specs(config)
-    params = jax.tree.map(draw, specs, shardings(specs, mesh))
+    params = jax.tree.map(draw, specs, layouts(specs, mesh))
     with jax.set_mesh(mesh):
         logits = np.asarray(naive_logits(params, config, family, jnp.arange(PADDED, dtype=jnp.int32)))
     assert np.isfinite(logits).all()

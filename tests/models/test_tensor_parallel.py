@@ -1,4 +1,4 @@
-"""A model split over 2 and 4 devices computes what it computes on one, with the collectives one expects and no more."""
+"""A model split over devices computes what it computes on one, with the collectives one expects and no more."""
 
 import collections
 import re
@@ -9,7 +9,7 @@ import pytest
 from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.params import shardings
+from jaxserve.layers.params import layouts
 from jaxserve.models import FAMILIES, get_family
 
 FIELDS = {
@@ -67,8 +67,9 @@ def random_model(model_type, mesh, **changes):
     config = family.Config.from_hf(fields)
     specs = family.param_specs(config)
     rng = np.random.default_rng(3)
-    weights = jax.tree.map(lambda spec: rng.normal(0.3, 0.3, spec.shape).astype(np.float32), specs)
-    return jax.device_put(weights, shardings(specs, mesh)), config, family
+    weights = jax.tree.map(lambda spec: rng.normal(0.3 if spec.init_scale is None else 0.0, 0.3, spec.shape), specs)
+    params = jax.tree.map(lambda weight, layout: layout.put(weight.astype(np.float32)), weights, layouts(specs, mesh))
+    return params, config, family
 
 
 def logits_on(model_type, mesh, **changes):
@@ -129,9 +130,37 @@ def test_falcon_of_grouped_heads_equals_one_device(devices):
     np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)
 
 
-def test_two_all_reduces_a_layer_and_no_cache_moves():
+# What the heads of a family have besides: biases, one gain for all heads, one for each, one norm over all, sinks.
+REPEATED = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2},
+    "cohere": {"num_key_value_heads": 2},
+    "stablelm": {"num_key_value_heads": 2, "qk_layernorm": True},
+    "olmo2": {"num_key_value_heads": 2},
+    "gpt_oss": {"num_key_value_heads": 1, "num_local_experts": 6},
+    "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
+    "gemma": {"num_key_value_heads": 1},
+    "gemma2": {"num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5, "query_pre_attn_scalar": 12},
+    "starcoder2": {"num_key_value_heads": 1},
+    "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": True, "bias": True},
+}
+
+
+@pytest.mark.parametrize("model_type", REPEATED)
+def test_more_devices_than_kv_heads_equal_one_device(model_type):
+    """Each head is on several of them, beside other queries of its group."""
+    changes = REPEATED[model_type]
+    on_one_device = logits_on(model_type, make_mesh(tensor=1), **changes)
+    assert on_one_device.std(axis=1).min() > 0.1, "logits hardly depend on what is attended to"
+    for devices in (4, 8):
+        on_many = logits_on(model_type, make_mesh(tensor=devices), **changes)
+        np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_two_all_reduces_a_layer_and_no_cache_moves(num_kv_heads):
     mesh = make_mesh(tensor=4)
-    params, config, family = random_model("llama", mesh)
+    params, config, family = random_model("llama", mesh, num_key_value_heads=num_kv_heads)
     with jax.set_mesh(mesh):
         cache = empty_cache(family.kv_specs(config), 4, mesh)
         batch, _ = make_batch([(SEQUENCE, range(4), 0, 14)], num_tokens=16, num_rows=2, num_blocks=4)
@@ -148,9 +177,9 @@ def test_every_matrix_of_a_layer_is_split(model_type):
     fields = fields_of(model_type) | GPT_FIELDS | OPT_FIELDS
     family = get_family(fields)
     specs = family.param_specs(family.Config.from_hf(fields))
-    layer = shardings(specs, make_mesh(tensor=4))["layers"][0]
+    layer = layouts(specs, make_mesh(tensor=4))["layers"][0]
     splits = jax.tree.map(
-        lambda spec, sharding: spec.quantize <= ("tensor" in sharding.spec), specs["layers"][0], layer
+        lambda spec, layout: spec.quantize <= ("tensor" in layout.sharding.spec), specs["layers"][0], layer
     )
     assert all(jax.tree.leaves(splits)), splits
 
@@ -158,7 +187,14 @@ def test_every_matrix_of_a_layer_is_split(model_type):
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        ({"num_key_value_heads": 2}, "kv_heads of size 2 .* 4 devices"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "use_qk_norm": False},
+            r"q_proj\.weight: kv_heads of size 3 can be neither split nor repeated .* 4 devices .*tensor_parallel_size",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            r"o_proj\.weight: heads of size 6 .* 4 devices .*tensor_parallel_size",
+        ),
         ({"intermediate_size": 70}, "ffn of size 70 .* 4 devices"),
         (
             # Falcon 7B
@@ -172,4 +208,4 @@ def test_sizes_that_do_not_divide_are_refused(changes, numbers):
     family = get_family(fields)
     specs = family.param_specs(family.Config.from_hf(fields))
     with pytest.raises(ConfigError, match=numbers):
-        shardings(specs, make_mesh(tensor=4))
+        layouts(specs, make_mesh(tensor=4))
