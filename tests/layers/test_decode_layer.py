@@ -14,7 +14,7 @@ from jaxserve.layers import decode_layer
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
-from jaxserve.layers.params import init_params, shardings
+from jaxserve.layers.params import init_params, layouts
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from pallas_kernels import small_matmul
@@ -66,7 +66,7 @@ def make_mesh(num_devices):
 
 
 def split(params, family, config, mesh):
-    return jax.tree.map(jax.device_put, params, shardings(family.param_specs(config), mesh))
+    return jax.tree.map(lambda x, layout: layout.put(np.asarray(x)), params, layouts(family.param_specs(config), mesh))
 
 
 @pytest.mark.parametrize("num_devices", [None, 1, 2])
