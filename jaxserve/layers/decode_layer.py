@@ -1,4 +1,5 @@
-"""Decode steps of Llama's relatives on a GPU: four kernels between two attentions, which do little but read weights.
+"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU: four kernels between two attentions, which
+do little but read weights.
 
 Norms, activations and additions are parts of the matmuls around them. `decoder` goes this way where `supports` says so;
 the result is the same up to rounding.
@@ -32,12 +33,7 @@ MIN_ROWS = 16
 
 def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, activation: str) -> bool:
     """Whether the kernels take such layers, as they are: and then they are the fastest for so few rows."""
-    if (
-        x.shape[0] < MIN_ROWS
-        or not batch.is_decode_only
-        or batch.kernels != "sm90"
-        or activation not in FUSED_ACTIVATIONS
-    ):
+    if x.shape[0] < MIN_ROWS or batch.kernels != "sm90" or activation not in FUSED_ACTIVATIONS:
         return False
     # Between two matmuls, values stand times a norm's gain and not yet over their size: too large for float16.
     return x.dtype == jnp.bfloat16 and all(

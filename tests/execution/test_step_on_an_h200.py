@@ -62,6 +62,15 @@ def test_decode_step(builder, num_rows, launches_per_layer):
     assert 0 < len(program.kernels) <= 10  # not one for each layer
 
 
+def test_short_prompts_have_the_layers_of_decode_steps():
+    builder = make_builder(LLAMA_3_8B)
+    to_lower = Forward(bucket_of(builder, 64), is_decode_only=False)
+    program = compile_lowered(lambda: builder.lower(to_lower, NUM_BLOCKS))
+    assert program.spill_bytes == 0
+    assert program.copies_of(POOL) == []
+    assert program.num_launches <= 8 * NUM_LAYERS + 70  # attention to one query a row, to several, and a choice of both
+
+
 def test_decode_step_on_two():
     """A layer has a kernel for each matmul and none for what stands between them, but sums over devices and norms."""
     builder = make_builder(LLAMA_3_8B, num_devices=2)

@@ -118,7 +118,7 @@ def test_what_it_takes():
     supports = functools.partial(decode_layer.supports, activation="silu")
     assert supports(layers, x, batch)
     assert not supports(layers, x, batch.replace(kernels="xla"))
-    assert not supports(layers, x, batch.replace(is_decode_only=False))
+    assert supports(layers, x, batch.replace(is_decode_only=False))
     for num_rows in (1, 15, 65):
         assert not supports(layers, jnp.zeros((num_rows, 64), jnp.bfloat16), batch)
     assert not supports(params["layers"], x.astype(jnp.float32), batch)
