@@ -25,6 +25,31 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_CASED_WORDS = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_ENDING}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+_O200K = (_CASED_WORDS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
+_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_NO_LETTERS_THEN = (  # of cases, in the Unicode that the pattern was made by
+    r"\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua78f-\uab6f"
+    r"\x{10570}-\x{105ff}\x{10d50}-\x{10d8f}\x{16e40}-\x{16eff}\x{1d400}-\x{1dfff}"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_NO_LETTERS_THEN}]]+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _BLOOM = (r" ?[^(\s|.,!?…。，、।۔،)]+",)  # noqa: RUF001 (full stops and commas of several scripts)
 
 SPLITS = {
@@ -48,8 +73,16 @@ SPLITS = {
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "bloom": _BLOOM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "gpt-4o": _O200K,
+    "llama4": _O200K,
 }
 """How a text is split before merges, by `tokenizer.ggml.pre`: by each pattern, and its pieces by the next one."""
+
+FALCON = "falcon"
+"""The one split that no such patterns make."""
 
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 """Those that take a whole piece for a token before any merge, and begin with BOS."""
@@ -59,6 +92,8 @@ NORMALIZED = ("command-r", "deepseek-r1-qwen", "qwen2")
 
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Control tokens that end a generation although many files name only one of them."""
+_END_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""Those of GPT-OSS, whose format has <|end|> behind what a model thinks before its answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,11 +158,13 @@ def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """What ends a generation: EOS, ends of turns and messages, and control tokens that are known to be such."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), _types(metadata)
-    known = [
-        token_id
+    control = {
+        token: token_id
         for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
-        if token_type == CONTROL and token in _END_OF_TURN
-    ]
+        if token_type == CONTROL
+    }
+    ends = _END_OF_HARMONY if "<|call|>" in control else _END_OF_TURN
+    known = [token_id for token, token_id in control.items() if token in ends]
     return tuple(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
 
 
@@ -140,14 +177,22 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in LLAMA3))
     if split in NORMALIZED:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[split]),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splitters(split))
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _splitters(split: str) -> list[pre_tokenizers.PreTokenizer]:
+    """Falcon looks for digits among bytes, of which some that are no digits look like such."""
+    if split == FALCON:
+        return [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
+    patterns = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[split]]
+    return [*patterns, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
 def _sentencepiece(
@@ -194,8 +239,8 @@ def _merges(scores: Mapping[str, float], order: Mapping[str, int]) -> list[tuple
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
     """`tokenizer.ggml.pre`, without which only GPT-2's files are sure to mean GPT-2's."""
     split = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata.get("general.architecture") == "gpt2" else None)
-    if split not in SPLITS:
-        raise CheckpointError(f"unknown tokenizer.ggml.pre {split!r}; known are {', '.join(SPLITS)}")
+    if split not in (*SPLITS, FALCON):
+        raise CheckpointError(f"unknown tokenizer.ggml.pre {split!r}; known are {', '.join((*SPLITS, FALCON))}")
     return split
 
 

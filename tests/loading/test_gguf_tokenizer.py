@@ -1,6 +1,8 @@
 """Tokenizers of GGUF files against those that the same models have elsewhere."""
 
 import json
+import re
+import string
 
 import gguf_files
 import numpy as np
@@ -9,7 +11,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.builtin import resolve_model
-from jaxserve.loading.gguf_tokenizer import build_tokenizer
+from jaxserve.loading.gguf_tokenizer import build_tokenizer, end_token_ids
 from jaxserve.tokenizer import Tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -63,6 +65,15 @@ def test_scores_give_the_merges_of_the_tokenizer_json(test_data):
         assert ours.decode(ids) == theirs.decode(ids)
     for name in ("eos_token_ids", "bos_token_id", "special_token_ids", "vocab_size", "adds_bos", "strips_first_space"):
         assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_harmony_ends_with_answers_and_calls():
+    tokens = ["a", "<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"]
+    keys = {"tokens": tokens, "token_type": [NORMAL, *[CONTROL] * 4], "eos_token_id": 2}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    assert set(end_token_ids(metadata)) == {1, 2, 4}
+    metadata["tokenizer.ggml.token_type"] = [NORMAL, *[CONTROL] * 3, NORMAL]
+    assert set(end_token_ids(metadata)) == {1, 2, 3}
 
 
 def tiny_metadata(**others):
@@ -128,20 +139,52 @@ def test_what_is_not_known_is_named(tmp_path, others, message):
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTES_ALONE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # noqa: RUF001 (full stops and commas of several scripts)
 
 
-def split_by(pattern):
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), plain])
+def split_by(*patterns):
+    return pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(it), "isolated") for it in patterns), BYTES_ALONE])
+
+
+ASCII_PUNCTUATION = "[" + re.escape(string.punctuation) + "]"
+FALCON = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Punctuation("contiguous"),
+        BYTES,
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9]{3}"), "isolated"),
+    ]
+)
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ヿ]+",
+    rf"{ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+TEXTS = (
+    "HelloWORLDs they'LL  iPhone's\u0301ABC /\n/x 1234567 x\u00b2=\u00bd",
+    "漢字かなカナ한글12.5% (a)b_c <tag/>  \r\n\t end  ",
+    "naïve Ñandú ŽŠ ß ǅ ʰ ⴀ \u0561 \U0001d400b, “quoted”　。\uff01 Ünï 2024-01-31 $5+3<8",
+)
 
 
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
+        ("falcon", FALCON),
+        ("gpt-4o", split_by(O200K)),
+        ("deepseek-v3", split_by(*DEEPSEEK_V3)),
         ("starcoder", pre_tokenizers.Sequence([DIGITS, BYTES])),
         ("refact", pre_tokenizers.Sequence([DIGITS, BYTES])),
         ("phi-2", BYTES),
@@ -154,8 +197,36 @@ def test_texts_are_split_as_the_model_wants_it(pre, expected):
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
     keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": []}
     backend = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}).backend
-    for text in ("def f2(x):  \n\treturn  x*10 + 3655", " 7  8", "it's\n\n 42nd! [a|b] (c, d)…", "I'LL go。漢 ü"):
+    for text in (
+        *TEXTS,
+        "def f2(x):  \n\treturn  x*10 + 3655",
+        " 7  8",
+        "it's\n\n 42nd! [a|b] (c, d)…",
+        "I'LL go。漢 ü",
+    ):
         assert backend.pre_tokenizer.pre_tokenize_str(text) == expected.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("deepseek-llm", "it's 1234 ²\n\n x", ["it", "'", "s", " ", "1234", " ", "²", "\n", "\n", " x"]),
+        ("deepseek-llm", "漢字。a,b “c” ʰ", ["漢字", "。", "a", ",", "b", " ", "“", "c", "”", " ʰ"]),
+        # Letters that have had a case only since a later Unicode, or none then.
+        ("deepseek-llm", "ñÑ Ꝏ ꟊ \U0001d400 ꟊ", ["ñÑ", " Ꝏ", " ꟊ \U0001d400 ꟊ"]),
+        ("deepseek-coder", "f(x1) == 12\n 漢", ["f", "(", "x", "1", ")", " == ", "1", "2", "\n", " ", "漢"]),
+        # The second byte of ü and of ² looks like a digit.
+        ("falcon", "ü2024, a²", ["Ã", "¼", "202", "4", ",", "Ġa", "Â", "²"]),
+        ("gpt-4o", "HelloWORLDs'll\u0301ABC", ["Hello", "WORLDs'll", "\u0301", "ABC"]),
+    ],
+)
+def test_pieces_of_texts(pre, text, pieces):
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": []}
+    backend = build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}).backend
+    found = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    expected = pieces if pre == "falcon" else [BYTES_ALONE.pre_tokenize_str(piece)[0][0] for piece in pieces]
+    assert found == expected
 
 
 def test_who_takes_whole_pieces_and_bos():
