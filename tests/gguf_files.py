@@ -8,6 +8,7 @@ import numpy as np
 ARCHITECTURES = {
     "cohere": "command-r",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "mixtral": "llama",
     "phi": "phi2",
     "qwen2_moe": "qwen2moe",
@@ -44,7 +45,9 @@ def stack(tensors):
 
 
 def convert_tensors(fields, tensors):
-    """The tensors of a Hugging Face checkpoint as llama.cpp wants them."""
+    """The tensors of a Hugging Face checkpoint as llama.cpp wants them; those that are bytes by now are MXFP4."""
+    if fields["model_type"] == "gpt_oss":
+        return convert_gpt_oss(tensors)
     converted = {}
     for name, tensor in stack(tensors).items():
         match architecture_of(fields), name.rsplit(".", 2)[-2:]:
@@ -66,6 +69,36 @@ def convert_tensors(fields, tensors):
                 tensor = tensor.T
         converted[convert_name(name, architecture_of(fields))] = np.ascontiguousarray(tensor)
     return converted
+
+
+def convert_gpt_oss(tensors):
+    """Experts have outputs before inputs, and gate and up apart; blocks and scales are ggml's blocks."""
+    converted = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_blocks"):
+            tensor = mxfp4_rows(tensor, tensors[name.replace("_blocks", "_scales")])
+        elif name.endswith(("down_proj", "gate_up_proj")):
+            tensor = tensor.swapaxes(1, 2)
+        if name.endswith("_scales"):
+            continue
+        leaf = "bias" if name.endswith("_proj_bias") else "weight"
+        module = name.removesuffix("_blocks").removesuffix("_bias") if ".experts." in name else None
+        if module is None:
+            converted[convert_name(f"{name}.weight" if name.endswith("sinks") else name, "gpt-oss")] = tensor
+        elif module.endswith("down_proj"):
+            converted[convert_name(f"{module}.{leaf}", "gpt-oss")] = tensor
+        else:
+            for first, part in enumerate(("gate", "up")):
+                part_name = f"{module.replace('gate_up', part)}.{leaf}"
+                converted[convert_name(part_name, "gpt-oss")] = tensor[:, first::2]
+    return {name: np.ascontiguousarray(tensor) for name, tensor in converted.items()}
+
+
+def mxfp4_rows(blocks, scales):
+    """[X, out, in / 32 * 17] of ggml's blocks: a scale, then 16 bytes whose lower halves are the first 16 values."""
+    values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    halves = values[..., :16] | (values[..., 16:] << 4)
+    return np.concatenate([scales[..., None], halves], axis=-1).reshape(*scales.shape[:-1], -1)
 
 
 def falcon_kv_heads(fields):
@@ -128,6 +161,10 @@ def convert_fields(fields):
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(cap):
             keys[cap] = fields[cap]
+    if rope.get("rope_type") == "yarn":
+        keys["rope.scaling.type"] = "yarn"
+        keys["rope.scaling.factor"] = rope["factor"]
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = fields["max_position_embeddings"] / original
@@ -147,6 +184,14 @@ def _further_keys(fields):
                 "embedding_scale": fields["embedding_multiplier"],
                 "residual_scale": fields["residual_multiplier"],
                 "logit_scale": fields["logits_scaling"],
+            }
+        case "gpt_oss":
+            return {
+                "expert_count": fields["num_local_experts"],
+                "expert_used_count": fields["num_experts_per_tok"],
+                "expert_feed_forward_length": fields["intermediate_size"],
+                "attention.sliding_window": fields["sliding_window"],
+                "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in fields["layer_types"]],
             }
         case "mixtral":
             return {"expert_count": fields["num_local_experts"], "expert_used_count": fields["num_experts_per_tok"]}
@@ -209,7 +254,7 @@ def write(path, architecture, metadata, tensors, kinds=None):
         else:
             writer.add_array(key, value)
     for name, tensor in tensors.items():
-        if kind := (kinds or {}).get(name):
+        if kind := (kinds or {}).get(name, "MXFP4" if tensor.dtype == np.uint8 else None):
             kind = gguf.GGMLQuantizationType[kind]
             data = tensor if tensor.dtype == np.uint8 else gguf.quants.quantize(tensor, kind)
             writer.add_tensor(name, data, raw_dtype=kind)

@@ -7,14 +7,18 @@ import concurrent.futures
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import MXFP4
 from gguf.quants import dequantize as dequantize_at_once
 from jaxtyping import Float, UInt8
 
 from jaxserve.cpus import num_usable_cpus
 
-QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 PIECE = 2**18
 """Values that a thread dequantizes at a time: 1 MiB of float32."""
+_CODES = np.arange(256)
+_MXFP4_PAIRS = np.array(MXFP4.kvalues, np.float32)[np.stack([_CODES & 15, _CODES >> 4], axis=-1)].view(np.uint64)[:, 0]
+"""The two float32 of each byte of a block of MXFP4, still to be scaled."""
 
 
 def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarray, " values"]:
@@ -28,9 +32,24 @@ def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarr
     def run(first: int) -> None:
         last = min(first + step, num_blocks)
         piece = blocks[first * bytes_per_block : last * bytes_per_block]
-        values[first * values_per_block : last * values_per_block] = dequantize_at_once(piece[None], ggml_type)[0]
+        into = values[first * values_per_block : last * values_per_block]
+        if ggml_type == GGMLQuantizationType.MXFP4:
+            _dequantize_mxfp4(piece, into)
+        else:
+            into[:] = dequantize_at_once(piece[None], ggml_type)[0]
 
     with concurrent.futures.ThreadPoolExecutor(min(8, num_usable_cpus())) as pool:
         for _ in pool.map(run, range(0, num_blocks, step)):  # raises what a thread has raised
             pass
     return values
+
+
+def _dequantize_mxfp4(blocks: UInt8[np.ndarray, " bytes"], into: Float[np.ndarray, " values"]) -> None:
+    """What the package computes, by lookups of two values at once, which take half the time or less.
+
+    A block is a scale, then 16 bytes: their lower halves are the first 16 values, the upper halves the others.
+    """
+    scales, codes = np.split(blocks.reshape(-1, 17), [1], axis=1)
+    pairs = _MXFP4_PAIRS[codes].view(np.float32).reshape(-1, 16, 2)
+    with np.errstate(over="ignore"):  # the greatest scales leave float32's range
+        np.multiply(pairs.transpose(0, 2, 1), MXFP4.e8m0_to_fp32_half(scales)[..., None], out=into.reshape(-1, 2, 16))

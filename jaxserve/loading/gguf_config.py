@@ -14,12 +14,15 @@ NOT_SERVED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.scale",
+    "attention.temperature_scale",
     "attn_logit_softcapping",
     "embedding_scale",
     "expert_count",
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
 )
 """Keys of an architecture that change what it computes, which a family here may not know."""
 
@@ -27,6 +30,7 @@ SERVED = {
     "command-r": ("logit_scale",),
     "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("final_logit_softcapping",),
+    "gpt-oss": ("expert_count",),
     "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
     "qwen2moe": ("expert_count",),
@@ -37,11 +41,15 @@ SERVED = {
 MODEL_TYPES = {
     "command-r": "cohere",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "phi2": "phi",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
 """Families that Hugging Face calls otherwise."""
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+"""Values of expert_gating_func."""
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -136,8 +144,8 @@ def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
     return fields | {"qkv_bias": fields["attention_bias"]}
 
 
-def _routing_fields(file: GGUFFile) -> dict[str, Any]:
-    refuse(file, expert_gating_func=1, expert_group_count=1, expert_weights_scale=1.0, leading_dense_block_count=0)
+def _routing_fields(file: GGUFFile, *, gating: int = SOFTMAX) -> dict[str, Any]:
+    refuse(file, expert_gating_func=gating, expert_group_count=1, expert_weights_scale=1.0, leading_dense_block_count=0)
     return {
         "num_experts": positive_integer(file, "expert_count"),
         "num_experts_per_tok": positive_integer(file, "expert_used_count"),
@@ -220,15 +228,32 @@ def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> di
     """
     num_layers, num_heads = positive_integer(file, "block_count"), positive_integer(file, "attention.head_count")
     hidden_size = positive_integer(file, "embedding_length")
-    pattern = get(file, "attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        period = positive_integer(file, "attention.sliding_window_pattern", period)
-        pattern = [bool((index + 1) % period) for index in range(num_layers)]
     head_dim = positive_integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
     return {
         "sliding_window": positive_integer(file, "attention.sliding_window", 4096),
-        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in pattern],
+        "layer_types": _layer_types(file, period),
         "query_pre_attn_scalar": hidden_size // num_heads if num_layers == num_layers_of_27b else head_dim,
+    }
+
+
+def _layer_types(file: GGUFFile, period: int) -> list[str]:
+    """Of each layer; every `period`-th one attends to everything unless the file says otherwise."""
+    pattern = get(file, "attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        period = positive_integer(file, "attention.sliding_window_pattern", period)
+        pattern = [(index + 1) % period for index in range(positive_integer(file, "block_count"))]
+    return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
+
+
+def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
+    """The gate's clamp, the kind of routing and that YaRN's range is not rounded are known by heart."""
+    fields = _decoder_fields(file) | _routing_fields(file, gating=SOFTMAX_OF_CHOSEN)
+    refuse(file, **{"rope.freq_base_swa": fields["rope_parameters"]["rope_theta"]})
+    return fields | {
+        "intermediate_size": positive_integer(file, "expert_feed_forward_length"),
+        "sliding_window": positive_integer(file, "attention.sliding_window"),
+        "layer_types": _layer_types(file, 2),
+        "rope_parameters": fields["rope_parameters"] | {"truncate": False},
     }
 
 
@@ -251,6 +276,7 @@ ARCHITECTURES = {
     "gemma2": _gemma2_fields,
     "gemma3": _gemma3_fields,
     "glm4": _without_window,
+    "gpt-oss": _gpt_oss_fields,
     "gpt2": _gpt2_fields,
     "granite": _granite_fields,
     "llama": _llama_fields,

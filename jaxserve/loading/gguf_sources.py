@@ -61,6 +61,8 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -79,10 +81,16 @@ SANDWICH_NAMES = {
 }
 """The same where norms stand on both sides of a block, or behind it."""
 
-SANDWICHES = ("gemma2", "gemma3", "olmo2")
+SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2")
+"""Architectures that have some of these names; GPT-OSS has them though its norms stand before blocks."""
+
 GEMMAS = ("gemma", "gemma2", "gemma3")
 
+LEAVES = {"sinks": "sinks.weight"}
+"""Tensors that have no leaf in the checkpoint, and what they have in the file."""
+
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
+_EXPERTS_OF_GPT_OSS = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
 _STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
 
 
@@ -96,12 +104,30 @@ class Source:
 
 def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
     """Where the checkpoint's tensor of this name and shape is in the file."""
+    if file.architecture == "gpt-oss" and (experts := _EXPERTS_OF_GPT_OSS.fullmatch(name)):
+        return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
     place, index = _place(name, file.architecture)
     if index is not None:
         return Source({place: (index + 1, *shape)}, lambda stack: stack[index])
     undo = _undo(file, place)
     stored = _stored_shape(file, place, shape, undo)
     return Source({place: stored}, lambda tensor: (undo(tensor) if undo else tensor).reshape(shape))
+
+
+def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf: str) -> Source:
+    """Matrices with outputs before inputs, gate and up apart; the checkpoint has inputs first, gate and up by turns.
+
+    What is made lies in memory as the checkpoint's MXFP4 does, outputs first, so that nothing but rows is moved.
+    """
+    X, *inputs, outputs = shape
+    parts = ("gate", "up") if part == "gate_up" else ("down",)
+    names = [gguf_name(f"{experts}.{part}_proj.{leaf}", "gpt-oss") for part in parts]
+
+    def make(*tensors: np.ndarray) -> np.ndarray:
+        rows = tensors[0] if len(tensors) == 1 else np.stack(tensors, axis=2).reshape(X, outputs, *inputs)
+        return rows.swapaxes(1, -1)
+
+    return Source(dict.fromkeys(names, (X, outputs // len(parts), *inputs)), make)
 
 
 def _stored_shape(
@@ -125,6 +151,8 @@ def _place(name: str, architecture: str) -> tuple[str, int | None]:
         name, index = stacked[1] + stacked[3], int(stacked[2])
     names = NAMES | SANDWICH_NAMES if architecture in SANDWICHES else NAMES
     module, _, leaf = name.rpartition(".")
+    if leaf in LEAVES:
+        module, _, leaf = f"{module}.{LEAVES[leaf]}".rpartition(".")
     if layer := _LAYER.fullmatch(module):
         return f"blk.{layer[1]}.{names[layer[2]]}.{leaf}", index
     return f"{names[module]}.{leaf}", index

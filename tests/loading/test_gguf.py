@@ -42,6 +42,17 @@ def test_quantized_types_bit_for_bit(tmp_path, kind):
     assert np.abs(values).max() > 0.5
 
 
+def test_every_byte_of_mxfp4_under_every_scale(tmp_path):
+    codes = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (256, 16, 16))
+    scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None], (256, 16, 1))
+    blocks = np.concatenate([scales, codes], axis=-1).reshape(256, -1)
+    gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": blocks}, {"x": "MXFP4"})
+    values = GGUFFile(tmp_path / "m.gguf").tensors["x"].read()
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
+
+
 def test_floats_as_they_are_stored(tmp_path):
     x = np.random.default_rng(2).normal(size=(3, 5)).astype(np.float32)
     narrow = x.astype(ml_dtypes.bfloat16)

@@ -50,9 +50,9 @@ def load(path):
 
 
 def tensors_of(golden):
-    """Of all files: some goldens are in shards. In float32, as the `gguf` package knows no bfloat16."""
+    """Of all files: some goldens are in shards. In float32, as the `gguf` package knows no bfloat16, or bytes."""
     return {
-        name: x.astype(np.float32)
+        name: x if x.dtype == np.uint8 else x.astype(np.float32)
         for path in (GOLDENS / golden).glob("*.safetensors")
         for name, x in load_file(path).items()
     }
@@ -76,6 +76,7 @@ def random_tensors(fields):
 TESTED = (
     *("bloom_tied", "cohere_qk_norm", "falcon_multi_query", "gemma_tied", "glm4_tied", "gpt2_tied"),
     *(
+        "gpt_oss_mxfp4",
         "granite_multipliers",
         "llama_tied_llama3_rope",
         "llama_untied",
@@ -105,6 +106,7 @@ FIELDS_COMPARED = {
         "gemma3.rope.freq_base_swa": 50.0,
         "gemma3.attention.sliding_window_pattern": 2,
     },
+    "gpt_oss_clamped": {},
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
@@ -112,6 +114,7 @@ FIELDS_COMPARED = {
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
 ACTIVATIONS = {
     "falcon_grouped_one_norm": {"activation": "gelu", "max_position_embeddings": 2048},
+    "gpt_oss_clamped": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "mixtral_tied": {"hidden_act": "silu"},
     "stablelm_parallel_biases": {"hidden_act": "silu"},
 }
@@ -305,6 +308,37 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama(), metadata=metadata)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        ("gpt_oss_clamped", {"expert_gating_func": 1}, "gpt-oss.expert_gating_func 1 is not supported"),
+        ("gpt_oss_clamped", {"rope.freq_base_swa": 5.0}, "gpt-oss.rope.freq_base_swa 5.0 is not supported"),
+        ("gpt_oss_clamped", {"swiglu_clamp_exp": [7.0, 7.0]}, "gpt-oss.swiglu_clamp_exp .7.0, 7.0. is not supported"),
+        (
+            "gpt_oss_clamped",
+            {"attention.sliding_window": 0},
+            "gpt-oss.attention.sliding_window must be positive, got 0",
+        ),
+        ("gpt_oss_clamped", {"attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
+    ],
+)
+def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message):
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    keys = {f"{gguf_files.architecture_of(fields)}.{key}": value for key, value in metadata.items()}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=keys)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_every_second_layer_of_gpt_oss_has_the_window(tmp_path):
+    fields = json.loads((GOLDENS / "gpt_oss_clamped" / "config.json").read_text()) | {"num_hidden_layers": 5}
+    embedding = {"model.embed_tokens.weight": np.ones((48, 26), np.float32)}
+    pattern = {"gpt-oss.attention.sliding_window_pattern": 2}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, embedding, metadata=pattern)
+    local, whole = "sliding_attention", "full_attention"
+    assert load_config(tmp_path / "m.gguf")["layer_types"] == [local, whole, local, whole, local]
 
 
 def test_unknown_architecture(tmp_path):
