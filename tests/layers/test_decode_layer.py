@@ -69,15 +69,13 @@ def split(params, family, config, mesh):
     return jax.tree.map(lambda x, layout: layout.put(np.asarray(x)), params, layouts(family.param_specs(config), mesh))
 
 
-@pytest.mark.parametrize("num_devices", [None, 1, 2])
+@pytest.mark.parametrize("num_devices", [None, 1, 2, 4])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_equals_the_decoder(monkeypatch, model_type, num_devices):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
-    pools = [
-        tuple(jnp.asarray(rng.standard_normal((NUM_BLOCKS, 2, BLOCK_SIZE, 16)), jnp.float32) for _ in range(3))
-        for _ in range(2)
-    ]
+    shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
+    pools = [tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3)) for _ in range(2)]
     batch = make_batch([5, 1, 12, 8])
     given = params, batch, KVCache(*pools)
     mesh = None

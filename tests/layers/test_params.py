@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxserve.layers.params import ParamSpec, abstract_params, init_params, num_bytes
+from jaxserve.errors import ConfigError
+from jaxserve.layers.params import ParamSpec, abstract_params, init_params, layouts, num_bytes
 
 SPECS = {
     "table": ParamSpec(shape=(64, 32), axes=("vocab", "embed"), source=("table",), init_scale=0.5),
@@ -55,6 +56,33 @@ def test_random_weights_depend_on_seed_and_path_only(params):
     np.testing.assert_array_equal(alone["table"], params["table"])
     other = init_params({"table": SPECS["table"]}, dtype=BFLOAT16, mesh=make_mesh(1), seed=8)
     assert (np.asarray(other["table"]) != np.asarray(params["table"])).mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_kv_heads_on_more_devices(dtype):
+    """Heads 0 and 1 with queries 0 to 3 each, as members of a fused weight and with a value each."""
+    specs = {
+        "qkv": ParamSpec(shape=(2, 4 + 2, 3), axes=("kv_heads", "members", "embed"), source=("qkv",)),
+        "gain": ParamSpec(shape=(2, 3), axes=("kv_heads", None), source=("gain",)),
+    }
+    options = {"dtype": np.dtype(dtype), "seed": 7}
+    declared = init_params(specs, mesh=make_mesh(1), **options)
+    laid_out = init_params(specs, mesh=make_mesh(4), **options)
+    heads, members = [0, 0, 1, 1], [[0, 1, 4, 5], [2, 3, 4, 5], [0, 1, 4, 5], [2, 3, 4, 5]]
+    expected = {"qkv": np.asarray(declared["qkv"])[np.c_[heads], members], "gain": np.asarray(declared["gain"])[heads]}
+    jax.tree.map(np.testing.assert_array_equal, laid_out, expected)
+    for name, layout in layouts(specs, make_mesh(4)).items():
+        put = layout.put(np.asarray(declared[name]))
+        assert (put.shape, put.dtype, put.sharding) == (layout.shape, dtype, layout.sharding)
+        np.testing.assert_array_equal(put, expected[name])
+        for shard in put.addressable_shards:
+            np.testing.assert_array_equal(layout.share(np.asarray(declared[name]), shard.index), shard.data)
+
+
+def test_queries_that_do_not_divide():
+    qkv = ParamSpec(shape=(2, 3 + 2, 3), axes=("kv_heads", "members", "embed"), source=("qkv",))
+    with pytest.raises(ConfigError, match="qkv: heads of size 6 cannot be split evenly over 4 devices"):
+        layouts({"qkv": qkv}, make_mesh(4))
 
 
 def test_abstract_tree_matches_the_real_one(params):

@@ -35,6 +35,20 @@ def test_indivisible_axis(mesh):
         sharding.partition_spec(("ffn", None), (10, 8), mesh, name="model.up")
 
 
+@pytest.mark.parametrize(("num_heads", "copies"), [(16, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
+def test_each_device_has_a_kv_head(num_heads, copies):
+    mesh = AbstractMesh((2, 8), ("data", "tensor"))
+    assert sharding.kv_copies(num_heads, mesh, name="w") == copies
+    assert sharding.kv_copies(num_heads, AbstractMesh((8,), ("data",)), name="w") == 1
+
+
+@pytest.mark.parametrize("num_heads", [3, 6, 12])
+def test_kv_heads_that_neither_split_nor_repeat(num_heads):
+    message = f"w: kv_heads of size {num_heads} can be neither split nor repeated evenly over 8 devices"
+    with pytest.raises(ConfigError, match=message):
+        sharding.kv_copies(num_heads, AbstractMesh((8,), ("tensor",)), name="w")
+
+
 def test_a_vocabulary_that_does_not_divide_stays_whole(mesh):
     assert sharding.partition_spec(("vocab", "embed"), (9, 8), mesh, name="w") == PartitionSpec(None, None)
     assert sharding.partition_spec(("vocab", "embed"), (12, 8), mesh, name="w") == PartitionSpec("tensor", None)
