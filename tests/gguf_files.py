@@ -1,5 +1,6 @@
 """GGUF files of Hugging Face models, as llama.cpp's converter writes them, by the `gguf` package."""
 
+import functools
 import re
 
 import gguf
@@ -7,6 +8,8 @@ import numpy as np
 
 ARCHITECTURES = {
     "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "mixtral": "llama",
@@ -24,9 +27,14 @@ def architecture_of(fields):
 
 
 def convert_name(name, architecture):
-    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
-    return gguf.get_tensor_name_map(kinds[architecture], 64).get_name(name, try_suffixes=(".weight", ".bias"))
+    return name_map(architecture).get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+@functools.cache
+def name_map(architecture):
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[architecture], 8)
 
 
 def stack(tensors):
@@ -67,8 +75,22 @@ def convert_tensors(fields, tensors):
                 tensor = np.concatenate([heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
             case "gpt2", [("c_attn" | "c_proj" | "c_fc"), "weight"]:
                 tensor = tensor.T
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         converted[convert_name(name, architecture_of(fields))] = np.ascontiguousarray(tensor)
-    return converted
+    return split_latent_heads(fields, converted) if architecture_of(fields) == "deepseek2" else converted
+
+
+def split_latent_heads(fields, tensors):
+    """What makes keys and values of latents, apart, that of keys transposed."""
+    split, num_keys = {}, fields["qk_nope_head_dim"]
+    for name, tensor in tensors.items():
+        if ".attn_kv_b." in name:
+            heads = tensor.reshape(fields["num_attention_heads"], -1, tensor.shape[1])
+            k, v = heads[:, :num_keys].swapaxes(1, 2), heads[:, num_keys:]
+            split |= {name.replace("kv_b", "k_b"): np.ascontiguousarray(k), name.replace("kv_b", "v_b"): v.copy()}
+        else:
+            split[name] = tensor
+    return split
 
 
 def convert_gpt_oss(tensors):
@@ -136,6 +158,8 @@ def convert_fields(fields):
             "context_length": fields["n_positions"],
             "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
         }
+    if architecture_of(fields) == "deepseek2":
+        return convert_deepseek_fields(fields)
     num_heads = fields["num_attention_heads"]
     head_dim = fields.get("head_dim") or fields["hidden_size"] // num_heads
     rope = fields.get("rope_parameters", {})
@@ -162,14 +186,59 @@ def convert_fields(fields):
         if fields.get(cap):
             keys[cap] = fields[cap]
     if rope.get("rope_type") == "yarn":
-        keys["rope.scaling.type"] = "yarn"
-        keys["rope.scaling.factor"] = rope["factor"]
-        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys |= yarn_keys(rope)
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = fields["max_position_embeddings"] / original
         keys["rope.scaling.original_context_length"] = original
         keys["rope.scaling.attn_factor"] = (1 + np.log(stretch) / np.log(original)) ** 0.5
+    return keys
+
+
+def convert_deepseek_fields(fields):
+    rope, rotated = fields["rope_parameters"], fields["qk_rope_head_dim"]
+    keys = {
+        "embedding_length": fields["hidden_size"],
+        "feed_forward_length": fields["intermediate_size"],
+        "expert_feed_forward_length": fields["moe_intermediate_size"],
+        "block_count": fields["num_hidden_layers"],
+        "leading_dense_block_count": fields["first_k_dense_replace"],
+        "context_length": fields["max_position_embeddings"],
+        "attention.head_count": fields["num_attention_heads"],
+        "attention.head_count_kv": 1,
+        "attention.key_length": fields["kv_lora_rank"] + rotated,
+        "attention.value_length": fields["kv_lora_rank"],
+        "attention.key_length_mla": fields["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": fields["v_head_dim"],
+        "attention.kv_lora_rank": fields["kv_lora_rank"],
+        "attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
+        "rope.freq_base": rope["rope_theta"],
+        "rope.dimension_count": rotated,
+        "expert_count": fields["n_routed_experts"],
+        "expert_used_count": fields["num_experts_per_tok"],
+        "expert_shared_count": fields["n_shared_experts"],
+        "expert_weights_scale": fields["routed_scaling_factor"],
+    }
+    if fields["model_type"] == "deepseek_v3":  # V2's config.json says "softmax", which transformers' does not
+        keys["expert_gating_func"] = 2
+    optional = {
+        "attention.q_lora_rank": fields["q_lora_rank"],
+        "expert_weights_norm": fields["norm_topk_prob"],
+        "expert_group_count": fields["n_group"],
+        "expert_group_used_count": fields["topk_group"],
+    }
+    keys |= {name: value for name, value in optional.items() if value}
+    return keys | (yarn_keys(rope) if rope["rope_type"] == "yarn" else {})
+
+
+def yarn_keys(rope):
+    keys = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }
+    if "mscale_all_dim" in rope:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return keys
 
 

@@ -20,6 +20,7 @@ NOT_SERVED = (
     "expert_count",
     "final_logit_softcapping",
     "logit_scale",
+    "nextn_predict_layers",
     "residual_scale",
     "swiglu_clamp_exp",
     "swiglu_clamp_shexp",
@@ -28,6 +29,7 @@ NOT_SERVED = (
 
 SERVED = {
     "command-r": ("logit_scale",),
+    "deepseek2": ("expert_count",),
     "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("final_logit_softcapping",),
     "gpt-oss": ("expert_count",),
@@ -245,6 +247,54 @@ def _layer_types(file: GGUFFile, period: int) -> list[str]:
     return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
 
 
+def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
+    """V2, whose files need not say that it routes by softmax, or V3 and R1, which route by sigmoid.
+
+    Where a file does not say in how many groups experts come, as older ones do not, they are in one, as in llama.cpp.
+    """
+    is_v3 = get(file, "expert_gating_func") == SIGMOID
+    if not is_v3:
+        refuse(file, expert_gating_func=SOFTMAX, expert_weights_norm=False)
+    num_groups, rotated = (
+        positive_integer(file, "expert_group_count", 1),
+        positive_integer(file, "rope.dimension_count"),
+    )
+    return {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "intermediate_size": positive_integer(file, "feed_forward_length"),
+        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
+        "num_hidden_layers": positive_integer(file, "block_count"),
+        "num_attention_heads": positive_integer(file, "attention.head_count"),
+        "max_position_embeddings": positive_integer(file, "context_length"),
+        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+        "q_lora_rank": get(file, "attention.q_lora_rank") or None,
+        "kv_lora_rank": positive_integer(file, "attention.kv_lora_rank"),
+        "qk_nope_head_dim": _length_of_heads(file, "attention.key_length") - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": _length_of_heads(file, "attention.value_length"),
+        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in file.tensors,
+        "mlp_bias": any(name.endswith((".ffn_up.bias", ".ffn_up_shexp.bias")) for name in file.tensors),
+        "first_k_dense_replace": get(file, "leading_dense_block_count", 0),
+        "n_routed_experts": positive_integer(file, "expert_count"),
+        "n_shared_experts": get(file, "expert_shared_count", 0),
+        "num_experts_per_tok": positive_integer(file, "expert_used_count"),
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "topk_method": "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy",
+        "n_group": num_groups,
+        "topk_group": positive_integer(file, "expert_group_used_count", 1),
+        "norm_topk_prob": get(file, "expert_weights_norm", False),
+        "routed_scaling_factor": number(file, "expert_weights_scale", 1.0) or 1.0,
+        "rope_parameters": rope_fields(file, rotated),
+    }
+
+
+def _length_of_heads(file: GGUFFile, name: str) -> int:
+    """Files that have keys and values of latents apart have here what is cached, and the heads' own under *_mla."""
+    own = f"{name}_mla"
+    return positive_integer(file, name if get(file, own) is None else own)
+
+
 def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
     """The gate's clamp, the kind of routing and that YaRN's range is not rounded are known by heart."""
     fields = _decoder_fields(file) | _routing_fields(file, gating=SOFTMAX_OF_CHOSEN)
@@ -271,6 +321,7 @@ def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
 ARCHITECTURES = {
     "bloom": _bloom_fields,
     "command-r": _cohere_fields,
+    "deepseek2": _deepseek_fields,
     "falcon": _falcon_fields,
     "gemma": _without_window,
     "gemma2": _gemma2_fields,

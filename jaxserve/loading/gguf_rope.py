@@ -53,14 +53,20 @@ def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 def _yarn_fields(file: GGUFFile) -> dict[str, Any]:
     prefix = "rope.scaling.yarn_"
-    refuse(file, **{f"{prefix}attn_factor": 1.0, f"{prefix}ext_factor": 1.0, f"{prefix}log_multiplier": 0.0})
-    return {
+    refuse(file, **{f"{prefix}attn_factor": 1.0, f"{prefix}ext_factor": 1.0})
+    fields = {
         "original_max_position_embeddings": positive_integer(
             file, "rope.scaling.original_context_length", positive_integer(file, "context_length")
         ),
         "beta_fast": number(file, f"{prefix}beta_fast", 32.0),
         "beta_slow": number(file, f"{prefix}beta_slow", 1.0),
     }
+    if file.architecture != "deepseek2":
+        refuse(file, **{f"{prefix}log_multiplier": 0.0})
+        return fields
+    # A tenth of DeepSeek's mscale_all_dim, in float32; mscale, which no file has, is the same in published models.
+    multiplier = round(10 * number(file, f"{prefix}log_multiplier", 0.0), 6)
+    return fields | {"mscale": multiplier, "mscale_all_dim": multiplier}
 
 
 def _rope_factors(file: GGUFFile, name: str, rotated: int) -> list[float]:

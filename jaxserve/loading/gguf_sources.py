@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_keys import positive_integer
+from jaxserve.loading.gguf_keys import get, positive_integer
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -61,6 +61,18 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
     "mlp.router": "ffn_gate_inp",
     "self_attn.sinks": "attn_sinks",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -86,7 +98,7 @@ SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2")
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
 
-LEAVES = {"sinks": "sinks.weight"}
+LEAVES = {"e_score_correction_bias": "e_score_correction.bias", "sinks": "sinks.weight"}
 """Tensors that have no leaf in the checkpoint, and what they have in the file."""
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
@@ -107,6 +119,8 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
     if file.architecture == "gpt-oss" and (experts := _EXPERTS_OF_GPT_OSS.fullmatch(name)):
         return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
     place, index = _place(name, file.architecture)
+    if place.endswith(".attn_kv_b.weight") and place not in file.tensors and get(file, "attention.value_length_mla"):
+        return _split_latent_heads(file, place, shape)
     if index is not None:
         return Source({place: (index + 1, *shape)}, lambda stack: stack[index])
     undo = _undo(file, place)
@@ -128,6 +142,22 @@ def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf
         return rows.swapaxes(1, -1)
 
     return Source(dict.fromkeys(names, (X, outputs // len(parts), *inputs)), make)
+
+
+def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> Source:
+    """[H * (N + V), R] of what makes keys and values of latents, apart in [H, R, N] and [H, V, R].
+
+    So it is in newer files; older ones have it whole.
+    """
+    num_heads, latent_size = positive_integer(file, "attention.head_count"), shape[1]
+    value_size = positive_integer(file, "attention.value_length_mla")
+    key_size = shape[0] // num_heads - value_size
+
+    def make(k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape(shape)
+
+    k, v = (place.replace("attn_kv_b", name) for name in ("attn_k_b", "attn_v_b"))
+    return Source({k: (num_heads, latent_size, key_size), v: (num_heads, value_size, latent_size)}, make)
 
 
 def _stored_shape(

@@ -74,7 +74,15 @@ def random_tensors(fields):
 
 
 TESTED = (
-    *("bloom_tied", "cohere_qk_norm", "falcon_multi_query", "gemma_tied", "glm4_tied", "gpt2_tied"),
+    *(
+        "bloom_tied",
+        "cohere_qk_norm",
+        "deepseek_v3_groups",
+        "falcon_multi_query",
+        "gemma_tied",
+        "glm4_tied",
+        "gpt2_tied",
+    ),
     *(
         "gpt_oss_mxfp4",
         "granite_multipliers",
@@ -98,6 +106,8 @@ def test_logits_of_the_safetensors(tmp_path, name):
 
 
 FIELDS_COMPARED = {
+    "deepseek_v2_greedy": {},
+    "deepseek_v2_groups": {"deepseek2.expert_gating_func": 1},
     "falcon_grouped_one_norm": {"falcon.rope.freq_base": 100.0, "falcon.rope.scaling.factor": 2.0},
     "gemma2_caps": {},
     "gemma3_two_thetas": {
@@ -112,7 +122,18 @@ FIELDS_COMPARED = {
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
-ACTIVATIONS = {
+UNSAID = {
+    "deepseek_v2_greedy": {"hidden_act": "silu"},
+    "deepseek_v2_groups": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 300.0,
+            "factor": 8.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 16,
+        }
+    },
     "falcon_grouped_one_norm": {"activation": "gelu", "max_position_embeddings": 2048},
     "gpt_oss_clamped": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "mixtral_tied": {"hidden_act": "silu"},
@@ -128,7 +149,7 @@ def test_config_and_weights_of_the_safetensors(tmp_path, name):
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED[name])
     params, config, family, mesh = load(tmp_path / "m.gguf")
     epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
-    fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | ACTIVATIONS.get(name, {})
+    fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | UNSAID.get(name, {})
     assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
     whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
@@ -159,6 +180,28 @@ def test_a_period_of_no_layers(tmp_path):
 def test_every_architecture_is_tested():
     configs = [json.loads((GOLDENS / name / "config.json").read_text()) for name in [*TESTED, *FIELDS_COMPARED]]
     assert {gguf_files.architecture_of(fields) for fields in configs} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_greedy", "deepseek_v3_groups"])
+def test_what_makes_keys_and_values_of_latents_whole(tmp_path, name):
+    """As it is in older files."""
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    tensors = tensors_of(name)
+    gguf_files.write_model(tmp_path / "split.gguf", fields, tensors)
+    converted = gguf_files.convert_tensors(fields, tensors)
+    for index in range(fields["num_hidden_layers"]):
+        del converted[f"blk.{index}.attn_k_b.weight"], converted[f"blk.{index}.attn_v_b.weight"]
+        whole = tensors[f"model.layers.{index}.self_attn.kv_b_proj.weight"]
+        converted[f"blk.{index}.attn_kv_b.weight"] = whole
+    keys = gguf_files.convert_fields(fields)
+    keys |= {"attention.head_count_kv": fields["num_attention_heads"]}
+    for length in ("attention.key_length", "attention.value_length"):
+        keys[length] = keys.pop(f"{length}_mla")
+    keys = {f"deepseek2.{key}": value for key, value in keys.items()}
+    gguf_files.write(tmp_path / "whole.gguf", "deepseek2", keys, converted)
+    split, whole = load(tmp_path / "split.gguf"), load(tmp_path / "whole.gguf")
+    assert whole[1] == split[1]
+    jax.tree.map(np.testing.assert_array_equal, whole[0], split[0])
 
 
 def test_linear_rope_and_biases(tmp_path):
@@ -322,6 +365,19 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
             "gpt-oss.attention.sliding_window must be positive, got 0",
         ),
         ("gpt_oss_clamped", {"attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
+        ("deepseek_v2_greedy", {"expert_gating_func": 3}, "deepseek2.expert_gating_func 3 is not supported"),
+        ("deepseek_v2_greedy", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm True is not supported"),
+        ("deepseek_v2_greedy", {"expert_gating_func": 2}, "missing: blk.0.exp_probs_b.bias"),
+        ("deepseek_v3_groups", {"nextn_predict_layers": 1}, "deepseek2.nextn_predict_layers 1 is not supported"),
+        ("deepseek_v3_groups", {"attention.temperature_scale": 0.1}, "temperature_scale 0.1.* is not supported"),
+        ("deepseek_v3_groups", {"expert_group_count": 4}, "6 experts cannot be in 4 groups"),
+        ("deepseek_v3_groups", {"attention.key_length_mla": 8}, "qk_nope_head_dim must be an integer of at least 1"),
+        ("deepseek_v3_groups", {"rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor 2.0 is not supported"),
+        (
+            "deepseek_v3_groups",
+            {"attention.value_length_mla": 6},
+            r"attn_v_b.weight is F32 .4, 7, 6. and not .4, 6, 6.",
+        ),
     ],
 )
 def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message):
@@ -344,7 +400,7 @@ def test_every_second_layer_of_gpt_oss_has_the_window(tmp_path):
 def test_unknown_architecture(tmp_path):
     gguf_files.write(tmp_path / "m.gguf", "mamba", {}, {"x": np.ones(3, np.float32)})
     with pytest.raises(
-        CheckpointError, match="unknown architecture 'mamba'; known are bloom, command-r, falcon, gemma, gemma2"
+        CheckpointError, match="unknown architecture 'mamba'; known are bloom, command-r, deepseek2, falcon, gemma"
     ):
         load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})
