@@ -63,7 +63,7 @@ def add_commands(parser: Parser) -> None:
     batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
     batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
     batch.add_flag(
-        "workload", "--bandwidth", type=float, metavar="TB/S", help="of the memory, for the floor (an H200: 4.3)"
+        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
     )
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
     add_config_flags(batch, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})

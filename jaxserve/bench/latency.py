@@ -81,14 +81,16 @@ def run(
 
     Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile. The prefix cache should
     be off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the
-    time in which the memory gives the weights and the KV of the contexts, `bandwidth` bytes a second. `profile` traces
-    one more run to see how much of it the device is at work. Raises StartupError, InvalidRequest.
+    time in which the memories of the devices, of `bandwidth` bytes a second each, give the weights and the KV of the
+    contexts. `profile` traces one more run to see how much of it the device is at work. Raises StartupError,
+    InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
     client = LocalEngineClient.start(config, progress=True)
     started = time.perf_counter() - start
+    bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
     rows = []
     try:

@@ -87,6 +87,14 @@ LLAMA_3_8B: dict[str, Any] = LLAMA_100M | {
 }
 """The shape of Llama 3 8B."""
 
+LLAMA_3_70B: dict[str, Any] = LLAMA_3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+"""The shape of Llama 3 70B."""
+
 QWEN3_30B_A3B: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
@@ -156,6 +164,7 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": LLAMA_100M,
     "llama-3-8b": LLAMA_3_8B,
+    "llama-3-70b": LLAMA_3_70B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
 }

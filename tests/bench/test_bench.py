@@ -85,8 +85,10 @@ def test_host_times_every_phase():
     assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))
 
 
-def test_latency_counts_what_it_asked_for(tmp_path):
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     config = EngineConfig(
+        tensor_parallel_size=num_devices,
         model=str(write_config(tmp_path, TINY)),
         load_format="dummy",
         max_model_len=64,
@@ -107,8 +109,8 @@ def test_latency_counts_what_it_asked_for(tmp_path):
     assert float(first[1]) > 0
     assert float(first[3]) > 0
     num_weights = 128 * 32 + (4 * 16 + 32 + 3 * 32) * 32 + 3 * 32  # the tied embedding, one layer, norms
-    kv_elements = 3 * 13 * 2 * 16  # 3 requests, 13 tokens on average
-    assert figures["floor"] == f"{(num_weights + kv_elements) * 4 / 1e6 * 1e3:.2f}"
+    kv_elements = 3 * 13 * 2 * 16 * num_devices  # 3 requests, 13 tokens on average, a KV head that each device has
+    assert figures["floor"] == f"{(num_weights + kv_elements) * 4 / (1e6 * num_devices) * 1e3:.2f}"
     assert second[5:] == ["-"] * 5
 
 
