@@ -87,8 +87,11 @@ FALCON = "falcon"
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 """Those that take a whole piece for a token before any merge, and begin with BOS."""
 
-NORMALIZED = ("command-r", "deepseek-r1-qwen", "qwen2")
+NORMALIZED = ("command-r", "deepseek-r1-qwen", "mpt", "olmo", "qwen2")
 """Those that bring texts into Unicode's form NFC."""
+
+SPLITS_OF_OLD_FILES = {"gpt2": "gpt-2", "gptj": "gpt-2", "gptneox": "mpt"}
+"""Architectures whose models all split alike, so that files need not say it."""
 
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Control tokens that end a generation although many files name only one of them."""
@@ -237,8 +240,8 @@ def _merges(scores: Mapping[str, float], order: Mapping[str, int]) -> list[tuple
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    """`tokenizer.ggml.pre`, without which only GPT-2's files are sure to mean GPT-2's."""
-    split = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata.get("general.architecture") == "gpt2" else None)
+    """`tokenizer.ggml.pre`, or what the architecture says of it."""
+    split = metadata.get("tokenizer.ggml.pre", SPLITS_OF_OLD_FILES.get(metadata.get("general.architecture", "")))
     if split not in (*SPLITS, FALCON):
         raise CheckpointError(f"unknown tokenizer.ggml.pre {split!r}; known are {', '.join((*SPLITS, FALCON))}")
     return split

@@ -229,6 +229,20 @@ def test_pieces_of_texts(pre, text, pieces):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("architecture", "pre", "is_composed"),
+    [("gptneox", None, True), ("gptneox", "olmo", True), ("gptj", None, False), ("gpt2", None, False)],
+)
+def test_old_files_and_normal_form(architecture, pre, is_composed):
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    keys = {"model": "gpt2", "tokens": tokens, "merges": []} | ({"pre": pre} if pre else {})
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    backend = build_tokenizer(metadata | {"general.architecture": architecture}).backend
+    text = "e\u0301 12"
+    expected = BYTES.pre_tokenize_str("é 12" if is_composed else text)
+    assert backend.encode(text).tokens == list("".join(piece for piece, _ in expected))
+
+
 def test_who_takes_whole_pieces_and_bos():
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<s>"]
     keys = {"model": "gpt2", "tokens": tokens, "merges": [], "bos_token_id": len(tokens) - 1}
