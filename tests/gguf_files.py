@@ -11,6 +11,8 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
+    "glm": "chatglm",
+    "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
     "mixtral": "llama",
     "phi": "phi2",
@@ -70,8 +72,9 @@ def convert_tensors(fields, tensors):
                 groups = tensor.reshape(num_kv_heads, num_heads // num_kv_heads + 2, -1, tensor.shape[1])
                 parts = groups[:, :-2], groups[:, -2], groups[:, -1]
                 tensor = np.concatenate([part.reshape(-1, tensor.shape[1]) for part in parts])
-            case "bloom", ["query_key_value", _]:
-                heads = tensor.reshape(fields["n_head"], 3, -1, *tensor.shape[1:])
+            case "bloom" | "gptneox", ["query_key_value", _]:
+                num_heads = fields.get("n_head") or fields["num_attention_heads"]
+                heads = tensor.reshape(num_heads, 3, -1, *tensor.shape[1:])
                 tensor = np.concatenate([heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
             case "gpt2", [("c_attn" | "c_proj" | "c_fc"), "weight"]:
                 tensor = tensor.T
@@ -149,10 +152,23 @@ def convert_fields(fields):
             "attention.head_count_kv": falcon_kv_heads(fields),
             "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
         }
-    if fields["model_type"] == "gpt2":
+    if fields["model_type"] == "gpt_neox":
+        rope, head_dim = fields["rope_parameters"], fields["hidden_size"] // fields["num_attention_heads"]
         return {
+            "context_length": fields["max_position_embeddings"],
+            "embedding_length": fields["hidden_size"],
+            "feed_forward_length": fields["intermediate_size"],
+            "block_count": fields["num_hidden_layers"],
+            "attention.head_count": fields["num_attention_heads"],
+            "attention.layer_norm_epsilon": fields["layer_norm_eps"],
+            "use_parallel_residual": fields["use_parallel_residual"],
+            "rope.dimension_count": int(rope["partial_rotary_factor"] * head_dim),
+        }
+    if fields["model_type"] in ("gpt2", "gptj"):
+        return {
+            **({"rope.dimension_count": fields["rotary_dim"]} if "rotary_dim" in fields else {}),
             "embedding_length": fields["n_embd"],
-            "feed_forward_length": fields["n_inner"],
+            **({"feed_forward_length": fields["n_inner"]} if fields["n_inner"] else {}),
             "block_count": fields["n_layer"],
             "attention.head_count": fields["n_head"],
             "context_length": fields["n_positions"],

@@ -41,9 +41,11 @@ SERVED = {
 """Those of them that some architectures may have."""
 
 MODEL_TYPES = {
+    "chatglm": "glm",
     "command-r": "cohere",
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
+    "gptneox": "gpt_neox",
     "phi2": "phi",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -307,10 +309,31 @@ def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
+def _glm_fields(file: GGUFFile) -> dict[str, Any]:
+    """GLM, and ChatGLM 2 and later, whose queries, keys and values are one matrix in the file."""
+    return _without_window(file) | {
+        "attention_bias": any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
+    }
+
+
+def _gpt_neox_fields(file: GGUFFile) -> dict[str, Any]:
+    return _layer_norm_fields(file) | {
+        "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
+        "use_parallel_residual": get(file, "use_parallel_residual", True),
+    }
+
+
+def _gptj_fields(file: GGUFFile) -> dict[str, Any]:
+    """By the format's specification and the names of the `gguf` package: llama.cpp does not write such files."""
+    refuse(file, **{"rope.freq_base": 10000.0, "rope.scaling.type": "none", "rope.scale_linear": 1.0})
+    fields = _gpt2_fields(file, inner_default=4 * positive_integer(file, "embedding_length"))
+    return fields | {"rotary_dim": positive_integer(file, "rope.dimension_count")}
+
+
+def _gpt2_fields(file: GGUFFile, *, inner_default: int | None = None) -> dict[str, Any]:
     return {
         "n_embd": positive_integer(file, "embedding_length"),
-        "n_inner": positive_integer(file, "feed_forward_length"),
+        "n_inner": positive_integer(file, "feed_forward_length", inner_default),
         "n_layer": positive_integer(file, "block_count"),
         "n_head": positive_integer(file, "attention.head_count"),
         "n_positions": positive_integer(file, "context_length"),
@@ -320,6 +343,7 @@ def _gpt2_fields(file: GGUFFile) -> dict[str, Any]:
 
 ARCHITECTURES = {
     "bloom": _bloom_fields,
+    "chatglm": _glm_fields,
     "command-r": _cohere_fields,
     "deepseek2": _deepseek_fields,
     "falcon": _falcon_fields,
@@ -329,6 +353,8 @@ ARCHITECTURES = {
     "glm4": _without_window,
     "gpt-oss": _gpt_oss_fields,
     "gpt2": _gpt2_fields,
+    "gptj": _gptj_fields,
+    "gptneox": _gpt_neox_fields,
     "granite": _granite_fields,
     "llama": _llama_fields,
     "olmo2": _without_window,

@@ -2,7 +2,8 @@
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
 q and k in Llama and Granite are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices
-are transposed, Falcon's and BLOOM's queries stand before all keys, experts and norms of single heads are stacked.
+are transposed, queries of Falcon, BLOOM and GPT-NeoX stand before all keys, experts and norms of single heads are
+stacked. Some tensors are whole in the file and apart in the checkpoint, or the other way round.
 """
 
 import dataclasses
@@ -61,6 +62,17 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "attn.q_proj": "attn_q",
+    "attn.k_proj": "attn_k",
+    "attn.v_proj": "attn_v",
+    "attn.out_proj": "attn_output",
+    "mlp.fc_in": "ffn_up",
+    "mlp.fc_out": "ffn_down",
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -101,7 +113,8 @@ GEMMAS = ("gemma", "gemma2", "gemma3")
 LEAVES = {"e_score_correction_bias": "e_score_correction.bias", "sinks": "sinks.weight"}
 """Tensors that have no leaf in the checkpoint, and what they have in the file."""
 
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)")
+_PROJECTION = re.compile(r"(.+\.attn_)([qkv])(\..+)")
 _EXPERTS_OF_GPT_OSS = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
 _STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
 
@@ -121,6 +134,10 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
     place, index = _place(name, file.architecture)
     if place.endswith(".attn_kv_b.weight") and place not in file.tensors and get(file, "attention.value_length_mla"):
         return _split_latent_heads(file, place, shape)
+    if file.architecture == "chatglm" and (projection := _PROJECTION.fullmatch(place)):
+        fused = f"{projection[1]}qkv{projection[3]}"
+        if fused in file.tensors:
+            return _rows_of_fused(file, fused, projection[2], shape)
     if index is not None:
         return Source({place: (index + 1, *shape)}, lambda stack: stack[index])
     undo = _undo(file, place)
@@ -160,6 +177,15 @@ def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> S
     return Source({k: (num_heads, latent_size, key_size), v: (num_heads, value_size, latent_size)}, make)
 
 
+def _rows_of_fused(file: GGUFFile, fused: str, part: str, shape: tuple[int, ...]) -> Source:
+    """The rows of q, k or v, of a tensor that has those of q first, then k's and v's."""
+    num_heads, num_kv_heads = _num_heads(file)
+    rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    unit = shape[0] // rows[part]
+    first = unit * {"q": 0, "k": num_heads, "v": num_heads + num_kv_heads}[part]
+    return Source({fused: (unit * sum(rows.values()), *shape[1:])}, lambda whole: whole[first : first + shape[0]])
+
+
 def _stored_shape(
     file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[int, ...]:
@@ -191,10 +217,9 @@ def _place(name: str, architecture: str) -> tuple[str, int | None]:
 def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
     """What makes of this tensor the one that the Hugging Face checkpoint had, if it was changed."""
     *_, module, leaf = name.split(".")
-    num_heads = positive_integer(file, "attention.head_count")
-    num_kv_heads = positive_integer(file, "attention.head_count_kv", num_heads)
+    num_heads, num_kv_heads = _num_heads(file)
     match file.architecture, module:
-        case "falcon" | "bloom", "attn_qkv":
+        case "falcon" | "bloom" | "gptneox", "attn_qkv":
             return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)
         case "llama" | "granite", "attn_q" | "attn_k":
             return functools.partial(_to_halves, num_heads=num_heads if module == "attn_q" else num_kv_heads)
@@ -203,6 +228,12 @@ def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | Non
         case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if leaf == "weight":
             return np.transpose
     return None
+
+
+def _num_heads(file: GGUFFile) -> tuple[int, int]:
+    """Of queries, and of keys and values."""
+    num_heads = positive_integer(file, "attention.head_count")
+    return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)
 
 
 def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:

@@ -116,7 +116,10 @@ FIELDS_COMPARED = {
         "gemma3.rope.freq_base_swa": 50.0,
         "gemma3.attention.sliding_window_pattern": 2,
     },
+    "glm_tied": {},
+    "gpt_neox_sequential": {"gptneox.rope.freq_base": 100.0},
     "gpt_oss_clamped": {},
+    "gptj_tied": {},
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
@@ -135,6 +138,9 @@ UNSAID = {
         }
     },
     "falcon_grouped_one_norm": {"activation": "gelu", "max_position_embeddings": 2048},
+    "glm_tied": {"hidden_act": "silu"},
+    "gpt_neox_sequential": {"hidden_act": "gelu"},
+    "gptj_tied": {"activation_function": "gelu_new"},
     "gpt_oss_clamped": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "mixtral_tied": {"hidden_act": "silu"},
     "stablelm_parallel_biases": {"hidden_act": "silu"},
@@ -202,6 +208,21 @@ def test_what_makes_keys_and_values_of_latents_whole(tmp_path, name):
     split, whole = load(tmp_path / "split.gguf"), load(tmp_path / "whole.gguf")
     assert whole[1] == split[1]
     jax.tree.map(np.testing.assert_array_equal, whole[0], split[0])
+
+
+def test_queries_keys_and_values_of_chatglm_in_one(tmp_path):
+    fields = json.loads((GOLDENS / "glm_biases" / "config.json").read_text())
+    converted = gguf_files.convert_tensors(fields, tensors_of("glm_biases"))
+    keys = {f"chatglm.{name}": value for name, value in gguf_files.convert_fields(fields).items()}
+    gguf_files.write(tmp_path / "apart.gguf", "chatglm", keys, converted)
+    for index in range(fields["num_hidden_layers"]):
+        for leaf in ("weight", "bias"):
+            parts = [converted.pop(f"blk.{index}.attn_{part}.{leaf}") for part in "qkv"]
+            converted[f"blk.{index}.attn_qkv.{leaf}"] = np.concatenate(parts)
+    gguf_files.write(tmp_path / "fused.gguf", "chatglm", keys, converted)
+    apart, fused = load(tmp_path / "apart.gguf"), load(tmp_path / "fused.gguf")
+    assert fused[1] == apart[1]
+    jax.tree.map(np.testing.assert_array_equal, fused[0], apart[0])
 
 
 def test_linear_rope_and_biases(tmp_path):
@@ -365,6 +386,11 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
             "gpt-oss.attention.sliding_window must be positive, got 0",
         ),
         ("gpt_oss_clamped", {"attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
+        ("gptj_untied", {"rope.freq_base": 5.0}, "gptj.rope.freq_base 5.0 is not supported"),
+        ("gptj_untied", {"rope.scaling.type": "linear"}, "gptj.rope.scaling.type 'linear' is not supported"),
+        ("gptj_untied", {"rope.dimension_count": 12}, "rotary_dim must be even and at most"),
+        ("gpt_neox_parallel", {"attention.sliding_window": 4}, "gptneox.attention.sliding_window 4 is not supported"),
+        ("glm_biases", {"attention.sliding_window": 4}, "chatglm.attention.sliding_window 4 is not supported"),
         ("deepseek_v2_greedy", {"expert_gating_func": 3}, "deepseek2.expert_gating_func 3 is not supported"),
         ("deepseek_v2_greedy", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm True is not supported"),
         ("deepseek_v2_greedy", {"expert_gating_func": 2}, "missing: blk.0.exp_probs_b.bias"),
@@ -398,11 +424,11 @@ def test_every_second_layer_of_gpt_oss_has_the_window(tmp_path):
 
 
 def test_unknown_architecture(tmp_path):
-    gguf_files.write(tmp_path / "m.gguf", "mamba", {}, {"x": np.ones(3, np.float32)})
-    with pytest.raises(
-        CheckpointError, match="unknown architecture 'mamba'; known are bloom, command-r, deepseek2, falcon, gemma"
-    ):
-        load_config(tmp_path / "m.gguf")
+    for name in ("mamba", "opt"):  # llama.cpp has no OPT
+        gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
+        known = "bloom, chatglm, command-r, deepseek2, falcon, gemma"
+        with pytest.raises(CheckpointError, match=f"unknown architecture '{name}'; known are {known}"):
+            load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
         load_config(tmp_path / "m.gguf")
