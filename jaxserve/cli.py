@@ -113,7 +113,15 @@ def _parser() -> Parser:
     )
     models.add_flag("sizes", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
     models.add_flag(
-        "sizes", "--memory", type=parse_size, default=140 * 2**30, metavar="SIZE", help="default: 140GiB, an H200"
+        "sizes",
+        "--memory",
+        type=parse_size,
+        default=140 * 2**30,
+        metavar="SIZE",
+        help="a device's; default: 140GiB, an H200",
+    )
+    models.add_flag(
+        "sizes", "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices that share each layer"
     )
     models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
 
@@ -163,7 +171,13 @@ def _models(args: argparse.Namespace) -> None:
     if args.model is None:
         print(overview.families_text())
     else:
-        found = overview.needs(args.model, revision=args.revision, memory=args.memory, dtype=args.dtype)
+        found = overview.needs(
+            args.model,
+            revision=args.revision,
+            memory=args.memory,
+            dtype=args.dtype,
+            tensor_parallel_size=args.tensor_parallel_size,
+        )
         print(overview.needs_text(args.model, found, memory=args.memory))
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxserve.config import DType, EngineConfig
 from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.layers.params import num_bytes
+from jaxserve.layers.params import abstract_params, shard_bytes
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
@@ -68,13 +69,15 @@ def _features(family: ModuleType) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one model is and needs. Bytes are of the whole model, for all devices together."""
+    """What one model is and needs. Bytes are of each of the devices that share it."""
 
     model_type: str
     layers: str
     positions: str
     is_tied: bool
     num_parameters: int
+    """Of the whole model."""
+    num_devices: int
     weight_bytes: dict[str, int]
     """By dtype."""
     dtype: str
@@ -96,22 +99,29 @@ def needs(
     revision: str | None = None,
     memory: int,
     dtype: DType = "auto",
+    tensor_parallel_size: int = 1,
     block_size: int = EngineConfig().block_size,
 ) -> Needs:
-    """What a model, by any name that `serve` takes, needs of `memory` bytes for its weights and KV.
+    """What a model, by any name that `serve` takes, needs of `memory` bytes a device for its weights and KV.
 
     "auto" is the checkpoint's own dtype. Temporaries of a step are not counted. Of a model of the hub its config is
-    enough, of its GGUF files the whole is downloaded. Raises CheckpointError.
+    enough, of its GGUF files the whole is downloaded. Raises CheckpointError, and ConfigError for a number of devices
+    over which the model cannot be split.
     """
+    EngineConfig(tensor_parallel_size=tensor_parallel_size)  # checks it
+    mesh = AbstractMesh((tensor_parallel_size,), ("tensor",))
     fields = load_config(resolve_model(model, revision=revision, with_weights=False))
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     specs, kv_specs = family.param_specs(config), family.kv_specs(config)
     served = resolve_dtype(dtype, fields, is_cpu=False)
-    weight_bytes = {name: num_bytes(specs, dtype=np.dtype(kind)) for name, kind in DTYPES.items()}
+    weight_bytes = {
+        name: sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=np.dtype(kind), mesh=mesh))))
+        for name, kind in DTYPES.items()
+    }
     context = config.max_position_embeddings
     layout = kv_layout(kv_specs, max_model_len=context)
-    per_block = block_bytes(layout.pool_specs, block_size=block_size, dtype=served)
+    per_block = block_bytes(layout.pool_specs, block_size=block_size, dtype=served, mesh=mesh) // tensor_parallel_size
     kv_memory = memory - weight_bytes[str(served)]
     num_blocks = max(0, kv_memory) // per_block
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
@@ -120,6 +130,7 @@ def needs(
         layers=_layers(kv_specs),
         positions=_positions(config),
         is_tied="lm_head" not in specs,
+        num_devices=tensor_parallel_size,
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
         weight_bytes=weight_bytes,
         dtype=str(served),
@@ -176,6 +187,7 @@ def needs_text(model: str, found: Needs, *, memory: int) -> str:
         ["positions", found.positions],
         ["LM head", "tied to the embedding" if found.is_tied else "its own"],
         ["parameters", f"{found.num_parameters:,}"],
+        *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
         ["KV", f"{_kv(found.kv_bytes_per_token)} in {found.dtype}"],
         ["context", f"{found.context:,} tokens at most"],

@@ -405,6 +405,10 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
     assert re.search(r"KV +640 bytes a token in bfloat16\n", shown)
     assert re.search(r"alone +a request of 512 tokens\n", shown)
     assert re.search(r"at once +11 requests of 512 tokens\n", shown)  # 3.5 MiB / (512 * 640 bytes) = 11.2
+    assert cli.main(["models", model, "--dtype", "bfloat16", "-tp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"devices +2; bytes are of each\n", shown)
+    assert re.search(r"KV +320 bytes a token in bfloat16\n", shown)
     assert cli.main(["models", model, "--memory", "256KiB"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"fits +not: 0\.25 MiB .* float32 are 0\.74 MiB too little for the weights alone\n", shown)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import overview
 from jaxserve.convert import convert
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 LLAMA = {
@@ -67,6 +67,25 @@ def test_hybrids_keep_less_of_what_is_out_of_their_windows():
     assert "1 full" in overview.needs(model, memory=0).layers
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_shares_of_devices(model, devices):
+    """Each has one KV head, of four devices two the same one."""
+    needs = overview.needs(model, memory=2**30, tensor_parallel_size=devices)
+    attention = (2 * 4 // devices + 2) * 8 * 32  # queries and outputs, keys and values
+    share = 2 * 100 * 32 // devices + 32 + 3 * (2 * 32 + attention + 3 * 32 * 48 // devices)
+    assert (needs.num_parameters, needs.num_devices) == (PARAMETERS, devices)
+    assert needs.weight_bytes["bfloat16"] == 2 * share
+    assert needs.kv_bytes_per_token == {None: KV_BYTES // 2}
+    assert needs.kv_memory == 2**30 - 2 * share
+    assert f"{devices}; bytes are of each" in overview.needs_text(model, needs, memory=2**30)
+
+
+@pytest.mark.parametrize(("devices", "message"), [(3, "over 3 devices .*tensor_parallel_size"), (0, "at least 1")])
+def test_numbers_of_devices_that_do_not_do(model, devices, message):
+    with pytest.raises(ConfigError, match=message):
+        overview.needs(model, memory=2**30, tensor_parallel_size=devices)
+
+
 def test_latents():
     (model,) = sorted(GOLDENS.glob("deepseek_v2*"))[:1]
     fields = json.loads((model / "config.json").read_text())
@@ -74,6 +93,8 @@ def test_latents():
     latent = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
     assert found.kv_bytes_per_token == {None: fields["num_hidden_layers"] * latent * 2}
     assert f"a latent of {latent}" in found.layers
+    split = overview.needs(str(model), memory=2**30, dtype="bfloat16", tensor_parallel_size=3)
+    assert split.kv_bytes_per_token == found.kv_bytes_per_token
 
 
 def test_gguf_files_and_stores(test_data, tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import math
 import os
 import pathlib
 import time
@@ -25,7 +24,7 @@ from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes
+from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, shard_bytes
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
@@ -299,12 +298,7 @@ def _check_room_for(weights: list[jax.ShapeDtypeStruct], path: str, *, dtype: np
 
 
 def _bytes_a_device(weights: list[jax.ShapeDtypeStruct]) -> int:
-    return sum(_shard_bytes(weight) for weight in weights)
-
-
-def _shard_bytes(weight: jax.ShapeDtypeStruct) -> int:
-    assert weight.sharding is not None
-    return math.prod(weight.sharding.shard_shape(weight.shape)) * weight.dtype.itemsize
+    return sum(shard_bytes(weight) for weight in weights)
 
 
 def _available_memory(mesh: Mesh) -> int:
@@ -330,7 +324,7 @@ def _kv_cache_memory(
 
     Steps that are compiled later than the cache is made need room for XLA's trials too: two of the largest weight.
     """
-    trials = 0 if config.warmup else 2 * max(map(_shard_bytes, weights))
+    trials = 0 if config.warmup else 2 * max(map(shard_bytes, weights))
     left = free - step_memory - trials - GPU_MEMORY_RESERVE
     return max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * mesh.shape.get("tensor", 1)
 

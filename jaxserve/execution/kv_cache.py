@@ -19,10 +19,8 @@ MAX_POSITIONS = 2**30
 """Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
 
 
-def block_bytes(
-    pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh | None = None
-) -> int:
-    """Bytes of one block in all pools, K and V, on all devices that share them; without a `mesh`, on one.
+def block_bytes(pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of one block in all pools, K and V, on all devices that share them.
 
     Heads that several devices have count for each of them; so does a latent, which every device has.
     """
@@ -30,8 +28,8 @@ def block_bytes(
     return values * block_size * jnp.dtype(dtype).itemsize
 
 
-def _copies(spec: KVSpec, mesh: Mesh | AbstractMesh | None) -> int:
-    return 1 if mesh is None else kv_copies(spec.num_kv_heads, mesh, name="KV cache")
+def _copies(spec: KVSpec, mesh: Mesh | AbstractMesh) -> int:
+    return kv_copies(spec.num_kv_heads, mesh, name="KV cache")
 
 
 def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:

@@ -6,6 +6,7 @@ from a Hugging Face checkpoint, the targets of quantization and the Orbax restor
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +125,12 @@ def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh
         specs,
         layouts(specs, mesh),
     )
+
+
+def shard_bytes(weight: jax.ShapeDtypeStruct) -> int:
+    """Bytes that each device has of a weight with a sharding."""
+    assert weight.sharding is not None
+    return math.prod(weight.sharding.shard_shape(weight.shape)) * weight.dtype.itemsize
 
 
 def num_bytes(specs: Params, *, dtype: np.dtype) -> int:

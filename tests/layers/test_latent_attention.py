@@ -30,7 +30,7 @@ def test_every_device_has_all_of_a_latent():
     dtype = np.dtype(np.float32)
     shards = [shard.data for pool in (*cache.k, *cache.v) for shard in pool.addressable_shards]
     assert block_bytes(specs, block_size=4, dtype=dtype, mesh=mesh) * 3 == sum(shard.nbytes for shard in shards)
-    assert block_bytes(specs, block_size=4, dtype=dtype) == (14 + 2 * 2 * 8) * 4 * 4
+    assert block_bytes(specs, block_size=4, dtype=dtype, mesh=mesh) == (2 * 14 + 2 * 2 * 8) * 4 * 4
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
