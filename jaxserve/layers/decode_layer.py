@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.linear import is_split, linear, share_of
+from jaxserve.layers.linear import linear, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
@@ -24,16 +24,18 @@ from pallas_kernels import add_rms_norm, small_matmul
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
 
+Rows = Array | small_matmul.Normed
+
 PARTS = {"attention_norm", "mlp_norm", "attention", "mlp"}
 ATTENTION_PARTS = {"qkv", "out", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_up", "down"}
-MIN_ROWS = 16
-"""Below, XLA's matmuls are as fast: see `pallas_kernels/NOTES.md`."""
+KERNEL_ROWS = {"qkv": 16, "o": 16, "gate_up": 16, "down": 16}
+"""From so many rows on a matmul is ours. Below, XLA's are as fast: see `pallas_kernels/NOTES.md`."""
 
 
 def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, activation: str) -> bool:
     """Whether the kernels take such layers, as they are: and then they are the fastest for so few rows."""
-    if x.shape[0] < MIN_ROWS or batch.kernels != "sm90" or activation not in FUSED_ACTIVATIONS:
+    if x.shape[0] < min(KERNEL_ROWS.values()) or batch.kernels != "sm90" or activation not in FUSED_ACTIVATIONS:
         return False
     # Between two matmuls, values stand times a norm's gain and not yet over their size: too large for float16.
     return x.dtype == jnp.bfloat16 and all(
@@ -41,7 +43,7 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
         and layer["attention"].keys() <= ATTENTION_PARTS
         and layer["mlp"].keys() == MLP_PARTS
         and all(_supports_share(name, weight, x) for name, weight in _weights(layer).items())
-        and (add_rms_norm.supports(x.shape[1], x.dtype) or not any(map(is_split, jax.tree.leaves(layer))))
+        and add_rms_norm.supports(x.shape[1], x.dtype)
         for layer in layers
     )
 
@@ -95,22 +97,25 @@ def _after_attention(
     axes = {name: _spec(weights[name])[1] for name in ("o", "down")}
 
     def run(heads: Array, x: Array, weights: Params, gains: tuple[Array, Array], qkv: Array | None) -> Any:
-        multiply = functools.partial(small_matmul.matmul, implementation=kernels)
+        def multiply(rows: Rows, name: str, weight: Array, activation: Callable[[Array], Array] | None = None) -> Array:
+            implementation = kernels if len(x) >= KERNEL_ROWS[name] else "xla"
+            matrix = _as_matrix(name, weight)
+            return small_matmul.matmul(rows, matrix, activation=activation, implementation=implementation)
 
-        def multiply_then_norm(
-            rows: Array, name: str, x: Array, gain: Array
-        ) -> tuple[Array, Array | small_matmul.Normed]:
-            weight, norm = _as_matrix(name, weights[name]), {"eps": eps, "implementation": kernels}
-            if axes[name] is None:
-                return small_matmul.matmul_then_norm(rows, weight, residual=x, gain=gain, **norm)
-            update = jax.lax.psum(multiply(rows, weight), axes[name])
+        def multiply_then_norm(rows: Array, name: str, x: Array, gain: Array) -> tuple[Array, Rows]:
+            weight, norm = weights[name], {"eps": eps, "implementation": kernels}
+            if axes[name] is None and len(x) >= KERNEL_ROWS[name]:
+                return small_matmul.matmul_then_norm(rows, _as_matrix(name, weight), residual=x, gain=gain, **norm)
+            update = multiply(rows, name, weight)
+            if axes[name] is not None:
+                update = jax.lax.psum(update, axes[name])
             return add_rms_norm.add_rms_norm(x, update, gain, **norm)
 
         x, normed = multiply_then_norm(heads.reshape(len(heads), -1), "o", x, gains[0])
-        inner = multiply(normed, weights["gate_up"], activation=activation)
+        inner = multiply(normed, "gate_up", weights["gate_up"], activation)
         x, normed = multiply_then_norm(inner, "down", x, gains[1])
         if qkv is not None:
-            return x, multiply(normed, _as_matrix("qkv", qkv)).reshape(len(x), *qkv.shape[:-1])
+            return x, multiply(normed, "qkv", qkv).reshape(len(x), *qkv.shape[:-1])
         return x, normed.rows() if isinstance(normed, small_matmul.Normed) else normed
 
     if not jax.typeof(x).sharding.mesh.empty:

@@ -69,9 +69,9 @@ def split(params, family, config, mesh):
     return jax.tree.map(lambda x, layout: layout.put(np.asarray(x)), params, layouts(family.param_specs(config), mesh))
 
 
-@pytest.mark.parametrize("num_devices", [None, 1, 2, 4])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_equals_the_decoder(monkeypatch, model_type, num_devices):
+@pytest.mark.parametrize("by_xla", [(), ("qkv", "down"), ("o", "gate_up")], ids="+".join)
+@pytest.mark.parametrize(("model_type", "num_devices"), [("llama", None), ("llama", 1), ("qwen3", 2), ("llama", 4)])
+def test_equals_the_decoder(monkeypatch, model_type, num_devices, by_xla):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
     shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
@@ -99,6 +99,8 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices):
     plain = small_matmul.matmul
     monkeypatch.setattr(small_matmul, "matmul", lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    kernel_rows = {name: 99 if name in by_xla else 1 for name in decode_layer.KERNEL_ROWS}
+    monkeypatch.setattr(decode_layer, "KERNEL_ROWS", kernel_rows)
     got = run()
     assert calls
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -109,22 +111,25 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices):
 
 
 def test_what_it_takes():
-    _, _, params = make_model("llama")
+    _, _, params = make_model("llama", hidden_size=128)
     layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
-    x = jnp.zeros((16, 64), jnp.bfloat16)
+    x = jnp.zeros((16, 128), jnp.bfloat16)
     batch = make_batch([1, 2, 3, 4] * 4, "sm90")
     supports = functools.partial(decode_layer.supports, activation="silu")
     assert supports(layers, x, batch)
     assert not supports(layers, x, batch.replace(kernels="xla"))
     assert supports(layers, x, batch.replace(is_decode_only=False))
     for num_rows in (1, 15, 65):
-        assert not supports(layers, jnp.zeros((num_rows, 64), jnp.bfloat16), batch)
+        assert not supports(layers, jnp.zeros((num_rows, 128), jnp.bfloat16), batch)
     assert not supports(params["layers"], x.astype(jnp.float32), batch)
     halves = [jax.tree.map(lambda x: x.astype(jnp.float16), layer) for layer in layers]
     assert not supports(halves, x.astype(jnp.float16), batch)
-    biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(64, jnp.bfloat16)}} for layer in layers]
+    biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(128, jnp.bfloat16)}} for layer in layers]
     assert not supports(biased, x, batch)
     assert not supports(layers, x, batch, activation="relu")
+    _, _, params = make_model("llama", hidden_size=64)  # rows too short for the norm of a split layer
+    layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
+    assert not supports(layers, x[:, :64], batch)
 
 
 @pytest.mark.parametrize(("num_devices", "takes"), [(1, True), (2, True), (4, False)])
@@ -136,17 +141,6 @@ def test_which_shares_it_takes(num_devices, takes):
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
     x = jax.device_put(jnp.zeros((16, 128), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
     assert decode_layer.supports(params["layers"], x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu") == takes
-
-
-def test_shares_need_the_kernel_that_adds_and_normalises():
-    family, config, params = make_model("llama")
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    for num_devices in (1, 2):
-        mesh = make_mesh(num_devices)
-        x = jax.device_put(jnp.zeros((16, 64), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
-        layers = split(params, family, config, mesh)["layers"]
-        takes = decode_layer.supports(layers, x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu")
-        assert takes == (num_devices == 1)  # rows of 64 values are too short for it
 
 
 @pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))
