@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_matmul.plan import Plan
 from pallas_kernels.grouped_matmul.sm90 import grouped_matmul_sm90
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 
@@ -19,6 +20,7 @@ def grouped_matmul(
     *,
     bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array, Array], Array] | None = None,
+    tiles: Plan | None = None,
     implementation: Implementation = "xla",
 ) -> Float[Array, "M N"]:
     """Multiply each row by the transposed weight of its group (Gale et al. 2022, arXiv:2211.15841).
@@ -29,7 +31,8 @@ def grouped_matmul(
 
     The weight is [X, N, K]. With an `activation` it is [X, 2, N, K], gate and up, and the result activation(gate, up);
     "sm90" calls that once a tile in the kernel, with float32, and jits it as a static argument: give the same function
-    for each layer. `bias`, in the shape of the weight's outputs, is added before that.
+    for each layer. `bias`, in the shape of the weight's outputs, is added before that. `tiles` is what `plan` makes of
+    these sizes for tiles of `tile_rows(M, X)`, where somebody has it already: "xla" does without.
 
     "sm90" is a Mosaic kernel for Hopper GPUs; "xla" runs anywhere, on a GPU at the cost of a copy of all weights.
     Weights are local: with a sharded axis, call it inside `jax.shard_map`. Sizes that together exceed M, or are
@@ -52,5 +55,6 @@ def grouped_matmul(
         raise ValueError(f"x and weight must have one dtype, got {jnp.dtype(x.dtype)} and {jnp.dtype(weight.dtype)}")
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
-    run = {"xla": grouped_matmul_xla, "sm90": grouped_matmul_sm90}[implementation]
-    return run(x, weight, group_sizes, bias=bias, activation=activation)
+    if implementation == "xla":
+        return grouped_matmul_xla(x, weight, group_sizes, bias=bias, activation=activation)
+    return grouped_matmul_sm90(x, weight, group_sizes, bias=bias, activation=activation, tiles=tiles)

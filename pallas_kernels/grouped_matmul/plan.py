@@ -1,12 +1,14 @@
-"""Which work a persistent grouped matmul does: the rows of each group cut into tiles, on the device, from the sizes.
-
-Both matmuls of a layer's experts make equal plans where their tiles have as many rows; XLA keeps one.
-"""
+"""Which work a persistent grouped matmul does: the rows of each group cut into tiles, on the device, from the sizes."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+ROWS = 64
+"""Of a tile, where groups have few rows: what one wgmma instruction multiplies."""
+MANY_ROWS = 32
+"""Rows a group, on average, from which on tiles have twice as many: then many groups have more than 64."""
 
 
 class Plan(NamedTuple):
@@ -46,6 +48,11 @@ def plan(group_sizes: Int[Array, " X"], *, num_rows: int, tile_rows: int) -> Pla
         num_rows=of_own_group(jnp.minimum(sizes[None] - skipped, tile_rows)),
         first=first,
     )
+
+
+def tile_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of the tiles that the kernel takes, a power of two."""
+    return 2 * ROWS if num_rows > MANY_ROWS * num_groups else ROWS
 
 
 def max_tiles(num_groups: int, *, num_rows: int, tile_rows: int) -> int:

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.plan import Plan, plan
-from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, ROWS, Global, Problem, Shared, kernel
+from pallas_kernels.grouped_matmul.plan import ROWS, Plan, plan, tile_rows
+from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 
 MAX_TILE = 256  # weight rows of one wgmma
-MANY_ROWS = 32
-"""Rows a group, on average, from which on tiles have 128 of them: then many groups have more than 64."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,9 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
     """Wide tiles for many rows; for few the widest that keep all SMs reading. From arithmetic, see NOTES.md."""
     num_groups, num_outputs, depth = weight_shape[0], *weight_shape[-2:]
     widest = min(MAX_TILE // (1 + is_gated), num_outputs // COLUMNS * COLUMNS)
-    if num_rows > MANY_ROWS * num_groups:
-        return _with_ring(rows=2 * ROWS, outputs=widest, depth=depth, is_gated=is_gated)
+    rows = tile_rows(num_rows, num_groups)
+    if rows > ROWS:
+        return _with_ring(rows=rows, outputs=widest, depth=depth, is_gated=is_gated)
     # Groups that are not empty if every row falls into any of them.
     num_used = num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
 
@@ -75,7 +74,7 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
 
     # Less than 6% of imbalance is not worth narrower tiles.
     outputs = max(range(COLUMNS, widest + 1, COLUMNS), key=lambda width: (min(balance(width), 0.94), width))
-    return _with_ring(rows=ROWS, outputs=outputs, depth=depth, is_gated=is_gated)
+    return _with_ring(rows=rows, outputs=outputs, depth=depth, is_gated=is_gated)
 
 
 def _with_ring(*, rows: int, outputs: int, depth: int, is_gated: bool) -> Config:
@@ -97,6 +96,7 @@ def grouped_matmul_sm90(
     *,
     bias: Float[Array, "X *halves N"] | None = None,
     activation: Callable[[Array, Array], Array] | None = None,
+    tiles: Plan | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
@@ -125,7 +125,8 @@ def grouped_matmul_sm90(
         activation=activation,
         interpret=interpret,
     )
-    tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
+    if tiles is None:
+        tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
     if bias is not None:
         missing = problem.output_tiles * problem.outputs - problem.num_outputs
         bias = jnp.pad(bias.reshape(-1, problem.num_outputs), ((0, 0), (0, missing)))

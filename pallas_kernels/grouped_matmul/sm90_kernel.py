@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-ROWS = 64  # of a computing warpgroup: what one wgmma instruction multiplies
+from pallas_kernels.grouped_matmul.plan import ROWS
+
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 BAND = 8
 """Tiles of rows that are taken together before the next ones: blocks that run at a time share weights and rows."""

@@ -12,7 +12,7 @@ from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
-from pallas_kernels.grouped_matmul.plan import max_tiles, plan
+from pallas_kernels.grouped_matmul.plan import max_tiles, plan, tile_rows
 from pallas_kernels.grouped_matmul.sm90 import Config, grouped_matmul_sm90, heuristic
 from pallas_kernels.hopper import SHARED_MEMORY
 
@@ -85,11 +85,12 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_interpreted_without_races(capsys, case):
+@pytest.mark.parametrize(("case", "is_planned"), [("few rows", True), ("many rows", False)])
+def test_interpreted_without_races(capsys, case, is_planned):
     problem, config = INTERPRETED[case]
     arguments, options, want = make_case(**problem)
-    run = functools.partial(grouped_matmul_sm90, config=config, interpret=True, **options)
+    tiles = plan(arguments[2], num_rows=problem["num_rows"], tile_rows=config.rows) if is_planned else None
+    run = functools.partial(grouped_matmul_sm90, tiles=tiles, config=config, interpret=True, **options)
     check(interpret(capsys, run, *arguments), want)
 
 
@@ -142,15 +143,19 @@ def test_compiles_without_spilling():
     num_rows, outputs, depth = 65_536, 768, 2048
     shapes = [(num_rows, depth), (128, 2, outputs, depth), (128, 2, outputs)]
 
-    def layer(x, weight, bias, sizes):
-        return grouped_matmul(x, weight, sizes, bias=bias, activation=swiglu, implementation="sm90")
+    def layer(x, weight, bias, sizes, tiles):
+        options = {"bias": bias, "activation": swiglu, "tiles": tiles}
+        return grouped_matmul(x, weight, sizes, **options, implementation="sm90")
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    program = compile_for_h200(layer, *shapes, jax.ShapeDtypeStruct((128,), jnp.int32))
+    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    program = compile_for_h200(layer, *shapes, sizes, None)
     [kernel] = program.kernels
     assert kernel.spill_bytes == 0
     assert program.num_launches <= 3  # two of them are the plan
     assert program.temp_bytes < 100_000  # no copy of weights
+    make_plan = functools.partial(plan, num_rows=num_rows, tile_rows=tile_rows(num_rows, 128))
+    assert compile_for_h200(layer, *shapes, sizes, jax.eval_shape(make_plan, sizes)).num_launches == 1
 
 
 ON_A_GPU = {
