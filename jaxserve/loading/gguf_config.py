@@ -257,10 +257,8 @@ def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
     is_v3 = get(file, "expert_gating_func") == SIGMOID
     if not is_v3:
         refuse(file, expert_gating_func=SOFTMAX, expert_weights_norm=False)
-    num_groups, rotated = (
-        positive_integer(file, "expert_group_count", 1),
-        positive_integer(file, "rope.dimension_count"),
-    )
+    num_groups = positive_integer(file, "expert_group_count", 1)
+    rotated = positive_integer(file, "rope.dimension_count")
     return {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "hidden_size": positive_integer(file, "embedding_length"),
