@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from pallas_kernels.add_rms_norm.bench import add_rms_norm_rows
+from pallas_kernels.expert_routing.bench import expert_routing_rows
 from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
 from pallas_kernels.grouped_matmul.bench import grouped_matmul_rows
 from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
@@ -23,6 +24,7 @@ from pallas_kernels.timing import Row, on_gpu
 
 OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "add_rms_norm": add_rms_norm_rows,
+    "expert_routing": expert_routing_rows,
     "gated_linear_unit": gated_linear_unit_rows,
     "grouped_matmul": grouped_matmul_rows,
     "kv_write": rope_and_write_kv_rows,

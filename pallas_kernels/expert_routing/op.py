@@ -1,0 +1,64 @@
+"""The public operation: all that stands between a router's logits and the matmuls of the experts."""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.expert_routing.routing import Routed, Routing
+from pallas_kernels.expert_routing.sm90 import expert_routing_sm90
+from pallas_kernels.expert_routing.xla import expert_routing_xla
+
+Implementation = Literal["xla", "sm90"]
+
+
+def expert_routing(
+    logits: Float[Array, "T X"],
+    num_tokens: Int[Array, ""],
+    *,
+    routing: Routing,
+    selection_bias: Float[Array, " X"] | None = None,
+    first_expert: int | Int[Array, ""] = 0,
+    num_local_experts: int | None = None,
+    implementation: Implementation = "xla",
+) -> Routed:
+    """The k experts of each token with their weights, and the order and tiles of `grouped_matmul` for them.
+
+    The float32 logits are of all X experts, among which each token chooses; rows, groups and tiles are of the
+    `num_local_experts` (all, by default) from `first_expert` on, in which case a device has a part of them. Tokens from
+    `num_tokens` on are padding: they have experts, but no rows. `selection_bias`, in float32, has a part in the choice,
+    not in the weights. Of equal experts the first is better. NaN in a token's logits makes its experts and weights
+    meaningless, and no other token's.
+
+    "sm90" is one Mosaic kernel for Hopper GPUs, for as many tokens as a decode step has; "xla" runs anywhere. Raises
+    ValueError for an unknown implementation or numbers that do not fit together; NotImplementedError for what
+    "sm90" cannot do: more than MAX_TOKENS, and what `why_unsupported` says.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    num_experts = routing.num_experts
+    if logits.shape[1] != num_experts or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32 of {num_experts} experts, got {logits.dtype} of {logits.shape}")
+    if selection_bias is not None and (selection_bias.shape != (num_experts,) or selection_bias.dtype != jnp.float32):
+        raise ValueError(
+            f"selection_bias must be float32 of {num_experts} experts, got {selection_bias.dtype} of "
+            f"{selection_bias.shape}"
+        )
+    if not 0 < routing.num_experts_per_token <= num_experts:
+        raise ValueError(f"a token cannot have {routing.num_experts_per_token} of {num_experts} experts")
+    if num_experts % routing.num_groups or routing.num_chosen_groups > routing.num_groups:
+        raise ValueError(f"{routing.num_chosen_groups} of {routing.num_groups} groups do not fit {num_experts} experts")
+    if routing.group_score == "best_two" and routing.num_groups > 1 and num_experts < 2 * routing.num_groups:
+        raise ValueError(f"{num_experts} experts are not two for each of {routing.num_groups} groups")
+    if num_local_experts is None:
+        num_local_experts = num_experts
+    run = {"xla": expert_routing_xla, "sm90": expert_routing_sm90}[implementation]
+    return run(
+        logits,
+        num_tokens,
+        routing=routing,
+        selection_bias=selection_bias,
+        first_expert=first_expert,
+        num_local_experts=num_local_experts,
+    )

@@ -1,0 +1,243 @@
+"""What the routing kernel does thread by thread, below what Pallas expresses: loads and stores at indices of each
+thread's own, and results over the threads of a warp.
+
+A value that each thread of a warpgroup has is an array of 128. Each operation comes twice: in MLIR for the GPU, and in
+jax.numpy for the interpreter on a CPU, which lacks `inline_mgpu` and, here, clusters.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, gpu, memref, nvvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128  # of a warpgroup
+LANES = 32  # of a warp
+LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+
+_REF = plgpu.RefType()
+
+
+class ThreadOps(NamedTuple):
+    """Arrays have an entry a thread, refs one axis; indices must be within it, also where the mask is false."""
+
+    thread: Callable[[], Any]
+    """() -> 0 .. 127."""
+
+    gather: Callable[..., Any]
+    """(ref, index) -> ref[index]."""
+
+    scatter: Callable[..., None]
+    """(ref, index, value, mask): ref[index] = value where the mask is true, at indices that differ."""
+
+    clear: Callable[[Any], None]
+    """(ref): 0 everywhere, by a warpgroup of which each warp clears a part: the first the first quarter, and so on."""
+
+    scatter_to_parts: Callable[..., None]
+    """(ref, index, value, num_parts): the same, with no mask, in the shared memory of each block of the cluster."""
+
+    warp_max: Callable[[Any], Any]
+    """Of int32, the same for all threads of a warp."""
+
+    warp_min: Callable[[Any], Any]
+    """Likewise."""
+
+    warp_sum: Callable[[Any], Any]
+    """Of float32, likewise."""
+
+    running_sum: Callable[[Any], Any]
+    """Of int32, over the threads of a warp up to this one."""
+
+    sync_warp: Callable[[], None]
+    """Wait for the warp's threads; then all see what each has stored."""
+
+    sync_block: Callable[[Any], None]
+    """(barrier): likewise for all threads of the thread block. The barrier is the interpreter's."""
+
+    arrive_cluster: Callable[[], None]
+    """Tell the cluster that this thread is here ..."""
+
+    wait_cluster: Callable[[], None]
+    """... and wait until all of its threads are; then all see what each had stored."""
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
+    """What this thread has of it."""
+    [register] = x.registers.flat
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
+def _array(x: ir.Value) -> mgpu.FragmentedArray:
+    """An array of which this thread has x."""
+    register = vector.from_elements(ir.VectorType.get((1,), x.type), [x])
+    is_signed = True if isinstance(x.type, ir.IntegerType) else None
+    return mgpu.FragmentedArray(
+        _registers=np.array([register], dtype=object), _layout=LAYOUT.to_mgpu(), _is_signed=is_signed
+    )
+
+
+def _index(x: ir.Value) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), x)
+
+
+def _constant_index(value: int) -> ir.Value:
+    return arith.constant(ir.IndexType.get(), value)
+
+
+def _spread(x: Any) -> Any:
+    """In the layout of an entry a thread, which constants do not have yet."""
+    return plgpu.layout_cast(x, LAYOUT)
+
+
+def _result(dtype: Any) -> Any:
+    return plgpu.ShapeDtypeStruct((THREADS,), dtype, layout=LAYOUT)
+
+
+def _gather(ref: Any, index: Any) -> Any:
+    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return _array(memref.load(ref, [_index(_scalar(index))]))
+
+    run = plgpu.inline_mgpu(arg_types=(_REF, LAYOUT), return_type=_result(ref.dtype))
+    return run(load)(ref, _spread(index))
+
+
+def _scatter(ref: Any, index: Any, value: Any, mask: Any) -> None:
+    def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        index, value, mask = map(_scalar, arrays)
+        with utils.when(mask):
+            memref.store(value, ref, [_index(index)])
+
+    run = plgpu.inline_mgpu(arg_types=(_REF, LAYOUT, LAYOUT, LAYOUT))
+    run(store)(ref, _spread(index), _spread(value), _spread(mask))
+
+
+def _clear(ref: Any) -> None:
+    thread = COMPILED.thread()
+    of_warp = ref.shape[0] // (THREADS // LANES)
+    for first in range(0, of_warp, LANES):
+        _scatter(ref, (thread >> 5) * of_warp + (thread & (LANES - 1)) + first, thread * 0, thread >= 0)
+
+
+def _scatter_to_parts(ref: Any, index: Any, value: Any, num_parts: int) -> None:
+    def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        index, value = map(_scalar, arrays)
+        for part in range(num_parts):
+            there = utils.get_cluster_ref(ref, gpu.Dimension.x, _constant_index(part))
+            memref.store(value, there, [_index(index)])
+
+    plgpu.inline_mgpu(arg_types=(_REF, LAYOUT, LAYOUT))(store)(ref, _spread(index), _spread(value))
+
+
+def _over_warp(dtype: Any, combine: Callable[[ir.Value], ir.Value]) -> Callable[[Any], Any]:
+    def run(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return _array(combine(_scalar(x)))
+
+    return lambda x: plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_result(dtype))(run)(_spread(x))
+
+
+def _all_lanes() -> ir.Value:
+    return utils.c(0xFFFFFFFF, _i32())
+
+
+def _reduce(kind: Any) -> Callable[[Any], Any]:
+    return _over_warp(jnp.int32, lambda x: utils.redux(x, _all_lanes(), kind))
+
+
+def _butterfly_sum(x: ir.Value) -> ir.Value:
+    for distance in (16, 8, 4, 2, 1):
+        x = arith.addf(x, utils.shfl_bfly(x, distance))
+    return x
+
+
+def _scan(x: ir.Value) -> ir.Value:
+    lane = arith.remui(utils.thread_idx(), utils.c(LANES, _i32()))
+    for distance in (1, 2, 4, 8, 16):
+        step = utils.c(distance, _i32())
+        before = nvvm.shfl_sync(_all_lanes(), x, step, utils.c(0, _i32()), nvvm.ShflKind.up)
+        has_one = arith.cmpi(arith.CmpIPredicate.uge, lane, step)
+        x = arith.addi(x, arith.select(has_one, before, utils.c(0, _i32())))
+    return x
+
+
+def _run(function: Callable[[], Any]) -> Callable[[], None]:
+    def run(_: Any) -> None:
+        function()
+
+    return lambda: plgpu.inline_mgpu()(run)()
+
+
+COMPILED = ThreadOps(
+    thread=lambda: plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LAYOUT),
+    gather=_gather,
+    scatter=_scatter,
+    clear=_clear,
+    scatter_to_parts=_scatter_to_parts,
+    warp_max=_reduce(utils.ReductionKind.MAX),
+    warp_min=_reduce(utils.ReductionKind.MIN),
+    warp_sum=_over_warp(jnp.float32, _butterfly_sum),
+    running_sum=_over_warp(jnp.int32, _scan),
+    sync_warp=_run(utils.warp_barrier),
+    sync_block=lambda _: _run(gpu.barrier)(),
+    arrive_cluster=_run(nvvm.cluster_arrive),
+    wait_cluster=_run(nvvm.cluster_wait),
+)
+
+
+def _scatter_interpreted(ref: Any, index: Any, value: Any, mask: Any) -> None:
+    """One by one, so that a race is seen where there is one, and only there."""
+
+    def store(thread: Any, _: None) -> None:
+        @pl.when(mask[thread])
+        def _() -> None:
+            ref[index[thread]] = value[thread]
+
+    lax.fori_loop(0, THREADS, store, None)
+
+
+def _clear_interpreted(ref: Any) -> None:
+    ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def _over_warp_interpreted(combine: Callable[..., Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        warps = x.reshape(-1, LANES)
+        return jnp.broadcast_to(combine(warps, axis=1, keepdims=True), warps.shape).reshape(-1)
+
+    return run
+
+
+def _no_clusters(*_: Any) -> None:
+    raise NotImplementedError("the interpreter has no shared memory of other thread blocks")
+
+
+def _sync_interpreted(barrier: Any) -> None:
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+INTERPRETED = ThreadOps(
+    thread=lambda: lax.iota(jnp.int32, THREADS),
+    gather=lambda ref, index: jnp.take(ref[...], index, mode="clip"),
+    scatter=_scatter_interpreted,
+    clear=_clear_interpreted,
+    scatter_to_parts=_no_clusters,
+    warp_max=_over_warp_interpreted(jnp.max),
+    warp_min=_over_warp_interpreted(jnp.min),
+    warp_sum=_over_warp_interpreted(jnp.sum),
+    running_sum=lambda x: jnp.cumsum(x.reshape(-1, LANES), axis=1).reshape(-1),
+    sync_warp=lambda: None,
+    sync_block=_sync_interpreted,
+    arrive_cluster=_no_clusters,
+    wait_cluster=_no_clusters,
+)
