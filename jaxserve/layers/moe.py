@@ -6,7 +6,8 @@ arXiv:2211.15841). No expert computes for a token that is not its own, nor for t
 
 import dataclasses
 import functools
-from typing import Literal
+import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +19,10 @@ from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.ranking import count_groups, order_by_group, top_k
+from pallas_kernels.expert_routing import MAX_TOKENS, Routing, expert_routing, why_unsupported
 from pallas_kernels.grouped_matmul import grouped_matmul
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a token's experts follow from the router's logits."""
-
-    num_experts: int
-    num_experts_per_token: int
-    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    """What becomes of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs."""
-    is_normalized: bool = False
-    """Whether the weights of a token's experts are divided by their sum."""
-    scale: float = 1.0
-    """A factor of all weights, after that."""
-    num_groups: int = 1
-    """Experts come in so many groups of equal size (Liu et al. 2024, arXiv:2405.04434) ..."""
-    num_chosen_groups: int = 1
-    """... and a token's are all in so many of them."""
-    group_score: Literal["best", "best_two"] = "best"
-    """A group is as good as its best expert, or as its best two together."""
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,11 +136,14 @@ def moe(
     """The weighted sum of each token's experts, and the shared one where there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it.
-    Raises NotImplementedError for experts that `kernels` cannot multiply by.
+    Raises NotImplementedError for experts that `kernels` cannot multiply by; what these cannot route, XLA does.
     """
     with jax.named_scope("moe"):
-        weights, chosen = route(params, x, routing, kernels=kernels)
-        y = _run_experts(params["experts"], x, weights, chosen, num_tokens, activation=activation, kernels=kernels)
+        logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
+        if "router_bias" in params:
+            logits = logits + params["router_bias"].astype(jnp.float32)[None]
+        run = functools.partial(_run_experts, routing=routing, activation=activation, kernels=kernels)
+        y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
         if "shared" not in params:
             return y
         shared = gated_mlp(params["shared"], x, activation, kernels=kernels)
@@ -166,59 +152,28 @@ def moe(
         return y + shared
 
 
-def route(
-    params: Params, x: Float[Array, "T E"], routing: Routing, *, kernels: Kernels = "xla"
-) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """The weights, in float32, and the indices of the k experts of each token."""
-    logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
-    if "router_bias" in params:
-        logits = logits + params["router_bias"].astype(jnp.float32)[None]
-    match routing.scores:
-        case "softmax":
-            scores = jax.nn.softmax(logits, axis=-1)
-        case "softmax_of_chosen":
-            scores = logits
-        case "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-    preferences = scores + params["selection_bias"][None] if "selection_bias" in params else scores
-    if routing.num_groups > 1:
-        preferences = _only_best_groups(preferences, routing)
-    weights, chosen = top_k(preferences, scores, routing.num_experts_per_token, kernels=kernels)
-    if routing.scores == "softmax_of_chosen":
-        weights = jax.nn.softmax(weights, axis=-1)
-    if routing.is_normalized:
-        # A sigmoid may be 0 for all of them.
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-    return weights * routing.scale, chosen
-
-
-def _only_best_groups(preferences: Float[Array, "T X"], routing: Routing) -> Float[Array, "T X"]:
-    groups = preferences.reshape(preferences.shape[0], routing.num_groups, -1)
-    best, _ = jax.lax.top_k(groups, {"best": 1, "best_two": 2}[routing.group_score])
-    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), routing.num_chosen_groups)
-    is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(routing.num_groups)[None, None], axis=1)
-    return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(preferences.shape)
-
-
 def _run_experts(
     experts: Params,
     x: Float[Array, "T E"],
-    weights: Float[Array, "T k"],
-    chosen: Int[Array, "T k"],
+    logits: Float[Array, "T X"],
+    selection_bias: Float[Array, " X"] | None,
     num_tokens: Int[Array, ""],
     *,
+    routing: Routing,
     activation: str | Gate,
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
-    """In an island: every device runs the experts that it has, or its share of their inner sizes, for all tokens."""
-    run = functools.partial(_run_local_experts, activation=activation, kernels=kernels)
+    """In an island: every device chooses among all experts, and runs those that it has, or its share of their inner
+    sizes, for all tokens.
+    """
+    run = functools.partial(_run_local_experts, routing=routing, activation=activation, kernels=kernels)
     sharding = jax.typeof(experts["gate_up"]).sharding
     if sharding.mesh.empty:
-        return run(experts, x, weights, chosen, num_tokens, first_expert=0)
+        return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
     expert_axis, ffn_axis = sharding.spec[0], sharding.spec[2]
     axes = tuple(axis for axis in (expert_axis, ffn_axis) if axis is not None)
 
-    def on_device(experts: Params, *arguments: Array) -> Array:
+    def on_device(experts: Params, *arguments: Any) -> Array:
         num_local = experts["down"].shape[0]
         first_expert = 0 if expert_axis is None else jax.lax.axis_index(expert_axis) * num_local
         if ffn_axis is not None and "down_bias" in experts:  # once in the sum over devices
@@ -233,34 +188,36 @@ def _run_experts(
         out_specs=PartitionSpec(),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(experts, x, weights, chosen, num_tokens)
+    return island(experts, x, logits, selection_bias, num_tokens)
 
 
 def _run_local_experts(
     experts: Params,
     x: Float[Array, "T E"],
-    weights: Float[Array, "T k"],
-    chosen: Int[Array, "T k"],
+    logits: Float[Array, "T X"],
+    selection_bias: Float[Array, " X"] | None,
     num_tokens: Int[Array, ""],
     *,
     first_expert: int | Int[Array, ""],
+    routing: Routing,
     activation: str | Gate,
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
     """The part of the sum that these experts, from `first_expert` on, have in it."""
     num_experts, num_inputs = experts["down"].shape[:2]
-    per_token = chosen.shape[1]
-    local = chosen - first_expert
-    is_ours = (local >= 0) & (local < num_experts) & (jnp.arange(len(x)) < num_tokens)[:, None]
-    # What is not ours goes behind the last group, where nothing is computed.
-    group = jnp.where(is_ours, local, num_experts).reshape(-1)
-    if kernels != "xla":  # so that the comparisons of all with all are of this, not of what it is made from
-        group = jax.lax.optimization_barrier(group)
-    order, place = order_by_group(group, kernels=kernels)
-    multiply = functools.partial(
-        grouped_matmul, group_sizes=count_groups(group, num_experts, kernels=kernels), implementation=kernels
+    routed = expert_routing(
+        logits,
+        num_tokens,
+        routing=routing,
+        selection_bias=selection_bias,
+        first_expert=first_expert,
+        num_local_experts=num_experts,
+        implementation=_routing_kernels(routing, kernels) if len(x) <= MAX_TOKENS else "xla",
     )
-    rows, gate, bias = x[order // per_token], gate_of(activation), experts.get("gate_up_bias")
+    multiply = functools.partial(
+        grouped_matmul, group_sizes=routed.group_sizes, tiles=routed.tiles, implementation=kernels
+    )
+    rows, gate, bias = x[routed.token], gate_of(activation), experts.get("gate_up_bias")
     if kernels == "xla" or fuses(activation):
         inner = multiply(rows, experts["gate_up"], bias=bias, activation=gate)
     else:
@@ -268,6 +225,17 @@ def _run_local_experts(
         bias = None if bias is None else bias.reshape(num_experts, -1)
         inner = gate(*jnp.split(multiply(rows, gate_up, bias=bias), 2, axis=1))
     y = multiply(inner, experts["down"], bias=experts.get("down_bias"))
-    y = y[place].reshape(len(x), per_token, num_inputs).astype(jnp.float32)
+    has_row = routed.row < len(rows)
+    y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
     # Behind the last group y may be NaN.
-    return jnp.sum(jnp.where(is_ours[:, :, None], y * weights[:, :, None], 0), axis=1).astype(x.dtype)
+    return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
+
+
+@functools.cache  # said once, not for each layer of each step
+def _routing_kernels(routing: Routing, kernels: Kernels) -> Kernels:
+    """What routes the tokens of a decode step."""
+    reason = None if kernels == "xla" else why_unsupported(routing)
+    if reason is None:
+        return kernels
+    logger.warning("tokens are routed to experts by XLA's kernels, a dozen instead of one: %s", reason)
+    return "xla"

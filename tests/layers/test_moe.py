@@ -1,4 +1,4 @@
-"""Routers in each of their variants against NumPy, and what experts do with a step's padding."""
+"""Blocks of experts against NumPy, and what they do with a step's padding."""
 
 import functools
 
@@ -6,95 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expected_routing import expected_route
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.mlp import ClampedSwiGLU
-from jaxserve.layers.moe import Routing, moe, moe_specs, route
-from jaxserve.layers.params import abstract_params, init_params
-from jaxserve.layers.ranking import count_groups, order_by_group, top_k
+from jaxserve.layers.moe import Routing, moe, moe_specs
+from jaxserve.layers.params import ParamSpec, abstract_params, init_params
 from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.expert_routing import expert_routing
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 NUM_TOKENS, HIDDEN_SIZE, NUM_EXPERTS = 17, 10, 12
-
-
-def softmax(x):
-    exponentials = np.exp(x - x.max())
-    return exponentials / exponentials.sum()
-
-
-def expected_route(logits, selection_bias, routing):
-    """One token's {expert: weight}, from the definitions."""
-    scores = {"softmax": softmax, "softmax_of_chosen": lambda x: x, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-    scores = scores[routing.scores](logits)
-    preferences = scores + selection_bias
-    size = NUM_EXPERTS // routing.num_groups
-    best = {"best": 1, "best_two": 2}[routing.group_score]
-    groups = [np.sort(preferences[g * size : (g + 1) * size])[-best:].sum() for g in range(routing.num_groups)]
-    allowed = np.argsort(groups)[-routing.num_chosen_groups :]
-    preferences = np.where(np.isin(np.arange(NUM_EXPERTS) // size, allowed), preferences, -np.inf)
-    chosen = np.argsort(preferences)[-routing.num_experts_per_token :]
-    weights = softmax(scores[chosen]) if routing.scores == "softmax_of_chosen" else scores[chosen]
-    weights = weights / weights.sum() if routing.is_normalized else weights
-    return dict(zip(chosen.tolist(), (weights * routing.scale).tolist(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {},
-        {"is_normalized": True},
-        {"scores": "softmax_of_chosen"},
-        {"scores": "sigmoid", "is_normalized": True, "scale": 2.5},
-        {"num_groups": 4, "num_chosen_groups": 2, "scale": 16.0},
-        {"scores": "sigmoid", "num_groups": 3, "num_chosen_groups": 2, "group_score": "best_two"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("kernels", ["xla", "sm90"])
-def test_route(switches, has_biases, kernels):
-    routing = Routing(num_experts=NUM_EXPERTS, num_experts_per_token=3, **switches)
-    rng = np.random.default_rng(2)
-    x = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
-    router = rng.standard_normal((NUM_EXPERTS, HIDDEN_SIZE)).astype(np.float32)
-    params, logits, selection_bias = {"router": jnp.asarray(router)}, x @ router.T, np.zeros(NUM_EXPERTS, np.float32)
-    if has_biases:
-        bias, selection_bias = rng.standard_normal((2, NUM_EXPERTS)).astype(np.float32)
-        params |= {"router_bias": jnp.asarray(bias), "selection_bias": jnp.asarray(selection_bias)}
-        logits = logits + bias
-    weights, chosen = map(np.asarray, route(params, jnp.asarray(x), routing, kernels=kernels))
-    for token in range(NUM_TOKENS):
-        want = expected_route(logits[token], selection_bias, routing)
-        got = dict(zip(chosen[token].tolist(), weights[token].tolist(), strict=True))
-        assert got == pytest.approx(want, rel=1e-4)
-
-
-def test_the_best_by_comparisons_are_the_best():
-    values = np.random.default_rng(5).integers(-3, 3, (40, 9)).astype(np.float32)  # many are equal
-    values[:, 2] = -np.inf
-    want = jax.lax.top_k(jnp.asarray(values), 7)
-    for kernels in ("xla", "sm90"):
-        got = top_k(jnp.asarray(values), jnp.asarray(values), 7, kernels=kernels)
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("num_entries", [1, 100, 2049])
-@pytest.mark.parametrize("kernels", ["xla", "sm90"])
-def test_order_by_group(num_entries, kernels):
-    group = np.random.default_rng(6).integers(0, 8, num_entries)  # 7 stands for none
-    order, place = map(np.asarray, order_by_group(jnp.asarray(group, jnp.int32), kernels=kernels))
-    np.testing.assert_array_equal(order, np.argsort(group, stable=True))
-    np.testing.assert_array_equal(place[order], np.arange(num_entries))
-    counts = count_groups(jnp.asarray(group, jnp.int32), 7, kernels=kernels)
-    np.testing.assert_array_equal(counts, np.bincount(group, minlength=8)[:7])
-
-
-def test_sigmoids_that_are_all_zero_have_finite_weights():
-    routing = Routing(num_experts=2, num_experts_per_token=2, scores="sigmoid", is_normalized=True)
-    weights, _ = route({"router": jnp.full((2, 1), -1e4)}, jnp.ones((1, 1)), routing)
-    assert np.isfinite(np.asarray(weights)).all()
 
 
 def random_block(*, shared_gate):
@@ -112,9 +34,14 @@ def random_block(*, shared_gate):
 
 
 @pytest.mark.parametrize("shared_gate", [False, True])
-def test_each_token_has_its_own_experts(shared_gate):
+@pytest.mark.parametrize("router_biases", [False, True])
+def test_each_token_has_its_own_experts(shared_gate, router_biases):
     params = random_block(shared_gate=shared_gate)
     routing = Routing(num_experts=NUM_EXPERTS, num_experts_per_token=4)
+    bias, selection_bias = np.zeros((2, NUM_EXPERTS), np.float32)
+    if router_biases:
+        bias, selection_bias = np.random.default_rng(2).standard_normal((2, NUM_EXPERTS)).astype(np.float32)
+        params |= {"router_bias": bias, "selection_bias": selection_bias}
     x = np.random.default_rng(4).standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
     num_tokens = 13
     weights = jax.tree.map(jnp.asarray, params)
@@ -130,7 +57,7 @@ def test_each_token_has_its_own_experts(shared_gate):
             want = want / (1 + np.exp(-params["shared_gate"][0] @ row))
         if token < num_tokens:
             experts = params["experts"]
-            for index, weight in expected_route(params["router"] @ row, 0.0, routing).items():
+            for index, weight in expected_route(params["router"] @ row + bias, selection_bias, routing).items():
                 want = want + weight * feed_forward(experts["gate_up"][index], experts["down"][index], row)
         np.testing.assert_allclose(got[token], want, rtol=1e-4, atol=1e-4)
 
@@ -148,13 +75,43 @@ def test_what_stands_around_the_kernels(monkeypatch, activation):
         return jax.jit(function)(params, x, 13)
 
     want = run("xla")
-    monkeypatch.setattr("jaxserve.layers.moe.grouped_matmul", grouped_matmul_without_kernel)
+    monkeypatch.setattr("jaxserve.layers.moe.grouped_matmul", without_kernel(grouped_matmul))
+    monkeypatch.setattr("jaxserve.layers.moe.expert_routing", without_kernel(expert_routing))
     np.testing.assert_allclose(run("sm90"), want, rtol=1e-4, atol=1e-4)
 
 
-def grouped_matmul_without_kernel(*arguments, implementation, **options):
-    assert implementation == "sm90"
-    return grouped_matmul(*arguments, **options)
+def without_kernel(operation):
+    def run(*arguments, implementation, **options):
+        assert implementation == "sm90"
+        return operation(*arguments, **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "per_token", "num_kernels", "is_said"),
+    [(256, 32, 1, False), (257, 32, 0, False), (8, 33, 0, True)],
+)
+def test_what_routes(caplog, num_tokens, per_token, num_kernels, is_said):
+    """A kernel in a decode step, XLA in a prefill; and where there is no kernel, which is said, but once."""
+    E, F, X = 64, 64, 40
+    shapes = moe_specs("mlp", hidden_size=E, intermediate_size=F, num_experts=X)
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), shapes, is_leaf=is_spec)
+    routing = Routing(num_experts=X, num_experts_per_token=per_token)
+
+    def layers(params, x, count):
+        for _ in range(2):
+            x = moe(params, x, count, routing=routing, activation="silu", kernels="sm90")
+        return x
+
+    x = jax.ShapeDtypeStruct((num_tokens, E), jnp.bfloat16)
+    traced = str(jax.make_jaxpr(layers)(params, x, jax.ShapeDtypeStruct((), jnp.int32)))
+    assert traced.count("name=expert_routing") == num_kernels
+    assert ["33 experts of a token" in record.message for record in caplog.records] == [True] * is_said
+
+
+def is_spec(leaf):
+    return isinstance(leaf, ParamSpec)
 
 
 def test_the_kernel_computes_a_gate_of_both():
@@ -186,6 +143,7 @@ def test_devices_run_the_kernel_for_the_experts_that_they_have():
 
     fused, plain = trace("silu"), trace("gelu")
     assert fused.count("name=grouped_matmul") == plain.count("name=grouped_matmul") == 2
+    assert fused.count("name=expert_routing") == 1
     assert "bf16[4,128,128]" in fused  # gate and up of 2 experts, half of their 256 rows
     assert "erf" not in fused
     assert "erf" in plain
