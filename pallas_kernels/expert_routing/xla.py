@@ -38,7 +38,7 @@ def expert_routing_xla(
         weights=weights,
         experts=experts,
         row=jnp.where(is_ours, row.reshape(experts.shape), num_choices),
-        token=jnp.where(choice < jnp.sum(group_sizes), order // per_token, 0),
+        token=jnp.where(group[order] < num_local_experts, order // per_token, 0),
         group_sizes=group_sizes,
         tiles=plan(group_sizes, num_rows=num_choices, tile_rows=tile_rows(num_choices, num_local_experts)),
     )
