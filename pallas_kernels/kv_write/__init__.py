@@ -1,6 +1,15 @@
-"""What fills a paged KV cache: rotary positions, and the scatter of keys and values."""
+"""What fills a paged KV cache: norms of heads, rotary positions, and the scatter of keys and values."""
 
+from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import Implementation, rope_and_write_kv
-from pallas_kernels.kv_write.xla import rotate, write_kv, write_pages
+from pallas_kernels.kv_write.xla import norm_and_rotate, rotate, write_kv, write_pages
 
-__all__ = ["Implementation", "rope_and_write_kv", "rotate", "write_kv", "write_pages"]
+__all__ = [
+    "HeadNorms",
+    "Implementation",
+    "norm_and_rotate",
+    "rope_and_write_kv",
+    "rotate",
+    "write_kv",
+    "write_pages",
+]

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90
 from pallas_kernels.kv_write.xla import rope_and_write_kv_xla
 
@@ -21,26 +22,32 @@ def rope_and_write_kv(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    head_norms: HeadNorms | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """Rotate T tokens' queries and keys, write keys and values to their places; the queries and the changed pages.
 
-    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `rotation` is the
-    cosine and the sine of each token's angles, float32: the pairs (i, i + half) of queries and keys are turned by them
-    in float32 (Su et al. 2021, arXiv:2104.09864), what a head has beyond 2 * half stays; None: all of it does.
+    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `head_norms` come
+    first, if there are any: each query and each key by itself. `rotation` is the cosine and the sine of each token's
+    angles, float32: the pairs (i, i + half) of queries and keys are turned by them (Su et al. 2021,
+    arXiv:2104.09864), what a head has beyond 2 * half stays; None: all of it does. Both are computed in float32, and
+    what they give is rounded once; a model that rounds between them, as those of transformers do, differs by that.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more:
     these are dropped. Values are cast to the dtype of the pages. Pages are changed in place where the caller donates
     them.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation or a head without queries; NotImplementedError for dtypes and shapes that "sm90", the kernel for
-    Hopper GPUs, cannot do.
+    implementation, a head without queries or gains of another size than a head; NotImplementedError for dtypes and
+    shapes that "sm90", the kernel for Hopper GPUs, cannot do.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if qkv.shape[2] < 3:
         raise ValueError(f"qkv must have a query, a key and a value for each head, got {qkv.shape[2]} vectors")
+    gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
+    if any(gain.shape != qkv.shape[3:] for gain in gains):
+        raise ValueError(f"gains must have the size of a head, {qkv.shape[3]}, got {[gain.shape for gain in gains]}")
     run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
-    return run(qkv, k_pages, v_pages, write_index, rotation=rotation)
+    return run(qkv, k_pages, v_pages, write_index, rotation=rotation, head_norms=head_norms)

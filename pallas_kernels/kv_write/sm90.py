@@ -1,8 +1,9 @@
-"""`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel where XLA makes three to five.
+"""`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel where XLA makes three to seven.
 
 A thread block takes some tokens of one or more vectors of `qkv`, which are queries, keys or values: it copies them into
 shared memory as two halves, turns those against each other, and copies them out: queries all at once, keys and values
 token by token to their pages. So threads hold cosines and vectors in the same places, and nothing is spread over heads.
+Norms are over the lanes of a warp, which then holds whole tokens.
 """
 
 import dataclasses
@@ -17,6 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.kv_write.head_norms import HeadNorms
+
+_WARPGROUP = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Config:
     """What a thread block takes; `heuristic` picks one."""
 
     tokens: int
-    """Times half of what is turned a multiple of 128, times what is not a multiple of 64."""
+    """4, 8 or 16; times half of what is turned, and times what is not, a multiple of 128."""
     vectors: int
     """Of the members of `qkv`: a divisor of their number."""
 
@@ -39,15 +43,18 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
         bytes_per_vector = tokens * (head_dim + 8) * 2
         return Config(tokens=tokens, vectors=members if members * bytes_per_vector <= room else 1)
     for fewer in (8, 4):
-        is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 64 == 0
+        is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 128 == 0
         if is_whole and num_kv_heads * members * pl.cdiv(num_tokens, fewer) <= 3 * NUM_SMS:
             tokens = fewer
     return Config(tokens=tokens, vectors=1)
 
 
-def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned):
-    """`qkv` to `q` lie in global memory, `scratch` in shared memory: [vectors, 2, tokens, half] of it `halves`."""
-    halves, rests, cosines, sines, places, full = scratch
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps):
+    """`refs`: the gains of queries and keys, if there are any, and `q` in global memory; then what lies in shared
+    memory, [vectors, 2, tokens, half] of it `halves`.
+    """
+    *gains, q = refs[:-6]
+    halves, rests, cosines, sines, places, full = refs[-6:]
     num_tokens, _, members, head_dim = qkv.shape
     num_pages, _, block_size, _ = k_pages.shape
     num_vectors, _, tile_size, half = halves.shape
@@ -70,19 +77,31 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned
     if is_turned:
         plgpu.copy_gmem_to_smem(cos.at[tokens], cosines, full)
         plgpu.copy_gmem_to_smem(sin.at[tokens], sines, full)
+    if gains:
+        layout = functools.partial(_layout_in_warps, tile_size)
+        # Read while the copies are under way.
+        gains = [[_load(gain.at[part], layout(part.size).reduce(0)) for part in parts] for gain in gains]
+    else:
+        layout = functools.partial(_layout_in_order, tile_size)
     plgpu.barrier_wait(full)
+    angles = [_load(ref, layout(half)) for ref in (cosines, sines)] if is_turned else []
 
-    if is_turned:
-        layout = plgpu.Layout.WG_STRIDED((tile_size, half), vec_size=math.gcd(tile_size * half // 128, 4))
-        c, s = (plgpu.load(ref, layout=layout) for ref in (cosines, sines))
+    def change(member, smem):
+        smem = smem if gains else smem[:2]
+        layouts = [layout(ref.shape[1]) for ref in smem]
+        values = list(map(_load, smem, layouts))
+        if gains:
+            of_member = [jnp.where(member < members - 2, *of_part) for of_part in zip(*gains, strict=True)]
+            values = _norm(values, of_member, layouts, eps)
+        if angles:
+            (x, y), (c, s) = values[:2], angles
+            values[:2] = x * c - y * s, y * c + x * s
+        for ref, value in zip(smem, values, strict=True):
+            ref[...] = value.astype(qkv.dtype)
 
-        def turn(first, second):
-            x, y = (plgpu.load(ref, layout=layout).astype(jnp.float32) for ref in (first, second))
-            first[...] = (x * c - y * s).astype(qkv.dtype)
-            second[...] = (y * c + x * s).astype(qkv.dtype)
-
+    if angles or gains:
         for _, member, smem in vectors:
-            pl.when(member < members - 1)(functools.partial(turn, *smem[:2]))
+            pl.when(member < members - 1)(functools.partial(change, member, smem))
         plgpu.commit_smem()
 
     def copy_queries(kv_head, member, smem):
@@ -109,6 +128,43 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, q, *scratch, is_turned
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must last so long
 
 
+def _load(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def _layout_in_order(tokens: int, size: int):
+    """Of [tokens, size]: threads have neighbours in memory."""
+    return plgpu.Layout.WG_STRIDED((tokens, size), vec_size=math.gcd(tokens * size // _WARPGROUP, 4))
+
+
+def _layout_in_warps(tokens: int, size: int):
+    """Of [tokens, size]: a token is spread over 8 to 32 lanes of one warp."""
+    lanes = max(8, _WARPGROUP // tokens)
+    vector = math.gcd(size // lanes, 4)
+    rows = _WARPGROUP // lanes
+    if rows == 4:
+        tiling, warps, of_lanes = plgpu.Tiling(((4, lanes * vector), (vector,))), -3, (-2,)
+    else:
+        tiling, warps, of_lanes = plgpu.Tiling(((rows, lanes * vector), (rows // 4, vector))), -4, (-2, -3)
+    return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=of_lanes, vector_dim=-1)
+
+
+def _norm(parts, gains, layouts, eps):
+    """The RMS norm of vectors that lie in parts: two of the same size, and the rest; [tokens, size] each, float32."""
+    size = sum(part.shape[1] for part in parts)
+    first, second, *rest = (part * part for part in parts)
+    mean = sum((jnp.sum(squares, axis=1) for squares in rest), jnp.sum(first + second, axis=1)) * (1 / size)
+    scale = lax.rsqrt(mean + eps)
+
+    def spread(x, part, layout, axis):
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, part.shape, (axis,)), layout)
+
+    return [
+        part * spread(scale, part, layout, 0) * spread(gain, part, layout, 1)
+        for part, gain, layout in zip(parts, gains, layouts, strict=True)
+    ]
+
+
 def rope_and_write_kv_sm90(
     qkv: Float[Array, "T K members D"],
     k_pages: Float[Array, "P K S D"],
@@ -116,6 +172,7 @@ def rope_and_write_kv_sm90(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    head_norms: HeadNorms | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """See `rope_and_write_kv`."""
@@ -128,7 +185,7 @@ def rope_and_write_kv_sm90(
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
     config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
-    return _call(qkv, k_pages, v_pages, write_index, rotation, half=half, config=config)
+    return _call(qkv, k_pages, v_pages, write_index, rotation, head_norms, half=half, config=config)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
@@ -139,6 +196,7 @@ def _call(
     v_pages: Float[Array, "P K S D"],
     write_index: Int[Array, " T"],
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    head_norms: HeadNorms | None,
     *,
     half: int,
     config: Config,
@@ -147,11 +205,12 @@ def _call(
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
+    gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
     angles = plgpu.SMEM((config.tokens, half), jnp.float32)
     q = plgpu.kernel(
-        functools.partial(_kernel, is_turned=is_turned),
+        functools.partial(_kernel, is_turned=is_turned, eps=None if head_norms is None else head_norms.eps),
         kernel_name="rope_and_write_kv",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
         scratch_types=(
@@ -167,5 +226,5 @@ def _call(
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(qkv, cos, sin, write_index, k_ref, v_ref)
+    )(qkv, cos, sin, write_index, k_ref, v_ref, *gains)
     return q, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -1,7 +1,10 @@
 """`write_kv` and `rope_and_write_kv` in plain XLA."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_write.head_norms import HeadNorms
 
 
 def write_kv(
@@ -35,13 +38,33 @@ def rope_and_write_kv_xla(
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    head_norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """See `rope_and_write_kv`."""
+    q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
+    return q, *write_kv(k_pages, v_pages, k, qkv[:, :, -1], write_index)
+
+
+def norm_and_rotate(
+    qkv: Float[Array, "T K members D"],
+    *,
+    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
+    head_norms: HeadNorms | None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"]]:
+    """The queries and the keys of `rope_and_write_kv`: computed in float32, rounded once."""
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
-    q, k, v = qkv[:, :, :-2].reshape(num_tokens, num_kv_heads * (members - 2), head_dim), qkv[:, :, -2], qkv[:, :, -1]
+    q = qkv[:, :, :-2].reshape(num_tokens, num_kv_heads * (members - 2), head_dim).astype(jnp.float32)
+    k = qkv[:, :, -2].astype(jnp.float32)
+    if head_norms is not None:
+        q, k = _norm(q, head_norms.q_gain, head_norms.eps), _norm(k, head_norms.k_gain, head_norms.eps)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return q, *write_kv(k_pages, v_pages, k, v, write_index)
+    return q.astype(qkv.dtype), k.astype(qkv.dtype)
+
+
+def _norm(x: Float[Array, "T H D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "T H D"]:
+    scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * scale * gain.astype(jnp.float32)[None, None]
 
 
 def rotate(x: Float[Array, "T H D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]) -> Float[Array, "T H D"]:

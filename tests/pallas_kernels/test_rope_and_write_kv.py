@@ -10,17 +10,21 @@ import pytest
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.kv_write import rope_and_write_kv
+from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.kv_write.sm90 import Config, heuristic, rope_and_write_kv_sm90
 
 # Of the largest number: half a unit in the last place of 8 bits, of 11 bits, and what float32 makes of two products.
 TOLERANCE = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 1e-6}
 
 
-def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16):
-    """Arguments of `rope_and_write_kv`, and what it should give. A third of the tokens is padding.
+EPS = 0.25  # large, so that it is missed
 
-    `half` None: a whole head is turned, 0: nothing is.
+
+def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16, gains=None):
+    """Arguments of `rope_and_write_kv`, by place and by name, and what it should give.
+
+    A third of the tokens is padding. `half` None: a whole head is turned, 0: nothing is. `gains` is the dtype of norms,
+    None if there are none.
     """
     rng = np.random.default_rng(num_tokens)
     num_heads, num_kv_heads, head_dim = heads
@@ -36,6 +40,14 @@ def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=j
     rotation = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32)) if half else None
 
     turned = np.asarray(qkv.astype(jnp.float32)).astype(np.float64)
+    head_norms = None
+    if gains is not None:
+        of_q, of_k = (jnp.asarray(1 + 0.3 * rng.standard_normal(head_dim)).astype(gains) for _ in range(2))
+        head_norms = HeadNorms(of_q, of_k, eps=EPS)
+        for members_of, gain in ((slice(None, -2), of_q), (slice(-2, -1), of_k)):
+            x = turned[:, :, members_of]
+            size = np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS)
+            turned[:, :, members_of] = x / size * np.asarray(gain.astype(jnp.float32)).astype(np.float64)
     if rotation is not None:
         cos, sin = (np.asarray(x).astype(np.float64)[:, None, None] for x in rotation)
         x, y = turned[:, :, :-1, :half].copy(), turned[:, :, :-1, half : 2 * half].copy()
@@ -46,7 +58,7 @@ def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=j
         want_pages[0, page, :, offset], want_pages[1, page, :, offset] = turned[token, :, -2], turned[token, :, -1]
     want_q = turned[:, :, :-2].reshape(num_tokens, num_heads, head_dim)
     arrays = (qkv, pages[0], pages[1], jnp.asarray(index, jnp.int32))
-    return arrays, rotation, (want_q, *want_pages)
+    return arrays, {"rotation": rotation, "head_norms": head_norms}, (want_q, *want_pages)
 
 
 def check(got, want):
@@ -64,39 +76,57 @@ CASES = {
     "no rotation": {"num_tokens": 33, "half": 0},
     "one head, pages of 1": {"num_tokens": 20, "heads": (1, 1, 16), "block_size": 1},
     "float16, large pages": {"num_tokens": 70, "heads": (3, 1, 96), "block_size": 256, "dtype": jnp.float16},
+    "norms": {"num_tokens": 40, "heads": (32, 8, 128), "gains": jnp.bfloat16},
+    "norms, one token": {"num_tokens": 1, "gains": jnp.bfloat16},
+    "norms, part of a head": {"num_tokens": 17, "heads": (6, 2, 80), "half": 16, "gains": jnp.float32},
+    "norms, no rotation": {"num_tokens": 33, "half": 0, "gains": jnp.float32},
+    "norms, float16, one head": {"num_tokens": 70, "heads": (1, 1, 96), "dtype": jnp.float16, "gains": jnp.float16},
+    "norms, large heads": {"num_tokens": 9, "heads": (8, 4, 256), "gains": jnp.float32},
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "float32"])
+@pytest.mark.parametrize("case", CASES)
 def test_xla(case):
-    case = {"num_tokens": 12, "heads": (3, 1, 6), "half": 2, "dtype": jnp.float32} if case == "float32" else CASES[case]
-    arrays, rotation, want = make_case(**case)
-    check(jax.jit(rope_and_write_kv)(*arrays, rotation=rotation), want)
+    arrays, options, want = make_case(**CASES[case])
+    check(jax.jit(rope_and_write_kv)(*arrays, **options), want)
 
 
-@pytest.mark.parametrize("case", ["one token", "part of a head", "no rotation"])
+@pytest.mark.parametrize("gains", [None, jnp.float32])
+def test_xla_in_float32(gains):
+    arrays, options, want = make_case(num_tokens=12, heads=(3, 1, 6), half=2, dtype=jnp.float32, gains=gains)
+    check(jax.jit(rope_and_write_kv)(*arrays, **options), want)
+
+
+INTERPRETED = ["one token", "part of a head", "no rotation"]
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED)])
 def test_interpreted(capsys, case):
-    arrays, rotation, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
-    check(interpret(capsys, rope_and_write_kv, *arrays, rotation=rotation, implementation="sm90"), want)
+    arrays, options, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
+    check(interpret(capsys, rope_and_write_kv, *arrays, **options, implementation="sm90"), want)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("case", [*CASES, "many tokens"])
+@pytest.mark.parametrize("case", [*CASES, "many tokens", "norms, many tokens"])
 def test_on_a_gpu(case):
-    arrays, rotation, want = make_case(**CASES.get(case, {"num_tokens": 3001}))
+    many = {"num_tokens": 3001, "gains": jnp.bfloat16 if "norms" in case else None}
+    arrays, options, want = make_case(**CASES.get(case, many))
     run = jax.jit(rope_and_write_kv, static_argnames="implementation", donate_argnums=(1, 2))
-    check(run(*arrays, rotation=rotation, implementation="sm90"), want)
+    check(run(*arrays, **options, implementation="sm90"), want)
 
 
+@pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "sm90"])
-def test_changes_the_pools_in_place(implementation):
+def test_changes_the_pools_in_place(implementation, is_normed):
     """Two layers for an H200: no copy of a donated pool, and no memory that grows with it."""
     pool = (5000, 8, 16, 128)
 
-    def layers(pools, qkv, rotation, index):
+    def layers(pools, qkv, rotation, norms, index):
         outs = []
         for k, v in pools:
-            q, k, v = rope_and_write_kv(qkv, k, v, index, rotation=rotation, implementation=implementation)
+            q, k, v = rope_and_write_kv(
+                qkv, k, v, index, rotation=rotation, head_norms=norms, implementation=implementation
+            )
             qkv = qkv + q.reshape(64, 8, 4, 128)[:, :, :1]
             outs.append((k, v))
         return outs, qkv
@@ -105,12 +135,34 @@ def test_changes_the_pools_in_place(implementation):
     qkv = jax.ShapeDtypeStruct((64, 8, 6, 128), jnp.bfloat16)
     angles = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     index = jax.ShapeDtypeStruct((64,), jnp.int32)
-    program = compile_for_h200(layers, [(pages, pages)] * 2, qkv, (angles, angles), index, donate_argnums=(0,))
+    norms = abstract_norms(128, jnp.bfloat16) if is_normed else None
+    program = compile_for_h200(layers, [(pages, pages)] * 2, qkv, (angles, angles), norms, index, donate_argnums=(0,))
     assert program.copies_of(pool) == []
     assert program.temp_bytes < 4 * 2**20
     assert program.spill_bytes == 0
     if implementation == "sm90":
         assert program.num_launches == 4  # a kernel and an addition each
+
+
+def abstract_norms(head_dim, dtype):
+    gain = jnp.ones(head_dim, dtype)
+    return jax.eval_shape(lambda: HeadNorms(gain, gain, eps=EPS))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 600])
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (256, 128)])
+def test_norms_spill_nothing(num_tokens, head_dim, half):
+    pages = jax.ShapeDtypeStruct((100, 4, 16, head_dim), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((num_tokens, 4, 10, head_dim), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((num_tokens, half), jnp.float32)
+    index = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    run = functools.partial(rope_and_write_kv, implementation="sm90")
+    program = compile_for_h200(
+        lambda qkv, k, v, index, angles, norms: run(qkv, k, v, index, rotation=angles, head_norms=norms),
+        *(qkv, pages, pages, index, (angles,) * 2, abstract_norms(head_dim, jnp.float32)),
+    )
+    [kernel] = program.kernels
+    assert kernel.spill_bytes == 0
 
 
 @pytest.mark.parametrize(("members", "fits"), [(6, True), (66, False)])
@@ -137,14 +189,17 @@ def test_few_tokens_have_small_blocks(num_tokens, head_dim, half, tokens):
 
 
 def test_refuses_with_a_reason():
-    arrays, rotation, _ = make_case(num_tokens=4)
+    arrays, options, _ = make_case(num_tokens=4)
     unchecked = inspect.unwrap(rope_and_write_kv)
     with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        unchecked(*arrays, rotation=rotation, implementation="triton")
+        unchecked(*arrays, **options, implementation="triton")
     with pytest.raises(ValueError, match="a query, a key and a value"):
-        rope_and_write_kv(arrays[0][:, :, 1:3], *arrays[1:], rotation=rotation)
+        rope_and_write_kv(arrays[0][:, :, 1:3], *arrays[1:], **options)
+    norms = HeadNorms(jnp.ones(64), jnp.ones(32), eps=EPS)
+    with pytest.raises(ValueError, match=r"the size of a head, 64, got \[\(64,\), \(32,\)\]"):
+        unchecked(*arrays, **options | {"head_norms": norms})
     with pytest.raises(NotImplementedError, match="all be bfloat16 or all float16, got float32, bfloat16"):
-        rope_and_write_kv_sm90(arrays[0].astype(jnp.float32), *arrays[1:], rotation=rotation)
-    arrays, rotation, _ = make_case(num_tokens=4, heads=(2, 1, 40), half=12)
+        rope_and_write_kv_sm90(arrays[0].astype(jnp.float32), *arrays[1:], **options)
+    arrays, options, _ = make_case(num_tokens=4, heads=(2, 1, 40), half=12)
     with pytest.raises(NotImplementedError, match="multiples of 8, got 40 and 12"):
-        rope_and_write_kv_sm90(*arrays, rotation=rotation)
+        rope_and_write_kv_sm90(*arrays, **options)
