@@ -19,7 +19,7 @@ from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
-from pallas_kernels.expert_routing import MAX_TOKENS, Routing, expert_routing, why_unsupported
+from pallas_kernels.expert_routing import Routing, expert_routing, why_unsupported
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _run_local_experts(
         selection_bias=selection_bias,
         first_expert=first_expert,
         num_local_experts=num_experts,
-        implementation=_routing_kernels(routing, kernels) if len(x) <= MAX_TOKENS else "xla",
+        implementation=_routing_kernels(len(x), routing, kernels),
     )
     multiply = functools.partial(
         grouped_matmul, group_sizes=routed.group_sizes, tiles=routed.tiles, implementation=kernels
@@ -232,9 +232,9 @@ def _run_local_experts(
 
 
 @functools.cache  # said once, not for each layer of each step
-def _routing_kernels(routing: Routing, kernels: Kernels) -> Kernels:
-    """What routes the tokens of a decode step."""
-    reason = None if kernels == "xla" else why_unsupported(routing)
+def _routing_kernels(num_tokens: int, routing: Routing, kernels: Kernels) -> Kernels:
+    """What routes the tokens of a step."""
+    reason = None if kernels == "xla" else why_unsupported(num_tokens, routing)
     if reason is None:
         return kernels
     logger.warning("tokens are routed to experts by XLA's kernels, a dozen instead of one: %s", reason)

@@ -1,4 +1,4 @@
-"""Bench rows of `expert_routing`: decode steps of models with experts, from the router's logits to the tiles."""
+"""Bench rows of `expert_routing`: decode steps and a prefill of models with experts, from logits to tiles."""
 
 import functools
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _MODELS = {
 def expert_routing_rows() -> Iterator[Row]:
     """A row for each model, number of tokens and implementation. What there is to read takes no time."""
     for name, routing in _MODELS.items():
-        for num_tokens in (1, 16, 64, 256) if on_gpu() else (1, 64):
+        for num_tokens in (1, 16, 64, 256, 8192) if on_gpu() else (1, 64):
             shape = (num_tokens, routing.num_experts)
             keys = [jax.random.key(seed) for seed in range(num_rotations(4 * num_tokens * routing.num_experts))]
             inputs = [(jax.random.normal(key, shape), jnp.int32(num_tokens)) for key in keys]

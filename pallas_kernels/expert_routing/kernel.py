@@ -1,8 +1,9 @@
-"""The body of the routing kernel: what the warpgroups of a thread block do. See sm90.py.
+"""The bodies of the routing kernels: what the warpgroups of a thread block do. See sm90.py.
 
-Up to the first barrier a warp has tokens of its own, one after the other: it chooses their experts and counts, for each
-expert, how often it has chosen it so far. Then each thread has an expert: it adds the counts of the warps before, and
-with the numbers of the experts before, that is where the expert's rows begin. Last, warps store their tokens' rows.
+Up to the first barrier a warp has tokens of its own, one after the other: it chooses their experts, or finds them
+chosen, and counts, for each expert, how often it has had it so far. Then each thread has an expert: it adds the counts
+of the warps before, and with the numbers of the experts before, that is where the expert's rows begin. Last, warps
+store their tokens' rows.
 """
 
 import functools
@@ -24,7 +25,11 @@ WARPS = THREADS // LANES
 # Mosaic compares the int32 that `jnp.where(mask, scalar, array)` makes as unsigned: the array comes first everywhere.
 _LEAST = np.int32(-(2**31))  # of no expert
 _MOST = np.int32(2**31 - 1)
-_SHIFT = 16
+_SHIFT = 19
+MAX_ROWS, MAX_TILES = 2**_SHIFT - 1, 2 ** (31 - _SHIFT) - 1
+"""Both are in one integer."""
+_AHEAD = 8
+"""Tokens whose experts are asked for together, where they are chosen already."""
 
 _int = jnp.int32
 
@@ -43,6 +48,8 @@ class Problem(NamedTuple):
     """Thread blocks of the cluster that share the tokens."""
     num_groups: int
     """Warpgroups of each."""
+    is_chosen: bool
+    """Whether the tokens have their experts already."""
     ops: ThreadOps
 
     @property
@@ -66,21 +73,35 @@ class Problem(NamedTuple):
         return self.num_groups * WARPS
 
     @property
+    def tokens_at_once(self) -> int:
+        """That a warp counts one after the other without a wait for memory."""
+        return _AHEAD if self.is_chosen else 1
+
+    @property
     def tokens_per_warp(self) -> int:
         """The most that a warp has."""
-        return -(-self.num_tokens // (self.num_parts * self.num_warps))
+        step = self.num_parts * self.num_warps * self.tokens_at_once
+        return -(-self.num_tokens // step) * self.tokens_at_once
 
 
-class Global(NamedTuple):
-    """Arrays in global memory, with one axis each; the last nine are written."""
+class Chooser(NamedTuple):
+    """Arrays in global memory, with one axis each: what tokens choose by, and what comes of it."""
 
     logits: Any
     bias: Any
     """None: there is none."""
-    num_tokens: Any
-    first_expert: Any
     weights: Any
     experts: Any
+
+
+class Global(NamedTuple):
+    """Arrays in global memory, with one axis each; the last seven are written."""
+
+    chooser: Chooser | None
+    """None: the tokens have their experts already."""
+    experts: Any
+    num_tokens: Any
+    first_expert: Any
     row_of_choice: Any
     token: Any
     group_sizes: Any
@@ -96,7 +117,7 @@ class Shared(NamedTuple):
     counts: Any
     """[warpgroups, 4 * columns]: how often a warp has chosen an expert; later, where its rows of the expert begin."""
     choices: Any
-    """[warpgroups, tokens of a warp, 128]: a choice's local expert and the warp's count before it; -1: none."""
+    """[warpgroups, 4 * tokens of a warp * k]: a choice's local expert and the warp's count before it; -1: none."""
     totals: Any
     """[parts * columns]: how often each part has chosen an expert."""
     sums: Any
@@ -114,9 +135,20 @@ class _Thread(NamedTuple):
     """Of the warpgroup."""
     warp: Any
     lane: Any
-    first_expert: Any
-    num_tokens: Any
+    first_expert: Any = None
+    num_tokens: Any = None
     """Those that are not padding."""
+
+
+def choosing_kernel(problem: Problem, chooser: Chooser) -> None:
+    """Each warpgroup of the mesh axis "group", of each thread block of the axis "part": the experts alone."""
+    thread = problem.ops.thread()
+    at = _Thread(lax.axis_index("part"), lax.axis_index("group"), thread, thread >> 5, thread & (LANES - 1))
+
+    def visit(index, _):
+        _choose(problem, chooser, at, index)
+
+    lax.fori_loop(_int(0), _int(problem.tokens_per_warp), visit, None)
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
@@ -138,30 +170,46 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     ops.sync_warp()
 
     def visit(index, _):
-        _choose(problem, gmem, smem, at, index)
+        indices = [index * problem.tokens_at_once + i for i in range(problem.tokens_at_once)]
+        if gmem.chooser is None:
+            chosen = [ops.gather(gmem.experts, _choice(problem, at, _token(problem, at, i))) for i in indices]
+        else:
+            chosen = [_choose(problem, gmem.chooser, at, i) for i in indices]
+        for i, experts in zip(indices, chosen, strict=True):
+            _count(problem, smem, at, i, experts)
 
-    lax.fori_loop(_int(0), _int(problem.tokens_per_warp), visit, None)
+    lax.fori_loop(_int(0), _int(problem.tokens_per_warp // problem.tokens_at_once), visit, None)
     ops.sync_block(smem.barrier)
     num_rows = _place_experts(problem, gmem, smem, at)
     ops.sync_block(smem.barrier)
     lax.fori_loop(_int(0), _int(problem.tokens_per_warp), lambda index, _: _store(problem, gmem, smem, at, index), None)
     num_threads = problem.num_parts * problem.columns
-    for first in range(0, problem.num_choices, num_threads):
-        row = first + (at.part * problem.num_groups + group) * THREADS + thread
+
+    def clear(index, _):
+        row = index * num_threads + (at.part * problem.num_groups + group) * THREADS + thread
         is_behind = (row >= num_rows) & (row < problem.num_choices)
         ops.scatter(gmem.token, _within(row, problem.num_choices), thread * 0, is_behind)
 
+    lax.fori_loop(_int(0), _int(-(-problem.num_choices // num_threads)), clear, None)
 
-def _choose(problem: Problem, gmem: Global, smem: Shared, at: _Thread, index) -> None:
-    """The experts of a warp's token, its weights, and how often the warp has chosen these experts before."""
-    ops, per_token = problem.ops, problem.per_token
+
+def _choose(problem: Problem, chooser: Chooser, at: _Thread, index) -> Any:
+    """The experts of a warp's token, one a lane, stored with their weights."""
     token = _token(problem, at, index)
     start = _within(token, problem.num_tokens) * problem.routing.num_experts
-    chosen, weights = _best(problem, gmem, at, start)
-    is_choice = (at.lane < per_token) & (token < problem.num_tokens)
+    chosen, weights = _best(problem, chooser, at, start)
+    is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
     choice = _choice(problem, at, token)
-    ops.scatter(gmem.weights, choice, weights, is_choice)
-    ops.scatter(gmem.experts, choice, chosen, is_choice)
+    problem.ops.scatter(chooser.weights, choice, weights, is_choice)
+    problem.ops.scatter(chooser.experts, choice, chosen, is_choice)
+    return chosen
+
+
+def _count(problem: Problem, smem: Shared, at: _Thread, index, chosen) -> None:
+    """How often the warp has had the experts of one of its tokens before."""
+    ops = problem.ops
+    token = _token(problem, at, index)
+    is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
     local = chosen - at.first_expert
     is_ours = is_choice & (token < at.num_tokens) & (local >= 0) & (local < problem.num_local)
     local = jnp.where(is_ours, local, 0)
@@ -171,25 +219,28 @@ def _choose(problem: Problem, gmem: Global, smem: Shared, at: _Thread, index) ->
     # A token's experts differ, so each lane has a counter for itself.
     ops.scatter(counts, place, count + 1, is_ours)
     ops.sync_warp()
-    smem.choices[at.group, index] = jnp.where(is_ours, (local << _SHIFT) | count, -1)
+    value = jnp.where(is_ours, (local << _SHIFT) | count, -1)
+    ops.scatter(smem.choices.at[at.group], _own_choice(problem, at, index), value, at.lane < problem.per_token)
 
 
-def _best(problem: Problem, gmem: Global, at: _Thread, start) -> tuple[Any, Any]:
+def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, Any]:
     """Expert and weight of a choice in each of the first k lanes; `start` is where the token's logits begin."""
     ops, routing = problem.ops, problem.routing
     experts = [at.lane + first for first in range(0, routing.num_experts, LANES)]
     places = [_within(expert, routing.num_experts) for expert in experts]
-    logits = [ops.gather(gmem.logits, start + place) for place in places]
+    logits = [ops.gather(chooser.logits, start + place) for place in places]
     # Where nothing else has a part in the choice, a softmax has the order of its logits, and in shares of their sum its
     # weights are a softmax of the chosen.
-    is_plain = gmem.bias is None and routing.num_groups == 1
+    is_plain = chooser.bias is None and routing.num_groups == 1
     weighs_chosen = routing.scores == "softmax_of_chosen" or (
         routing.scores == "softmax" and routing.is_normalized and is_plain
     )
     weigh = _weighing(problem, experts, logits, weighs_chosen=weighs_chosen)
     preferences = [weigh(logit) for logit in logits]
-    if gmem.bias is not None:
-        preferences = [value + ops.gather(gmem.bias, place) for value, place in zip(preferences, places, strict=True)]
+    if chooser.bias is not None:
+        preferences = [
+            value + ops.gather(chooser.bias, place) for value, place in zip(preferences, places, strict=True)
+        ]
     keys = _keys(routing, experts, preferences)
     if routing.num_groups > 1:
         keys = _only_best_groups(problem, at, experts, keys)
@@ -201,7 +252,7 @@ def _best(problem: Problem, gmem: Global, at: _Thread, start) -> tuple[Any, Any]
 
     chosen, *_ = lax.fori_loop(_int(0), _int(problem.per_token), choose, (at.lane * 0, *keys))
     is_choice = at.lane < problem.per_token
-    logit = ops.gather(gmem.logits, start + chosen)
+    logit = ops.gather(chooser.logits, start + chosen)
     if weighs_chosen:
         largest = _value(ops.warp_max(jnp.where(is_choice, _key(logit), _LEAST)))
         weights = jnp.where(is_choice, jnp.exp(logit - largest), 0.0)
@@ -313,13 +364,16 @@ def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first
         start = half * (num_local + 1)
         ops.scatter(gmem.first, start + place, values, is_local)
         ops.scatter(gmem.first, place * 0 + (start + num_local), ends, is_local & (expert == num_local - 1))
-    # An expert has a row of a token at most.
-    for index in range(-(-problem.num_tokens // tile_rows)):
+
+    def store_tile(index, _):
         tile, skipped = _within(first_tile + index, problem.num_tiles), index * tile_rows
         is_there = is_local & (index < num_tiles)
         ops.scatter(gmem.group, tile, expert, is_there)
         ops.scatter(gmem.row, tile, first_row + skipped, is_there)
         ops.scatter(gmem.num_rows, tile, jnp.minimum(size - skipped, tile_rows), is_there)
+
+    # An expert has a row of a token at most.
+    lax.fori_loop(_int(0), _int(-(-problem.num_tokens // tile_rows)), store_tile, None)
     for begin in range(0, problem.num_tiles, problem.columns):
         tile = begin + expert
         is_behind = (tile >= end_tile) & (tile < problem.num_tiles) & (at.part == 0)
@@ -331,11 +385,11 @@ def _store(problem: Problem, gmem: Global, smem: Shared, at: _Thread, index) -> 
     """The rows of a warp's token."""
     ops = problem.ops
     token = _token(problem, at, index)
-    choice = plgpu.load(smem.choices.at[at.group, index], layout=LAYOUT)
-    is_ours = choice >= 0
+    is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
+    choice = ops.gather(smem.choices.at[at.group], _own_choice(problem, at, index))
+    is_ours = is_choice & (choice >= 0)
     local, count = jnp.where(is_ours, choice >> _SHIFT, 0), choice & (2**_SHIFT - 1)
     row = ops.gather(smem.counts.at[at.group], at.warp * problem.columns + local) + count
-    is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
     row = jnp.where(is_ours, row, problem.num_choices)
     ops.scatter(gmem.row_of_choice, _choice(problem, at, token), row, is_choice)
     ops.scatter(gmem.token, _within(row, problem.num_choices), token, is_ours)
@@ -350,6 +404,11 @@ def _token(problem: Problem, at: _Thread, index) -> Any:
 def _choice(problem: Problem, at: _Thread, token) -> Any:
     """Where a lane's choice is among all."""
     return _within(token * problem.per_token + at.lane, problem.num_choices)
+
+
+def _own_choice(problem: Problem, at: _Thread, index) -> Any:
+    """Where a lane's choice is among those of its warpgroup."""
+    return (index * WARPS + at.warp) * problem.per_token + jnp.minimum(at.lane, problem.per_token - 1)
 
 
 def _within(index, size: int) -> Any:

@@ -30,9 +30,9 @@ def expert_routing(
     not in the weights. Of equal experts the first is better. NaN in a token's logits makes its experts and weights
     meaningless, and no other token's.
 
-    "sm90" is one Mosaic kernel for Hopper GPUs, for as many tokens as a decode step has; "xla" runs anywhere. Raises
-    ValueError for an unknown implementation or numbers that do not fit together; NotImplementedError for what
-    "sm90" cannot do: more than MAX_TOKENS, and what `why_unsupported` says.
+    "sm90" is one Mosaic kernel for Hopper GPUs, two where tokens are many; "xla" runs anywhere. Raises ValueError for
+    an unknown implementation or numbers that do not fit together; NotImplementedError for what "sm90" cannot do, which
+    `why_unsupported` says.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

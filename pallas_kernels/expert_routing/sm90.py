@@ -2,6 +2,7 @@
 
 A thread block has up to 16 warps, each with a token at a time; where tokens are more, up to 8 blocks of a cluster share
 them and tell each other how often they have chosen each expert. There are no atomics: results are the same every time.
+The many tokens of a prefill choose before that, in a kernel on all multiprocessors.
 """
 
 import dataclasses
@@ -13,16 +14,25 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_routing.kernel import WARPS, Global, Problem, Shared, kernel
+from pallas_kernels.expert_routing.kernel import WARPS, Chooser, Global, Problem, Shared, choosing_kernel, kernel
 from pallas_kernels.expert_routing.routing import Routed, Routing
 from pallas_kernels.expert_routing.thread_ops import COMPILED, INTERPRETED, LANES, THREADS
 from pallas_kernels.grouped_matmul import Plan, max_tiles, tile_rows
+from pallas_kernels.hopper import NUM_SMS
 
-MAX_TOKENS = 256
-"""Of a decode step. A prefill has more, and there XLA's sorts are a small part of the work."""
 MAX_EXPERTS = 512
 MAX_GROUPS = 4  # warpgroups of a thread block
 MAX_PARTS = 8  # thread blocks of a cluster, on every GPU that has clusters
+MAX_CHOICES = 2**18
+"""Of all tokens: 8 thread blocks have 128 KiB of shared memory for them, and the kernel's integers have room."""
+MANY_TOKENS = 256
+"""More of them choose in a kernel of their own."""
+
+
+_COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,  # the kernels have those they need
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,23 +43,31 @@ class Config:
     """Thread blocks, a cluster."""
     num_groups: int
     """Warpgroups of each: 128 local experts a warpgroup at most."""
+    num_choosers: int = 0
+    """Thread blocks of the kernel in which tokens choose; 0: there is none."""
 
 
 def heuristic(num_tokens: int, num_local_experts: int) -> Config:
     """A warp for each token, as far as there are warps."""
     num_groups = max(-(-num_local_experts // THREADS), min(MAX_GROUPS, -(-num_tokens // WARPS)))
     fewest = -(-num_tokens // (num_groups * WARPS))
-    return Config(num_parts=min(MAX_PARTS, 1 << (fewest - 1).bit_length()), num_groups=num_groups)
+    num_choosers = min(2 * NUM_SMS, -(-num_tokens // (MAX_GROUPS * WARPS))) if num_tokens > MANY_TOKENS else 0
+    return Config(
+        num_parts=min(MAX_PARTS, 1 << (fewest - 1).bit_length()), num_groups=num_groups, num_choosers=num_choosers
+    )
 
 
-def why_unsupported(routing: Routing) -> str | None:
-    """What the kernel cannot do, for up to MAX_TOKENS tokens; None: it can."""
+def why_unsupported(num_tokens: int, routing: Routing) -> str | None:
+    """What the kernels cannot do, with any number of local experts; None: they can."""
+    num_choices = num_tokens * routing.num_experts_per_token
     if routing.num_experts > MAX_EXPERTS:
         return f"{routing.num_experts} experts are more than the {MAX_EXPERTS} that the kernel routes to"
     if routing.num_experts_per_token > LANES:
         return f"{routing.num_experts_per_token} experts of a token are more than the {LANES} that the kernel chooses"
     if routing.num_groups > LANES:
         return f"{routing.num_groups} groups of experts are more than the {LANES} that the kernel chooses among"
+    if num_choices > MAX_CHOICES:
+        return f"{num_choices} choices of {num_tokens} tokens are more than the {MAX_CHOICES} that the kernel sorts"
     return None
 
 
@@ -68,9 +86,7 @@ def expert_routing_sm90(
 
     `interpret` replaces what the interpreter on a CPU lacks.
     """
-    if len(logits) > MAX_TOKENS:
-        raise NotImplementedError(f"{len(logits)} tokens are more than the {MAX_TOKENS} that the kernel routes")
-    reason = why_unsupported(routing)
+    reason = why_unsupported(len(logits), routing)
     if reason is not None:
         raise NotImplementedError(reason)
     config = config or heuristic(len(logits), num_local_experts)
@@ -84,34 +100,59 @@ def expert_routing_sm90(
         num_tiles=max_tiles(num_local_experts, num_rows=num_choices, tile_rows=rows),
         num_parts=config.num_parts,
         num_groups=config.num_groups,
+        is_chosen=config.num_choosers > 0,
         ops=INTERPRETED if interpret else COMPILED,
     )
-    return _call(
-        logits.reshape(-1),
-        selection_bias,
-        num_tokens.astype(jnp.int32).reshape(1),
-        jnp.asarray(first_expert, jnp.int32).reshape(1),
-        problem=problem,
+    places = num_tokens.astype(jnp.int32).reshape(1), jnp.asarray(first_expert, jnp.int32).reshape(1)
+    choosers = (logits.reshape(-1),) if selection_bias is None else (logits.reshape(-1), selection_bias)
+    if problem.is_chosen:
+        choosing = problem._replace(num_parts=config.num_choosers, num_groups=MAX_GROUPS, is_chosen=False)
+        weights, experts = _choose(choosers, problem=choosing)
+        placed = _place((experts,), *places, problem=problem)
+    else:
+        weights, experts, *placed = _place(choosers, *places, problem=problem)
+    row_of_choice, token, group_sizes, group, row, num_rows, first = placed
+    shape = len(logits), routing.num_experts_per_token
+    return Routed(
+        weights=weights.reshape(shape),
+        experts=experts.reshape(shape),
+        row=row_of_choice.reshape(shape),
+        token=token,
+        group_sizes=group_sizes,
+        tiles=Plan(group=group, row=row, num_rows=num_rows, first=first.reshape(2, num_local_experts + 1)),
     )
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def _choose(choosers: tuple[Array, ...], *, problem: Problem) -> tuple[Float[Array, " M"], Int[Array, " M"]]:
+    """Weights and experts of all tokens, chosen by logits and the bias that there may be."""
+
+    def body(*refs):
+        logits, *bias, weights, experts = refs
+        choosing_kernel(problem, Chooser(logits, bias[0] if bias else None, weights, experts))
+
+    run = plgpu.kernel(
+        body,
+        kernel_name="choose_experts",
+        out_type=tuple(jax.ShapeDtypeStruct((problem.num_choices,), dtype) for dtype in (jnp.float32, jnp.int32)),
+        grid=(problem.num_parts,),
+        grid_names=("part",),
+        num_threads=problem.num_groups,
+        thread_name="group",
+        compiler_params=_COMPILER_PARAMS,
+    )
+    return run(*choosers)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
-def _call(
-    logits: Float[Array, " TX"],
-    selection_bias: Float[Array, " X"] | None,
-    num_tokens: Int[Array, " 1"],
-    first_expert: Int[Array, " 1"],
-    *,
-    problem: Problem,
-) -> Routed:
+def _place(
+    choosers: tuple[Array, ...], num_tokens: Int[Array, " 1"], first_expert: Int[Array, " 1"], *, problem: Problem
+) -> tuple[Array, ...]:
+    """Rows and tiles, from the experts of all tokens. Or these as well, after weights and experts, by what they are
+    chosen by.
+    """
     T, k, L = problem.num_tokens, problem.per_token, problem.num_local
-
-    def body(*refs):
-        arrays, scratch = list(refs[: -len(scratch_types)]), refs[-len(scratch_types) :]
-        if selection_bias is None:
-            arrays.insert(1, None)
-        kernel(problem, Global(*arrays), Shared(*scratch))
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -119,9 +160,22 @@ def _call(
     def shared(*shape: int):
         return plgpu.SMEM(shape, jnp.int32)
 
+    chosen = () if problem.is_chosen else (jax.ShapeDtypeStruct((T * k,), jnp.float32), integers(T * k))
+
+    def body(*refs):
+        inputs, refs = refs[: len(choosers)], refs[len(choosers) :]
+        (num_tokens, first_expert), refs = refs[:2], refs[2:]
+        outputs, scratch = refs[: -len(scratch_types)], refs[-len(scratch_types) :]
+        if problem.is_chosen:
+            chooser, [experts] = None, inputs
+        else:
+            (weights, experts), outputs = outputs[:2], outputs[2:]
+            chooser = Chooser(inputs[0], inputs[1] if len(inputs) > 1 else None, weights, experts)
+        kernel(problem, Global(chooser, experts, num_tokens, first_expert, *outputs), Shared(*scratch))
+
     scratch_types: list[Any] = [
         shared(problem.num_groups, WARPS * problem.columns),
-        shared(problem.num_groups, problem.tokens_per_warp, THREADS),
+        shared(problem.num_groups, WARPS * problem.tokens_per_warp * k),
         shared(problem.num_parts * problem.columns),
         shared(problem.num_warps),
     ]
@@ -131,8 +185,8 @@ def _call(
         body,
         kernel_name="expert_routing",
         out_type=(
-            jax.ShapeDtypeStruct((T * k,), jnp.float32),
-            *(integers(T * k) for _ in ("experts", "row_of_choice", "token")),
+            *chosen,
+            *(integers(T * k) for _ in ("row_of_choice", "token")),
             integers(L),
             *(integers(problem.num_tiles) for _ in ("group", "row", "num_rows")),
             integers(2 * (L + 1)),
@@ -142,20 +196,6 @@ def _call(
         cluster_names=("part",),
         num_threads=problem.num_groups,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # the kernel has those it needs
-        ),
+        compiler_params=_COMPILER_PARAMS,
     )
-    biases = () if selection_bias is None else (selection_bias,)
-    weights, experts, row_of_choice, token, group_sizes, group, row, num_rows, first = run(
-        logits, *biases, num_tokens, first_expert
-    )
-    return Routed(
-        weights=weights.reshape(T, k),
-        experts=experts.reshape(T, k),
-        row=row_of_choice.reshape(T, k),
-        token=token,
-        group_sizes=group_sizes,
-        tiles=Plan(group=group, row=row, num_rows=num_rows, first=first.reshape(2, L + 1)),
-    )
+    return run(*choosers, num_tokens, first_expert)

@@ -1,4 +1,4 @@
-"""`expert_routing` in plain XLA: what other implementations are tested with, and what routes many tokens."""
+"""`expert_routing` in plain XLA: what other implementations are tested with."""
 
 import jax
 import jax.numpy as jnp

@@ -89,11 +89,16 @@ def without_kernel(operation):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "per_token", "num_kernels", "is_said"),
-    [(256, 32, 1, False), (257, 32, 0, False), (8, 33, 0, True)],
+    ("num_tokens", "per_token", "kernels", "said"),
+    [
+        (256, 32, ["expert_routing"], []),
+        (257, 32, ["choose_experts", "expert_routing"], []),
+        (8, 33, [], ["33 experts of a token"]),
+        (8193, 32, [], ["262176 choices of 8193 tokens"]),
+    ],
 )
-def test_what_routes(caplog, num_tokens, per_token, num_kernels, is_said):
-    """A kernel in a decode step, XLA in a prefill; and where there is no kernel, which is said, but once."""
+def test_what_routes(caplog, num_tokens, per_token, kernels, said):
+    """A kernel in a decode step, two in a prefill; and where there is no kernel, which is said, but once."""
     E, F, X = 64, 64, 40
     shapes = moe_specs("mlp", hidden_size=E, intermediate_size=F, num_experts=X)
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), shapes, is_leaf=is_spec)
@@ -106,8 +111,9 @@ def test_what_routes(caplog, num_tokens, per_token, num_kernels, is_said):
 
     x = jax.ShapeDtypeStruct((num_tokens, E), jnp.bfloat16)
     traced = str(jax.make_jaxpr(layers)(params, x, jax.ShapeDtypeStruct((), jnp.int32)))
-    assert traced.count("name=expert_routing") == num_kernels
-    assert ["33 experts of a token" in record.message for record in caplog.records] == [True] * is_said
+    assert [name for name in ("choose_experts", "expert_routing") if traced.count(f"name={name}") == 1] == kernels
+    for record, reason in zip(caplog.records, said, strict=True):
+        assert reason in record.message
 
 
 def is_spec(leaf):

@@ -13,8 +13,8 @@ from expected_routing import expected_route
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.expert_routing import MAX_TOKENS, Routing, expert_routing
-from pallas_kernels.expert_routing.sm90 import Config, expert_routing_sm90, heuristic
+from pallas_kernels.expert_routing import Routing, expert_routing
+from pallas_kernels.expert_routing.sm90 import MANY_TOKENS, Config, expert_routing_sm90, heuristic
 from pallas_kernels.grouped_matmul import plan, tile_rows
 
 VARIANTS = {
@@ -105,14 +105,16 @@ INTERPRETED = [
 ]
 
 
-def run_interpreted(capsys, routing, logits, bias, num_tokens, *, num_groups, first_expert=0, num_local=None):
+def run_interpreted(
+    capsys, routing, logits, bias, num_tokens, *, num_groups, num_choosers=0, first_expert=0, num_local=None
+):
     run = functools.partial(
         expert_routing_sm90,
         routing=routing,
         selection_bias=None if bias is None else jnp.asarray(bias),
         first_expert=first_expert,
         num_local_experts=routing.num_experts if num_local is None else num_local,
-        config=Config(num_parts=1, num_groups=num_groups),
+        config=Config(num_parts=1, num_groups=num_groups, num_choosers=num_choosers),
         interpret=True,
     )
     return interpret(capsys, run, jnp.asarray(logits), jnp.int32(num_tokens))
@@ -135,6 +137,18 @@ def test_interpreted_with_a_part_of_the_experts(capsys):
     routed = run_interpreted(capsys, routing, logits, None, 69, num_groups=2, **part)
     assert routed.tiles.first[:, :3].tolist() == [[0, 0, 69], [0, 0, 2]]
     check(routed, routing, logits, None, num_tokens=69, **part)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_choosers"), [(3, 1), (37, 2), (70, 1)])
+def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers):
+    """More tokens than a warp asks for at once, and blocks that have fewer than others."""
+    routing, logits, bias = make_case(
+        "sigmoid", num_tokens=num_tokens, num_experts=12, per_token=3, has_bias=num_choosers == 2
+    )
+    part = {"first_expert": 2, "num_local": 9}
+    options = {"num_groups": 1, "num_choosers": num_choosers}
+    routed = run_interpreted(capsys, routing, logits, bias, num_tokens - 1, **options, **part)
+    check(routed, routing, logits, bias, num_tokens=num_tokens - 1, **part)
 
 
 def test_interpreted_with_nan(capsys):
@@ -174,11 +188,14 @@ COMPILED = [
     ("best groups by two", 256, 255, 8),
     ("normalized softmax", 256, 8, 2),
     ("sigmoid", 256, 512, 16),
+    ("normalized softmax", 8192, 128, 8),
+    ("best groups by two", 32768, 255, 8),
+    ("sigmoid", 8192, 512, 32),
 ]
 
 
 @pytest.mark.parametrize(("variant", "num_tokens", "num_experts", "per_token"), COMPILED)
-def test_on_an_h200_it_is_one_kernel_without_spills(variant, num_tokens, num_experts, per_token):
+def test_on_an_h200_it_is_one_kernel_or_two_without_spills(variant, num_tokens, num_experts, per_token):
     routing = Routing(num_experts=num_experts, num_experts_per_token=per_token, **VARIANTS[variant])
 
     def layers(logits, num_tokens, bias):
@@ -193,13 +210,14 @@ def test_on_an_h200_it_is_one_kernel_without_spills(variant, num_tokens, num_exp
     program = compile_for_h200(layers, logits, jax.ShapeDtypeStruct((), jnp.int32), bias)
     assert program.spill_bytes == 0
     assert program.thunks == {"kCommandBuffer": 1}
-    assert program.num_launches == 6
-    assert len(program.kernels) == 1
+    num_kernels = 1 if num_tokens <= MANY_TOKENS else 2
+    assert program.num_launches == 6 * num_kernels
+    assert len(program.kernels) == num_kernels
 
 
 @pytest.mark.parametrize("num_local", [1, 8, 128, 512])
 def test_there_is_a_thread_for_each_expert_and_a_warp_for_most_tokens(num_local):
-    for num_tokens in range(1, MAX_TOKENS + 1):
+    for num_tokens in range(1, MANY_TOKENS + 1):
         config = heuristic(num_tokens, num_local)
         assert config.num_groups * 128 >= num_local
         assert config.num_groups <= 4
@@ -210,7 +228,7 @@ def test_there_is_a_thread_for_each_expert_and_a_warp_for_most_tokens(num_local)
 @pytest.mark.parametrize(
     ("num_tokens", "options", "reason"),
     [
-        (257, {}, "257 tokens"),
+        (2**15 + 1, {}, "262152 choices of 32769 tokens"),
         (8, {"num_experts": 513}, "513 experts"),
         (8, {"num_experts_per_token": 33}, "33 experts of a token"),
         (8, {"num_groups": 64}, "64 groups"),
@@ -246,7 +264,10 @@ def test_unknown_implementation():
 
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-ON_A_GPU = [(1, 128, 8), (7, 12, 3), (16, 60, 4), (17, 128, 8), (64, 384, 8), (128, 512, 16), (255, 36, 6), (256, 8, 2)]
+ON_A_GPU = [
+    *((1, 128, 8), (7, 12, 3), (16, 60, 4), (17, 128, 8), (64, 384, 8), (128, 512, 16), (255, 36, 6), (256, 8, 2)),
+    *((257, 12, 3), (1000, 128, 8)),
+]
 
 
 @needs_gpu
@@ -270,7 +291,23 @@ def test_on_a_gpu(num_tokens, num_experts, per_token, variant, has_bias):
 
 
 @needs_gpu
-@pytest.mark.parametrize("num_tokens", [1, 40, 256])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(8192, 128, 8), (5001, 512, 10), (32768, 64, 8)])
+def test_many_tokens_on_a_gpu(num_tokens, num_experts, per_token):
+    """Experts as XLA chooses them."""
+    routing, logits, _ = make_case(
+        "normalized softmax", num_tokens=num_tokens, num_experts=num_experts, per_token=per_token
+    )
+    run = jax.jit(functools.partial(expert_routing, routing=routing), static_argnames="implementation")
+    routed, want = (
+        run(jnp.asarray(logits), jnp.int32(num_tokens - 3), implementation=name) for name in ("sm90", "xla")
+    )
+    np.testing.assert_array_equal(routed.experts, want.experts)
+    np.testing.assert_allclose(routed.weights, want.weights, rtol=2e-6, atol=1e-30)
+    check_rows(jax.tree.map(np.asarray, routed), num_tokens=num_tokens - 3, first_expert=0, num_local=num_experts)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_tokens", [1, 40, 256, 2000])
 @pytest.mark.parametrize("first_expert", [0, 32, 96])
 def test_a_part_of_the_experts_on_a_gpu(num_tokens, first_expert):
     routing, logits, _ = make_case("normalized softmax", num_tokens=num_tokens, num_experts=128, per_token=8)
