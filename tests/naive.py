@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
-from pallas_kernels.kv_write import rotate
+from pallas_kernels.kv_write import norm_and_rotate
 
 
 def dense_attention(
@@ -17,6 +17,7 @@ def dense_attention(
     batch,
     *,
     rotation,
+    head_norms=None,
     scale,
     sliding_window=None,
     soft_cap=None,
@@ -25,9 +26,8 @@ def dense_attention(
 ):
     """An AttentionFn for one sequence whose tokens are all in the batch, in order; the pages pass through untouched."""
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
-    q, k, v = qkv[:, :, :-2].reshape(num_tokens, -1, head_dim), qkv[:, :, -2], qkv[:, :, -1]
-    if rotation is not None:
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
+    v = qkv[:, :, -1]
     grouped = q.reshape(num_tokens, num_kv_heads, members - 2, head_dim)
     precision = jax.lax.Precision.HIGHEST
     scores = jnp.einsum(

@@ -19,7 +19,7 @@ from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
 from pallas_kernels import paged_attention as decode_kernels
-from pallas_kernels.kv_write import rope_and_write_kv
+from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -42,7 +42,7 @@ class KVSpec:
 
 @runtime_checkable
 class AttentionFn(Protocol):
-    """Rotate a step's queries and keys, store K and V, then attend over everything stored.
+    """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
 
     Returns the output and the changed pages.
     """
@@ -55,15 +55,16 @@ class AttentionFn(Protocol):
         batch: Batch,
         *,
         rotation: Rotation | None,
+        head_norms: HeadNorms | None = None,
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, " H"] | None = None,
         alibi_slopes: Float[Array, " H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-        """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `rotation` None
-        leaves positions to others; `sinks` are logits that join a head's softmax's denominator; of `alibi_slopes` a
-        head's slope times (key's position - query's position) is added to its scores.
+        """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
+        leaves norms to others, `rotation` None positions; `sinks` are logits that join a head's softmax's denominator;
+        of `alibi_slopes` a head's slope times (key's position - query's position) is added to its scores.
         """
         ...
 
@@ -75,6 +76,7 @@ def paged_attention(
     batch: Batch,
     *,
     rotation: Rotation | None,
+    head_norms: HeadNorms | None = None,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -87,9 +89,15 @@ def paged_attention(
     device writes and reads its own kv heads, and nothing is exchanged.
     """
 
-    def on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch):
+    def on_local_heads(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch):
         q, k_pages, v_pages = rope_and_write_kv(
-            qkv, k_pages, v_pages, batch.write_index, rotation=rotation, implementation=batch.kernels
+            qkv,
+            k_pages,
+            v_pages,
+            batch.write_index,
+            rotation=rotation,
+            head_norms=head_norms,
+            implementation=batch.kernels,
         )
         out = attend_over_pages(
             q,
@@ -106,18 +114,18 @@ def paged_attention(
 
     sharding = jax.typeof(k_pages).sharding
     if sharding.mesh.empty:
-        return on_local_heads(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+        return on_local_heads(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch)
     axis = sharding.spec[1]
     heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
     if alibi_slopes is not None:  # a constant, so that every device has all of them
         alibi_slopes = jax.sharding.reshard(alibi_slopes, PartitionSpec(axis))
     island = jax.shard_map(
         on_local_heads,
-        in_specs=(of_heads, of_heads, of_heads, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
+        in_specs=(of_heads, of_heads, of_heads, whole, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
         out_specs=(heads, of_heads, of_heads),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(qkv, k_pages, v_pages, rotation, sinks, alibi_slopes, batch)
+    return island(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch)
 
 
 def attend_over_pages(
@@ -255,6 +263,7 @@ def self_attention(
     attention: AttentionFn,
     rotation: Rotation | None,
     norm: Callable[[Array, Any], Array] | None = None,
+    head_norm_eps: float | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -262,8 +271,10 @@ def self_attention(
 ) -> tuple[Float[Array, "T E"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """One attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
 
-    `params` are the weights of `attention_specs`: q and k go through `norm` if it has weights among them ("q_norm",
-    "k_norm"), biases and "sinks" likewise. `rotation` None leaves positions to others; `scale` is by default D^-1/2.
+    `params` are the weights of `attention_specs`: q and k go through norms if it has weights among them ("q_norm",
+    "k_norm"), biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with a gain
+    for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scale` is by
+    default D^-1/2.
     """
     with jax.named_scope("attention"):
         heads, k_pages, v_pages = attend_heads(
@@ -275,6 +286,7 @@ def self_attention(
             attention=attention,
             rotation=rotation,
             norm=norm,
+            head_norm_eps=head_norm_eps,
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
@@ -293,6 +305,7 @@ def attend_heads(
     attention: AttentionFn,
     rotation: Rotation | None,
     norm: Callable[[Array, Any], Array] | None = None,
+    head_norm_eps: float | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -300,15 +313,19 @@ def attend_heads(
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """What stands between the two projections of `self_attention`."""
     D = qkv.shape[-1]
-    if "q_norm" in params:
-        assert norm is not None
+    head_norms = None
+    if "q_norm" in params and norm is not None:
         qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], norm)
+    elif "q_norm" in params:
+        assert head_norm_eps is not None
+        head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=head_norm_eps)
     return attention(
         qkv,
         k_pages,
         v_pages,
         batch,
         rotation=rotation,
+        head_norms=head_norms,
         scale=D**-0.5 if scale is None else scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -320,14 +337,8 @@ def attend_heads(
 def _norm_heads(
     qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: Callable[[Array, Any], Array]
 ) -> Float[Array, "T K members D"]:
-    """Queries and keys through their norms."""
+    """Queries and keys through norms that no kernel has."""
     T, K, members, D = qkv.shape
-    if isinstance(q_norm, jax.Array) and q_norm.shape == (D,) and K * (members - 2) > 1:
-        # A gain that heads share, not one for all heads together: values go through the norm too and are dropped, as
-        # one kernel on a GPU, where slices, two norms and a concatenation are five.
-        member = jnp.arange(members)[:, None]
-        normed = norm(qkv, jnp.where(member < members - 2, q_norm[None], k_norm[None]))
-        return jnp.where(member[None, None] == members - 1, qkv, normed)
     q = norm(qkv[:, :, :-2].reshape(T, -1, D), q_norm).reshape(T, K, members - 2, D)
     k = norm(qkv[:, :, -2], k_norm)
     return jnp.concatenate([q, k[:, :, None], qkv[:, :, -1:]], axis=2)

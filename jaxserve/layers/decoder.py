@@ -136,7 +136,7 @@ def decoder(
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    shared = {"attention": attention, "rotation": rotation, "norm": norm}
+    shared = {"attention": attention, "rotation": rotation, "head_norm_eps": config.norm_eps}
     windows = sliding_windows or [None] * config.num_layers
     views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(windows)]
     if isinstance(activation, str) and decode_layer.supports(params["layers"], x, batch, activation=activation):

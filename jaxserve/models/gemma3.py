@@ -131,7 +131,7 @@ def forward(
             batch=batch.of_layer(index),
             attention=attention,
             rotation=rotation if window is None else local_rotation,
-            norm=norm,
+            head_norm_eps=config.norm_eps,
             scale=config.query_pre_attn_scalar**-0.5,
             sliding_window=window,
         )

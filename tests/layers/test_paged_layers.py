@@ -1,5 +1,8 @@
 """Attention as the layers call it: a step's K and V are written, then rows that decode and rows with chunks attend."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
-from jaxserve.layers.attention import paged_attention
+from jaxserve.layers.attention import attend_heads, paged_attention
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.sharding import with_explicit_axes
+from pallas_kernels.deviceless import compile_lowered, h200_mesh
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4
@@ -119,3 +124,31 @@ def test_the_pool_is_never_copied(dtype):
         return memory.temp_size_in_bytes
 
     assert scratch(10_000) == scratch(1_000)
+
+
+@pytest.mark.parametrize("is_decode_only", [True, False])
+def test_norms_of_heads_are_no_kernels_of_their_own(is_decode_only):
+    """Compiled for an H200, as Qwen 3 and Gemma 3 have them: between two matmuls no pass over the heads more."""
+    _, batch, _ = make_step(np.random.default_rng(4), [9], [], num_tokens=8, max_rows=8)
+    batch = dataclasses.replace(batch, kernels="sm90", is_decode_only=is_decode_only)
+    mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    @functools.partial(jax.jit, donate_argnums=(2, 3))
+    def attend(params, qkv, k_pages, v_pages, batch, rotation):
+        of_heads = functools.partial(attend_heads, attention=paged_attention, head_norm_eps=1e-6)
+        return of_heads(params, qkv, k_pages, v_pages, batch=batch, rotation=rotation)
+
+    pages = array(1_000, 2, 16, 128, dtype=jnp.bfloat16)
+    arrays = (array(8, 2, 6, 128, dtype=jnp.bfloat16), pages, pages)
+    batch = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), batch)
+
+    def compile_with(params):
+        with jax.set_mesh(mesh):
+            return compile_lowered(lambda: attend.lower(params, *arrays, batch, (array(8, 64),) * 2))
+
+    without, normed = compile_with({}), compile_with({"q_norm": array(128), "k_norm": array(128)})
+    assert normed.num_launches == without.num_launches
+    assert normed.copies_of(pages.shape) == []
