@@ -1,4 +1,4 @@
-"""Bench rows of `rope_and_write_kv`: steps of a Llama-3-8B layer."""
+"""Bench rows of `rope_and_write_kv`: steps of a Llama-3-8B layer, and of one that has norms of heads besides."""
 
 import functools
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import rope_and_write_kv
 from pallas_kernels.timing import Row, floor, measure, on_gpu
 
@@ -25,11 +26,13 @@ def rope_and_write_kv_rows() -> Iterator[Row]:
         num_bytes = 2 * num_tokens * _HEAD_DIM * 2 * (_HEADS + 2 * _KV_HEADS)
         nothing = _microseconds(num_tokens, None)
         for implementation in ("xla", "sm90") if on_gpu() else ("xla",):
-            took = _microseconds(num_tokens, implementation) - nothing
-            yield Row(f"{num_tokens} tokens", implementation, took, floor(num_bytes=num_bytes))
+            for is_normed in (False, True):
+                took = _microseconds(num_tokens, implementation, is_normed=is_normed) - nothing
+                case = f"{num_tokens} tokens{', norms' if is_normed else ''}"
+                yield Row(case, implementation, took, floor(num_bytes=num_bytes))
 
 
-def _microseconds(num_tokens: int, implementation: Any) -> float:
+def _microseconds(num_tokens: int, implementation: Any, *, is_normed: bool = False) -> float:
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     group = _HEADS // _KV_HEADS
     pool = jnp.zeros((_PAGES, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), dtype)
@@ -38,21 +41,23 @@ def _microseconds(num_tokens: int, implementation: Any) -> float:
     angles = jax.random.normal(jax.random.key(1), (num_tokens, _HEAD_DIM // 2))
     index = np.random.default_rng(0).permutation(_PAGES * _BLOCK_SIZE)[:num_tokens]
     rotation = (jnp.cos(angles), jnp.sin(angles))
-    step = functools.partial(_layers, implementation=implementation)
+    gain = jnp.ones(_HEAD_DIM, dtype)
+    head_norms = HeadNorms(gain, gain, eps=1e-6) if is_normed else None
+    step = functools.partial(_layers, head_norms=head_norms, implementation=implementation)
     # Copies, since the pools are donated one by one.
     pools = jax.tree.map(jnp.copy, pools)
     took = measure(step, [(rotation, jnp.asarray(index, jnp.int32))] * 2, carry=(pools, qkv), repeats=5)
     return took / len(pools)
 
 
-def _layers(carry: Any, rotation: Any, index: jax.Array, *, implementation: Any) -> Any:
+def _layers(carry: Any, rotation: Any, index: jax.Array, *, head_norms: HeadNorms | None, implementation: Any) -> Any:
     pools, qkv = carry
     changed = []
     for k_pages, v_pages in pools:
         q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
         if implementation is not None:
             q, k_pages, v_pages = rope_and_write_kv(
-                qkv, k_pages, v_pages, index, rotation=rotation, implementation=implementation
+                qkv, k_pages, v_pages, index, rotation=rotation, head_norms=head_norms, implementation=implementation
             )
         q = q.reshape(len(qkv), qkv.shape[1], -1, qkv.shape[-1])
         qkv = qkv * 0.5 + jnp.pad(q, ((0, 0), (0, 0), (1, 1), (0, 0)))
