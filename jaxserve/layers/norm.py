@@ -40,11 +40,8 @@ def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
     return specs
 
 
-def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: float) -> Float[Array, "*batch N"]:
-    """The vectors of the last axis, scaled to a root mean square of 1 and times `weight`; computed in float32.
-
-    A weight of [H, N] has one vector for each of the H heads in x [T, H, N].
-    """
+def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float) -> Float[Array, "*batch N"]:
+    """The vectors of the last axis, scaled to a root mean square of 1 and times `weight`; computed in float32."""
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
