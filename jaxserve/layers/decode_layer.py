@@ -43,7 +43,7 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
         and layer["attention"].keys() <= ATTENTION_PARTS
         and layer["mlp"].keys() == MLP_PARTS
         and all(_supports_share(name, weight, x) for name, weight in _weights(layer).items())
-        and add_rms_norm.supports(x.shape[1], x.dtype)
+        and _supports_norms(layer, x)
         for layer in layers
     )
 
@@ -51,6 +51,13 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
 def _supports_share(name: str, weight: Float[Array, "..."], x: Float[Array, "T E"]) -> bool:
     matrix = jax.eval_shape(functools.partial(_as_matrix, name), share_of(weight))
     return small_matmul.supports(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
+
+
+def _supports_norms(layer: Params, x: Float[Array, "T E"]) -> bool:
+    """Whether those have a kernel that are no part of a matmul: see `_after_attention`."""
+    weights = _weights(layer)
+    apart = any(_spec(weights[name])[1] is not None or x.shape[0] < KERNEL_ROWS[name] for name in ("o", "down"))
+    return not apart or add_rms_norm.supports(x.shape[1], x.dtype)
 
 
 def decode_layers(

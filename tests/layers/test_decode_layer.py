@@ -110,7 +110,7 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, by_xla):
     )  # something is written
 
 
-def test_what_it_takes():
+def test_what_it_takes(monkeypatch):
     _, _, params = make_model("llama", hidden_size=128)
     layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
     x = jnp.zeros((16, 128), jnp.bfloat16)
@@ -127,19 +127,26 @@ def test_what_it_takes():
     biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(128, jnp.bfloat16)}} for layer in layers]
     assert not supports(biased, x, batch)
     assert not supports(layers, x, batch, activation="relu")
-    _, _, params = make_model("llama", hidden_size=64)  # rows too short for the norm of a split layer
+    _, _, params = make_model("llama", hidden_size=64)  # rows too short for a norm that is no part of a matmul
     layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
+    assert supports(layers, x[:, :64], batch)
+    monkeypatch.setitem(decode_layer.KERNEL_ROWS, "down", 17)
     assert not supports(layers, x[:, :64], batch)
 
 
-@pytest.mark.parametrize(("num_devices", "takes"), [(1, True), (2, True), (4, False)])
-def test_which_shares_it_takes(num_devices, takes):
-    """Of four devices each has 32 of the 128 inputs of the attention's last matmul, which are too few."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+@pytest.mark.parametrize(
+    ("num_devices", "hidden_size", "takes"),
+    [(1, 128, True), (2, 128, True), (4, 128, False), (1, 192, True), (2, 192, False)],
+)
+def test_which_shares_it_takes(num_devices, hidden_size, takes):
+    """Of four devices each has 32 of the 128 inputs of the attention's last matmul, which are too few; the norm behind
+    a sum over devices takes no rows of 192 values.
+    """
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
     family, config, params = make_model("llama", **sizes)
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
-    x = jax.device_put(jnp.zeros((16, 128), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+    x = jax.device_put(jnp.zeros((16, hidden_size), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
     assert decode_layer.supports(params["layers"], x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu") == takes
 
 
