@@ -32,5 +32,5 @@ def refuse(file: GGUFFile, **served: Any) -> None:
     """Raises CheckpointError for a key that is there and has another value than the one of these that is served."""
     for name, value in served.items():
         key = f"{file.architecture}.{name}"
-        if file.metadata.get(key, value) != value:
+        if key in file.metadata and file.metadata[key] != value:
             raise CheckpointError(f"{file.path}: {key} {file.metadata[key]!r} is not supported")
