@@ -1,5 +1,6 @@
 """Experts, rows and tiles against NumPy, in every implementation that runs here: the Hopper kernel interpreted on a CPU
-with race detection, compiled for an H200 that is not there, and run where there is one.
+with race detection, compiled for an H200 that is not there, and run where there is one. Clusters are in
+test_expert_routing_clusters.py.
 """
 
 import functools
@@ -11,68 +12,11 @@ import numpy as np
 import pytest
 from expected_routing import expected_route
 from interpreting import interpret
+from routing_cases import VARIANTS, check, check_rows, make_case
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.expert_routing.sm90 import MANY_TOKENS, Config, expert_routing_sm90, heuristic
-from pallas_kernels.grouped_matmul import plan, tile_rows
-
-VARIANTS = {
-    "softmax": {},
-    "normalized softmax": {"is_normalized": True},
-    "softmax of chosen": {"scores": "softmax_of_chosen"},
-    "sigmoid": {"scores": "sigmoid", "is_normalized": True, "scale": 2.5},
-    "best groups": {"num_groups": 4, "num_chosen_groups": 2, "scale": 16.0},
-    "best groups by two": {
-        "scores": "sigmoid",
-        "num_groups": 3,
-        "num_chosen_groups": 2,
-        "group_score": "best_two",
-        "is_normalized": True,
-    },
-}
-
-
-def make_logits(rng, shape):
-    """Many are equal: some on a coarse grid, some -inf."""
-    logits = np.round(2 * rng.standard_normal(shape)).astype(np.float32) / 2 + np.float32(0)
-    return np.where(rng.random(shape) < 0.05, -np.inf, logits).astype(np.float32)
-
-
-def make_case(variant, *, num_tokens, num_experts, per_token, has_bias=False, seed=0):
-    rng = np.random.default_rng(seed)
-    routing = Routing(num_experts=num_experts, num_experts_per_token=per_token, **VARIANTS[variant])
-    bias = rng.standard_normal(num_experts).astype(np.float32) if has_bias else None
-    return routing, make_logits(rng, (num_tokens, num_experts)), bias
-
-
-def check(routed, routing, logits, bias, *, num_tokens, first_expert=0, num_local=None):
-    """All of what routing answers; `num_tokens` are not padding."""
-    num_local = routing.num_experts if num_local is None else num_local
-    routed = jax.tree.map(np.asarray, routed)
-    for token, (x, experts, weights) in enumerate(zip(logits, routed.experts, routed.weights, strict=True)):
-        want = expected_route(x, 0.0 if bias is None else bias.astype(np.float64), routing)
-        assert experts.tolist() == list(want), token
-        np.testing.assert_allclose(weights, list(want.values()), rtol=2e-6, atol=1e-30)
-    check_rows(routed, num_tokens=num_tokens, first_expert=first_expert, num_local=num_local)
-
-
-def check_rows(routed, *, num_tokens, first_expert, num_local):
-    """Rows and tiles, of whichever experts."""
-    T, k = routed.experts.shape
-    local = routed.experts - first_expert
-    is_ours = (local >= 0) & (local < num_local) & (np.arange(T) < num_tokens)[:, None]
-    choices = np.flatnonzero(is_ours)
-    order = choices[np.argsort(local.reshape(-1)[choices], stable=True)]
-    row = np.full(T * k, T * k)
-    row[order] = np.arange(len(order))
-    np.testing.assert_array_equal(routed.row.reshape(-1), row)
-    np.testing.assert_array_equal(routed.token, np.append(order // k, np.zeros(T * k - len(order), int)))
-    sizes = np.bincount(local[is_ours], minlength=num_local)
-    np.testing.assert_array_equal(routed.group_sizes, sizes)
-    tiles = plan(jnp.asarray(sizes), num_rows=T * k, tile_rows=tile_rows(T * k, num_local))
-    for got, want in zip(routed.tiles, tiles, strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
