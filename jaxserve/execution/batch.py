@@ -151,6 +151,7 @@ def make_batch(
     block_size: int,
     num_blocks: int,
     is_decode_only: bool,
+    is_launched_in_parts: bool,
     kernels: Kernels,
 ) -> Batch:
     """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph.
@@ -187,6 +188,7 @@ def make_batch(
         num_decode_rows=num_decode_rows,
         num_rows=num_rows,
         is_decode_only=is_decode_only,
+        is_launched_in_parts=is_launched_in_parts,
         kernels=kernels,
     )
     if len(groups) == 1:

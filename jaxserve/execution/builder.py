@@ -236,7 +236,13 @@ class StepBuilder:
                 function = functools.partial(step, **self._with_layers, bucket=bucket)
                 outputs = _drawn(has_logprobs=False)
             case Forward(bucket, is_decode_only):
-                function = functools.partial(forward, **self._with_layers, bucket=bucket, is_decode_only=is_decode_only)
+                function = functools.partial(
+                    forward,
+                    **self._with_layers,
+                    bucket=bucket,
+                    is_decode_only=is_decode_only,
+                    is_launched_in_parts=self.has_kernels,
+                )
                 outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):
                 return _Declaration(

@@ -109,11 +109,13 @@ def forward(
     group_of_layer: tuple[int, ...],
     bucket: Bucket,
     is_decode_only: bool,
+    is_launched_in_parts: bool = False,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """From a packed plan to the logits of its rows; also writes KV and block tables. `kv_cache` and `slots` are
     donated; the keyword arguments are static.
 
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any.
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts` is for
+    those that a lone request waits for: see `layers.launch`.
     """
     pieces = unpack(packed, bucket)
     block_tables = (
@@ -131,6 +133,7 @@ def forward(
         block_size=block_size,
         num_blocks=num_blocks,
         is_decode_only=is_decode_only,
+        is_launched_in_parts=is_launched_in_parts,
         kernels=kernels,
     )
 

@@ -48,6 +48,8 @@ class Batch:
     """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""
+    is_launched_in_parts: bool = flax.struct.field(pytree_node=False, default=False)
+    """Static: see `layers.launch`."""
     groups: tuple[Tables, ...] = ()
     """Of a model whose layers keep their blocks in several groups: `write_index` and `block_tables`, which are None
     here, of each group.

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.linear import linear, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
@@ -29,13 +30,11 @@ Rows = Array | small_matmul.Normed
 PARTS = {"attention_norm", "mlp_norm", "attention", "mlp"}
 ATTENTION_PARTS = {"qkv", "out", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_up", "down"}
-KERNEL_ROWS = {"qkv": 16, "o": 16, "gate_up": 16, "down": 16}
-"""From so many rows on a matmul is ours. Below, XLA's are as fast: see `pallas_kernels/NOTES.md`."""
 
 
 def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, activation: str) -> bool:
     """Whether the kernels take such layers, as they are: and then they are the fastest for so few rows."""
-    if x.shape[0] < min(KERNEL_ROWS.values()) or batch.kernels != "sm90" or activation not in FUSED_ACTIVATIONS:
+    if batch.kernels != "sm90" or activation not in FUSED_ACTIVATIONS:
         return False
     # Between two matmuls, values stand times a norm's gain and not yet over their size: too large for float16.
     return x.dtype == jnp.bfloat16 and all(
@@ -56,19 +55,19 @@ def _supports_share(name: str, weight: Float[Array, "..."], x: Float[Array, "T E
 def _supports_norms(layer: Params, x: Float[Array, "T E"]) -> bool:
     """Whether those have a kernel that are no part of a matmul: see `_after_attention`."""
     weights = _weights(layer)
-    apart = any(_spec(weights[name])[1] is not None or x.shape[0] < KERNEL_ROWS[name] for name in ("o", "down"))
+    apart = any(_spec(weights[name])[1] is not None for name in ("o", "down"))
     return not apart or add_rms_norm.supports(x.shape[1], x.dtype)
 
 
 def decode_layers(
     params: Params,
     x: Float[Array, "T E"],
+    batch: Batch,
     kv_cache: KVCache,
     *,
     attends: Sequence[AttendHeads],
     activation: Callable[[Array], Array],
     eps: float,
-    kernels: Kernels,
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values; `attends` has one a layer."""
     layers = params["layers"]
@@ -77,8 +76,9 @@ def decode_layers(
         with jax.named_scope(f"layer_{index}"):
             heads, *pools = attend(layer["attention"], y, *kv_cache.of_layer(index))
             x, y = _after_attention(
-                heads, x, layer, following, params["norm"], activation=activation, eps=eps, kernels=kernels
+                heads, x, layer, following, params["norm"], activation=activation, eps=eps, kernels=batch.kernels
             )
+            x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
     return y, kv_cache
 
@@ -105,13 +105,12 @@ def _after_attention(
 
     def run(heads: Array, x: Array, weights: Params, gains: tuple[Array, Array], qkv: Array | None) -> Any:
         def multiply(rows: Rows, name: str, weight: Array, activation: Callable[[Array], Array] | None = None) -> Array:
-            implementation = kernels if len(x) >= KERNEL_ROWS[name] else "xla"
             matrix = _as_matrix(name, weight)
-            return small_matmul.matmul(rows, matrix, activation=activation, implementation=implementation)
+            return small_matmul.matmul(rows, matrix, activation=activation, implementation=kernels)
 
         def multiply_then_norm(rows: Array, name: str, x: Array, gain: Array) -> tuple[Array, Rows]:
             weight, norm = weights[name], {"eps": eps, "implementation": kernels}
-            if axes[name] is None and len(x) >= KERNEL_ROWS[name]:
+            if axes[name] is None:
                 return small_matmul.matmul_then_norm(rows, _as_matrix(name, weight), residual=x, gain=gain, **norm)
             update = multiply(rows, name, weight)
             if axes[name] is not None:

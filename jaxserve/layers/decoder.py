@@ -15,6 +15,7 @@ from jaxserve.layers import decode_layer
 from jaxserve.layers.attention import AttentionFn, attend_heads, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
+from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
 from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
@@ -144,11 +145,11 @@ def decoder(
         return decode_layer.decode_layers(
             params,
             x,
+            batch,
             kv_cache,
             attends=attends,
             activation=ACTIVATIONS[activation],
             eps=config.norm_eps,
-            kernels=batch.kernels,
         )
 
     mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels)
@@ -159,18 +160,19 @@ def decoder(
     attends = [functools.partial(self_attention, **view, **shared) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache
 
 
 def run_layers(
-    layers: Sequence[Params], x: Float[Array, "T E"], kv_cache: KVCache, blocks: Sequence[Block]
+    layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, blocks: Sequence[Block]
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """The residual stream after all layers, each through its block, and the cache with this step's keys and values."""
     update = None
     for index, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             x, update, *pools = block(layer, x, update, *kv_cache.of_layer(index))
+            x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
     return x if update is None else x + update, kv_cache
 

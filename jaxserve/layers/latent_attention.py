@@ -258,5 +258,5 @@ def latent_decoder(
     )
     attends = [functools.partial(attend, batch=batch.of_layer(index)) for index in range(len(params["layers"]))]
     blocks = [functools.partial(block, attend=attend) for attend in attends]
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache

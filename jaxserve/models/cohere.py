@@ -106,7 +106,7 @@ def forward(
     mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
     block = functools.partial(parallel_block, attend=attend, mlp=mlp, norm=norm)
     x = embed(params["embed"], batch.token_ids)
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 
 

@@ -105,7 +105,7 @@ def forward(
 
     x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5
     blocks = [block(index, window) for index, window in enumerate(config.sliding_windows)]
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, blocks)
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache
 
 

@@ -139,7 +139,7 @@ def forward(
         return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
 
     x = embed(params["embed"], batch.token_ids) + embed(params["positions"], batch.positions)
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block(scale) for scale in config.attention_scales])
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block(scale) for scale in config.attention_scales])
     return norm(x, params["norm"]), kv_cache
 
 

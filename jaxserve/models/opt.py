@@ -134,7 +134,7 @@ def forward(
     if "project_in" in params:
         x = linear(x, params["project_in"])
     x = x + embed(params["positions"], batch.positions + FIRST_POSITION)
-    x, kv_cache = run_layers(params["layers"], x, kv_cache, [block] * config.num_layers)
+    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]) if config.has_final_norm else x, kv_cache
 
 

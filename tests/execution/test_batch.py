@@ -81,6 +81,7 @@ def test_a_mixed_step():
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         is_decode_only=False,
+        is_launched_in_parts=False,
         kernels="xla",
     )
     assert batch.token_ids.tolist()[:8] == [104, 3, 43, 44, 45, 46, 47, 48]

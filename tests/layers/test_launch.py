@@ -1,0 +1,42 @@
+"""Where launches are cut the residual stream is what it was, bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.launch import MIN_LAYERS, cut_launch
+
+
+def make_batch(**fields):
+    nothing = dict.fromkeys(
+        ("token_ids", "positions", "write_index", "query_starts", "seq_lens", "block_tables", "num_decode_rows")
+    )
+    return Batch(**nothing, num_rows=jnp.int32(0), **fields)
+
+
+def cuts(batch, num_layers):
+    x = jax.ShapeDtypeStruct((2, 8), jnp.bfloat16)
+
+    def is_cut(index):
+        jaxpr = jax.make_jaxpr(lambda x: cut_launch(x, batch, index=index, num_layers=num_layers))(x)
+        return bool(jaxpr.eqns)
+
+    return [index for index in range(num_layers) if is_cut(index)]
+
+
+def test_where():
+    batch = make_batch(is_launched_in_parts=True)
+    assert cuts(batch, 32) == [3, 15]
+    assert cuts(batch, MIN_LAYERS) == [1, 7]
+    assert cuts(batch, MIN_LAYERS - 1) == []
+    assert cuts(make_batch(), 32) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("value", [-0.0, 1.0009765625, -3e4, 1e-7, np.inf, np.nan])
+def test_nothing_changes(dtype, value):
+    x = jnp.full((2, 8), value, dtype)
+    cut = jax.jit(lambda x: cut_launch(x, make_batch(is_launched_in_parts=True), index=3, num_layers=32))
+    assert np.asarray(cut(x)).tobytes() == np.asarray(x).tobytes()
