@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.execution.builder import build
 from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_message, write_message
+from jaxserve.execution.mosaic import name_kernels_by_content
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
         return
     for name, value in settings.jax_options.items():
         jax.config.update(name, value)
+    name_kernels_by_content()
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
     builder = build(settings.spec, settings.mesh.mesh())

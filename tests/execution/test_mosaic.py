@@ -67,6 +67,7 @@ def test_kernels_that_another_process_has_lowered():
     finally:
         lowering.close()
     assert lowering.num_made == 2
+    assert kernels_of(programs[0]) & kernels_of(programs[1])
     with without_cache():
         for kernel in set().union(*map(kernels_of, programs)):
             compile_kernel(kernel, mesh)
