@@ -18,6 +18,11 @@ from jaxserve.execution.mosaic import MosaicKernel, compile_kernel
 
 logger = logging.getLogger(__name__)
 
+MAX_KERNELS_AT_A_TIME = 64
+"""More than there are processors. Mosaic's lock lets in who waits for it once all before them have left: so kernels are
+compiled in rounds, each as long as its slowest, and the more wait, the fewer rounds there are.
+"""
+
 
 class WarmUp(NamedTuple):
     """Seconds from the beginning of a warm-up until all programs were lowered, their kernels compiled, and they too."""
@@ -89,12 +94,14 @@ class CompiledSteps:
         """Compile every key, side by side: XLA compiles outside the GIL.
 
         `lower` is called by one thread, or by as many as wait for other processes that do the work. What `kernels_of`
-        tells of a program is compiled before it, for the devices of `mesh`, when all is lowered.
+        tells of a program is compiled before it, for the devices of `mesh`, when all is lowered. From the first program
+        with kernels on, those without wait too: they would take turns with kernels.
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
         with (
             concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere)) as lowering,
+            concurrent.futures.ThreadPoolExecutor(MAX_KERNELS_AT_A_TIME) as compiling_kernels,
             concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus())) as compiling,
             tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
         ):
@@ -106,23 +113,24 @@ class CompiledSteps:
 
             try:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
-                with_kernels: dict[Any, jax.stages.Lowered] = {}
+                waiting: dict[Any, jax.stages.Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
                 futures = {lowering.submit(self._lower, key): key for key in missing}
                 for future in concurrent.futures.as_completed(futures):
                     key, lowered = futures[future], future.result()
-                    if called := kernels_of(lowered):
+                    for kernel in kernels_of(lowered) - kernels.keys():
                         assert mesh is not None
-                        with_kernels[key] = lowered
-                        kernels |= {new: compiling.submit(compile_kernel, new, mesh) for new in called - kernels.keys()}
+                        kernels[kernel] = compiling_kernels.submit(compile_kernel, kernel, mesh)
+                    if kernels:
+                        waiting[key] = lowered
                     else:
                         compiled.append(compile_later(key, lowered))
                 lowered_after = time.perf_counter() - start
                 _wait(kernels.values())
                 kernels_after = time.perf_counter() - start
-                _wait(compiled + [compile_later(key, with_kernels[key]) for key in missing if key in with_kernels])
+                _wait(compiled + [compile_later(key, waiting[key]) for key in missing if key in waiting])
             except BaseException:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
-                for pool in (lowering, compiling):
+                for pool in (lowering, compiling_kernels, compiling):
                     pool.shutdown(wait=False, cancel_futures=True)
                 raise
         self._is_warm = True

@@ -108,19 +108,30 @@ def test_a_shape_that_was_not_warmed_up_is_counted():
 def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkeypatch):
     compiled = []
     kernels = {name: MosaicKernel(name.encode(), b"", False, False, False) for name in "abc"}
-    called = {1: "", 2: "ab", 3: "bc"}
+    called = {1: "", 2: "ab", 3: "bc", 4: ""}
     programs = {size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)) for size in called}
     compile_program = jax.stages.Lowered.compile
+    is_begun, is_lowered = threading.Event(), threading.Event()
+
+    def lower(size):
+        if size == 4:  # in the middle of the kernels
+            assert is_begun.wait(PATIENCE)
+            is_lowered.set()
+        return programs[size]
 
     def compile_and_tell(program, options):
         compiled.append(options["size"])
         return compile_program(program)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_tell)
-    monkeypatch.setattr(
-        "jaxserve.execution.compile.compile_kernel", lambda kernel, mesh: compiled.append(kernel.kernel_hash.decode())
-    )
-    steps = CompiledSteps(programs.get, compiler_options=lambda size: {"size": size})
+
+    def compile_kernel(kernel, mesh):
+        is_begun.set()
+        assert is_lowered.wait(PATIENCE)
+        compiled.append(kernel.kernel_hash.decode())
+
+    monkeypatch.setattr("jaxserve.execution.compile.compile_kernel", compile_kernel)
+    steps = CompiledSteps(lower, compiler_options=lambda size: {"size": size})
     seconds = steps.warm_up(
         called,
         kernels_of=lambda lowered: {
@@ -129,8 +140,8 @@ def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkey
         mesh=jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]),
         progress=False,
     )
-    assert sorted(map(str, compiled)) == ["1", "2", "3", "a", "b", "c"]
-    assert max(map(compiled.index, "abc")) < min(map(compiled.index, [2, 3]))
+    assert sorted(map(str, compiled)) == ["1", "2", "3", "4", "a", "b", "c"]
+    assert max(map(compiled.index, "abc")) < min(map(compiled.index, [2, 3, 4]))
     assert all(size in steps for size in called)
     assert 0 <= seconds.lowered_after <= seconds.kernels_after <= seconds.compiled_after
     steps.clear()
