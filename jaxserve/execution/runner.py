@@ -161,12 +161,15 @@ class Runner:
                 self._lower_program(program)
 
     def allocate(self) -> None:
-        """Make the KV pools, of `num_blocks`, and the slots. Before the first step, once."""
+        """Make the KV pools, of `num_blocks`, and the slots, and wait for them: what has no room shows here, not in the
+        first step. Before the first step, once.
+        """
         self._close_lowering()
         with self.builder.on_mesh():
             self._kv_cache = init_kv_cache(self.builder.kv_cache(num_blocks=self.num_blocks))
             # By jit: never two of them at once.
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
+        jax.block_until_ready((self._kv_cache, self._slots))
 
     def warm_up(self, *, progress: bool) -> WarmUp:
         """Compile every program that a plan can ask for; the number of blocks must be set.
