@@ -32,7 +32,8 @@ from jaxserve.execution.shapes import Program
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 12
+MAX_WORKERS = 18
+"""As many as a dense model has programs with layers at the default sizes: all are lowered at once, not in two turns."""
 MAX_KEPT_BYTES = 2 << 30
 """Of lowered steps on disk. Those that no start has used for longest make room."""
 
@@ -126,7 +127,7 @@ class Lowering:
     ):
         """`folder`: where lowered steps are kept, if they are."""
         assert isinstance(builder.mesh, Mesh)
-        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus())
+        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus() * 5 // 4)
         self.num_found = 0
         self.num_made = 0
         self._builder = builder
