@@ -1,4 +1,5 @@
-"""What the Hopper kernel needs and Pallas does not offer: ALiBi's biases and windows, at no register a column.
+"""What the Hopper kernel needs and Pallas does not offer: masks and ALiBi's biases at no register a column, rows stored
+from registers, rows cleared.
 
 From an iota, LLVM would keep all column numbers in registers for the whole kernel, which then spills. Acts as one
 warpgroup; `interpret` swaps in what the interpreter can do.
@@ -6,17 +7,20 @@ warpgroup; `interpret` swaps in what the interpreter can do.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
+from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+_REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
@@ -26,11 +30,19 @@ def scale_and_add_alibi(scores, scale: float, slope, distance, *, interpret: boo
     if interpret:
         query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
         return scores * scale + slope * (key - query - distance).astype(jnp.float32)
-    run: Any = cast(Any, plgpu.inline_mgpu)(
-        arg_types=(_LAYOUT, _SCALAR, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_LAYOUT),
-    )(functools.partial(_scale_and_add_alibi, scale=scale))
+    run = _inline(functools.partial(_scale_and_add_alibi, scale=scale), _LAYOUT, _SCALAR, _SCALAR, like=scores)
     return run(scores, jnp.full((128,), slope), jnp.full((128,), distance))
+
+
+def mask_after(scores, distance, *, interpret: bool):
+    """-inf for scores[i, j] of a float32 matrix in WGMMA layout where key j is after query i.
+
+    `distance` is from the first key to the first query.
+    """
+    if interpret:
+        query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
+        return jnp.where(key <= query + distance, scores, -jnp.inf)
+    return _inline(_mask_after, _LAYOUT, _SCALAR, like=scores)(scores, jnp.full((128,), distance))
 
 
 def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bool):
@@ -42,11 +54,57 @@ def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bo
         query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
         ago = query + distance - key
         return jnp.where((ago < window) & ((ago >= 0) | (not is_causal)), scores, -jnp.inf)
-    run: Any = cast(Any, plgpu.inline_mgpu)(
-        arg_types=(_LAYOUT, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_LAYOUT),
-    )(functools.partial(_mask_window, window=window, is_causal=is_causal))
+    run = _inline(functools.partial(_mask_window, window=window, is_causal=is_causal), _LAYOUT, _SCALAR, like=scores)
     return run(scores, jnp.full((128,), distance))
+
+
+def widen(x, *, interpret: bool):
+    """[64, columns] in WGMMA layout with as many columns of zeros behind them."""
+    if interpret:
+        return jnp.concatenate([x, jnp.zeros_like(x)], axis=1)
+    wide = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1]), x.dtype)
+    return _inline(_widen, _LAYOUT, like=wide)(x)
+
+
+def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
+    """The first `num_rows` of x[64, D], 16 bits wide, in WGMMA layout, to ref[token:, head] in global memory.
+
+    D is a multiple of 16.
+    """
+    if interpret:
+
+        def store_row(i, _):
+            ref[token + i, head] = lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        lax.fori_loop(jnp.int32(0), num_rows, store_row, None)
+        return
+    scalars = [jnp.full((128,), scalar) for scalar in (token, head, num_rows)]
+    _inline(_store_rows, _REF, _LAYOUT, _SCALAR, _SCALAR, _SCALAR)(ref, x, *scalars)
+
+
+def tiling(num_columns: int) -> tuple[Any, Any]:
+    """Transforms of an array of 16-bit rows in shared memory, as wgmma takes it: tiles of 8 rows of up to 128 bytes."""
+    swizzle = plgpu.find_swizzle(num_columns * 16)
+    # Any: pyright takes them for abstract classes.
+    return cast(Any, plgpu.TilingTransform)((8, swizzle // 2)), cast(Any, plgpu.SwizzleTransform)(swizzle)
+
+
+def clear_rows(ref, first, *, interpret: bool) -> None:
+    """Zeros in the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
+    if interpret:
+
+        def clear_row(row, _):
+            ref[row] = jnp.zeros(ref.shape[1:], ref.dtype)
+
+        lax.fori_loop(first, jnp.int32(ref.shape[0]), clear_row, None)
+        return
+    _inline(_clear_rows, plgpu.RefType(tiling(ref.shape[1])), _SCALAR)(ref, jnp.full((128,), first))
+
+
+def _inline(run: Callable[..., Any], *arg_types: Any, like: Any = None) -> Callable[..., Any]:
+    """`run` among Pallas's operations; its result has the shape of `like`, in WGMMA layout."""
+    out = None if like is None else plgpu.ShapeDtypeStruct(like.shape, like.dtype, layout=_LAYOUT)
+    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=out)(run)
 
 
 def _scale_and_add_alibi(_, scores, slope, distance, *, scale: float):
@@ -62,24 +120,120 @@ def _scale_and_add_alibi(_, scores, slope, distance, *, scale: float):
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
 
 
+def _mask_after(_, scores, distance):
+    return _mask(scores, distance, lambda ago, keys: arith.cmpi(arith.CmpIPredicate.sge, ago, keys))
+
+
 def _mask_window(_, scores, distance, *, window: int, is_causal: bool):
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    [distance] = distance.registers.flat
-    ago = arith.subi(distance, _first_key_to_first_query())  # the lane's first key, as seen from its first query
     # Unsigned, a key after its query, which is less than 0 ago, is as one long ago.
     below = arith.CmpIPredicate.ult if is_causal else arith.CmpIPredicate.slt
+    bound = mgpu.c(window, ir.IntegerType.get_signless(32))
+    return _mask(scores, distance, lambda ago, keys: arith.cmpi(below, arith.subi(ago, keys), bound))
+
+
+def _mask(scores, distance, is_in: Callable[[ir.Value, ir.Value], ir.Value]):
+    """-inf where not `is_in(ago, keys)`: a lane's first key is `ago` before its first query, this `keys` later."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    [distance] = distance.registers.flat
+    ago = arith.subi(distance, _first_key_to_first_query())
     out = mgpu.c(-math.inf, f32)
     registers = scores.registers.copy()
     for place, ahead in _keys_ahead(registers.shape):
         for i, keys in enumerate(ahead):
-            is_in = arith.cmpi(below, arith.subi(ago, mgpu.c(keys, i32)), mgpu.c(window, i32))
             score = vector.extract(registers[place], [], [i])
-            registers[place] = vector.insert(arith.select(is_in, score, out), registers[place], [], [i])
+            score = arith.select(is_in(ago, mgpu.c(keys, i32)), score, out)
+            registers[place] = vector.insert(score, registers[place], [], [i])
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
 
 
-def _first_key_to_first_query():
-    """How far a lane's first key is ahead of its first query, both counted from the tile's first.
+def _widen(_, x):
+    zeros = mgpu.FragmentedArray.splat(mgpu.c(0.0, x.mlir_dtype), shape=x.shape, layout=x.layout)
+    registers = np.concatenate([x.registers, zeros.registers], axis=1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+
+def _clear_rows(_, ref, first) -> None:
+    """16 bytes a lane. Swizzling keeps a tile's row in its place, so that zeros need not know of it."""
+    i32 = ir.IntegerType.get_signless(32)
+    [first] = first.registers.flat
+    num_tiles, num_parts, tile_rows, columns = ref.type.shape
+
+    def c(value: int):
+        return mgpu.c(value, i32)
+
+    lanes = columns // 8  # of a row
+    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+    own_row, own_column = arith.divui(thread, c(lanes)), arith.muli(arith.remui(thread, c(lanes)), c(8))
+    tile, row = arith.divui(own_row, c(tile_rows)), arith.remui(own_row, c(tile_rows))
+    place = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], ref.type.element_type)
+    zeros = vector.broadcast(ir.VectorType.get((4,), i32), c(0))
+    for skipped in range(0, num_tiles * tile_rows, 128 // lanes):
+        is_in = arith.cmpi(arith.CmpIPredicate.sge, own_row, arith.subi(first, c(skipped)))
+        with mgpu.utils.when(is_in):
+            for part in range(num_parts):
+                start = (skipped * num_parts + part * tile_rows) * columns
+                pointer = mgpu.utils.getelementptr(own, [start], ref.type.element_type)
+                llvm.store(zeros, pointer, alignment=16)
+
+
+def _store_rows(_, ref, x, token, head, num_rows) -> None:
+    """Four lanes have a row's columns in pairs. They exchange them, so that each stores eight, or four, in one go."""
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    [token], [head], [num_rows] = (scalar.registers.flat for scalar in (token, head, num_rows))
+    _, num_heads, head_dim = ref.type.shape
+
+    def c(value: int):
+        return mgpu.c(value, i32)
+
+    first_row, quarter = _row_and_quarter()
+    is_odd, is_high = (arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quarter, c(bit)), c(0)) for bit in (1, 2))
+
+    def word(matrix: int, half: int):
+        pair = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
+        return vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), pair), [], [0])
+
+    def exchange(low, high, is_upper, distance: int):
+        """Lanes without the bit keep `low` and get the other's; those with it `high`."""
+        got = mgpu.utils.shfl_bfly(arith.select(is_upper, low, high), distance)
+        return arith.select(is_upper, got, low), arith.select(is_upper, high, got)
+
+    def of_four_matrices(first: int, half: int):
+        """A row of matrix 0, 1, 2 or 3 of them for each lane."""
+        a, b, c, d = (word(first + i, half) for i in range(4))
+        (a, b), (c, d) = exchange(a, b, is_odd, 1), exchange(c, d, is_odd, 1)
+        (a, c), (b, d) = exchange(a, c, is_high, 2), exchange(b, d, is_high, 2)
+        return a, b, c, d
+
+    base = mgpu.utils.memref_ptr(ref)
+    num_matrices = head_dim // 8
+    in_fours = num_matrices // 4 * 4
+    for half in range(2):
+        row = arith.addi(first_row, c(8 * half))
+        # Of eight columns each, and the four of the two matrices that may be left.
+        eights = [of_four_matrices(first, half) for first in range(0, in_fours, 4)]
+        four = exchange(word(in_fours, half), word(in_fours + 1, half), is_odd, 1) if in_fours < num_matrices else None
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, num_rows)):
+            row_and_head = arith.addi(arith.muli(arith.addi(token, row), c(num_heads)), head)
+            start = arith.muli(arith.extsi(i64, row_and_head), mgpu.c(head_dim, i64))
+
+            def store(words, first_column: int, column, start=start):
+                place = arith.addi(start, arith.extsi(i64, arith.addi(column, c(first_column))))
+                pointer = mgpu.utils.getelementptr(base, [place], x.mlir_dtype)
+                vector_type = ir.VectorType.get((len(words),), i32)
+                llvm.store(vector.from_elements(vector_type, list(words)), pointer, alignment=4 * len(words))
+
+            for i, words in enumerate(eights):
+                store(words, 32 * i, arith.muli(quarter, c(8)))
+            if four is not None:
+                column = arith.addi(
+                    arith.muli(arith.andi(quarter, c(1)), c(8)), arith.muli(arith.shrui(quarter, c(1)), c(4))
+                )
+                store(four, 8 * in_fours, column)
+
+
+def _row_and_quarter():
+    """A lane's first row, and which of the four of a row it is.
 
     A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
     """
@@ -91,9 +245,13 @@ def _first_key_to_first_query():
     thread = mgpu.utils.thread_idx()
     warp = arith.remui(arith.divui(thread, c(32)), c(4))
     lane = arith.remui(thread, c(32))
-    query = arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4)))
-    key = arith.muli(arith.remui(lane, c(4)), c(2))
-    return arith.subi(key, query)
+    return arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), arith.remui(lane, c(4))
+
+
+def _first_key_to_first_query():
+    """How far a lane's first key is ahead of its first query, both counted from the tile's first."""
+    query, quarter = _row_and_quarter()
+    return arith.subi(arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32))), query)
 
 
 def _keys_ahead(shape: tuple[int, ...]):

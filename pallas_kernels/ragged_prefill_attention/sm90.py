@@ -11,7 +11,6 @@ it finishes the last. Keys go by from the last block of a tile's context to the 
 
 import dataclasses
 import functools
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging.checks import check_pages_for_sm90
+from pallas_kernels.ragged_prefill_attention.device import tiling
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 
@@ -30,24 +30,31 @@ class Config:
 
     block_kv: int
     """Keys a step: 64 or 128."""
-    stages: int
-    """Blocks of keys, and as many of values, in shared memory."""
-    prefetch: bool
-    """Whether a tile's queries are copied while the tile before is computed; else results go where they lay."""
+    k_stages: int
+    """Blocks of keys in shared memory."""
+    v_stages: int
+    """Blocks of values in shared memory."""
+    q_slots: int
+    """Tiles of which the queries are in shared memory: with 2 the next tile's are copied while one is computed."""
     num_blocks: int = NUM_SMS
     """Thread blocks."""
 
     def shared_memory(self, head_dim: int) -> int:
         """Bytes of a thread block."""
-        tile, rows = (2 * ROWS * columns * 2 for columns in (head_dim, _row_stride(head_dim)))
-        result = (tile if self.prefetch else 0) + (0 if rows == tile else rows)
-        return (2 if self.prefetch else 1) * tile + result + 2 * self.stages * self.block_kv * head_dim * 2
+        rows = self.q_slots * 2 * ROWS + (self.k_stages + self.v_stages) * self.block_kv
+        return rows * head_dim * 2
 
 
 def heuristic(head_dim: int) -> Config:
     """The first of the configurations, from fast to slow, that fits."""
-    for block_kv, stages, prefetch in ((128, 4, True), (128, 3, True), (128, 2, True), (64, 2, False)):
-        config = Config(block_kv=block_kv, stages=stages, prefetch=prefetch)
+    for block_kv, k_stages, v_stages, q_slots in (
+        (128, 4, 4, 2),
+        (128, 3, 3, 2),
+        (128, 3, 2, 2),
+        (64, 3, 2, 2),
+        (64, 3, 2, 1),
+    ):
+        config = Config(block_kv=block_kv, k_stages=k_stages, v_stages=v_stages, q_slots=q_slots)
         if config.shared_memory(head_dim) <= SHARED_MEMORY:
             return config
     raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
@@ -86,8 +93,9 @@ def ragged_prefill_attention_sm90(
         head_dim=head_dim,
         block_size=k_pages.shape[2],
         block_kv=config.block_kv,
-        stages=config.stages,
-        prefetch=config.prefetch,
+        k_stages=config.k_stages,
+        v_stages=config.v_stages,
+        q_slots=config.q_slots,
         num_blocks=config.num_blocks,
         scale=scale,
         sliding_window=sliding_window,
@@ -107,11 +115,6 @@ def ragged_prefill_attention_sm90(
     return _call(q, k_pages, v_pages, block_tables, tiles, sinks, alibi_slopes, problem=problem)[:num_tokens]
 
 
-def _row_stride(head_dim: int) -> int:
-    """Elements from row to row of a result that is copied row by row: a copy begins at a multiple of 128 bytes."""
-    return -(-head_dim // 64) * 64
-
-
 # Jitted: the layers of a model share one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
@@ -125,46 +128,31 @@ def _call(
     *,
     problem: Problem,
 ) -> Float[Array, "T H D"]:
-    head_dim, stages = problem.head_dim, problem.stages
-    swizzle = plgpu.find_swizzle(head_dim * 16)
-    columns = swizzle // 2
-    # Any: pyright takes them for abstract classes.
-    by_rows = cast(Any, plgpu.SwizzleTransform)(swizzle)
-    by_tiles = (cast(Any, plgpu.TilingTransform)((8, columns)), by_rows)
+    head_dim = problem.head_dim
+    by_tiles = tiling(head_dim)
+    _, by_rows = by_tiles
+    columns = by_rows.swizzle // 2
 
     def array(*shape, transforms=by_tiles):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
-    boxes = (2, head_dim // columns, ROWS, columns)
-    q_views, out_views = (
-        [array(*shape), array(*shape, transforms=(by_rows,))] for shape in ((problem.q_slots, *boxes), boxes)
-    )
-    out_rows = array(2, ROWS, _row_stride(head_dim), transforms=())
-    # Views of the same memory. A result of another row length than the tile's would reach into the other warpgroup's.
-    unions = [q_views, out_views] if problem.prefetch else [q_views + out_views]
-    if _row_stride(head_dim) == head_dim:
-        unions[-1].append(out_rows)
-    else:
-        unions.append([out_rows])
+    num_parts = head_dim // columns
+    boxes = (problem.q_slots, 2, num_parts, ROWS, columns)
 
-    barriers = functools.partial(plgpu.Barrier, num_barriers=stages)
-    full = barriers(num_arrivals=max(1, problem.block_kv // problem.block_size))
-    keys_or_values = array(stages, problem.block_kv, head_dim)
+    def barriers(num_arrivals, num_barriers):
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
+    num_pages = max(1, problem.block_kv // problem.block_size)
     operands = (q, k_pages, v_pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):
-        *inputs, out, unions, tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = refs
-        q_smem, q_boxes, out_smem, out_boxes, out_rows = (view for union in unions for view in union)
+        *inputs, out, (queries, q_boxes), tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = refs
         if problem.interpret:  # where each view has bytes of its own
-            q_boxes, out_boxes = q_smem, out_smem
+            q_boxes = queries
         inputs = iter(inputs)
         gmem = Global._make([*(None if operand is None else next(inputs) for operand in operands), out])
-        smem = Shared(
-            q_smem, q_boxes, out_smem, out_boxes, out_rows, tile, k, v,
-            q_full, q_free, k_full, k_free, v_full, v_free, cleaned,
-        )  # fmt: skip
+        smem = Shared(queries, q_boxes, tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned)
         kernel(problem, gmem, smem)
 
     return plgpu.kernel(
@@ -172,16 +160,16 @@ def _call(
         kernel_name="ragged_prefill_attention",
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=(
-            [plgpu.RefUnion(*views) for views in unions],
+            plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
             plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
-            keys_or_values,
-            keys_or_values,
-            plgpu.Barrier(num_arrivals=2 * boxes[1] + 1, num_barriers=problem.q_slots),
-            plgpu.Barrier(num_arrivals=2, num_barriers=problem.q_slots),
-            full,
-            barriers(num_arrivals=2),
-            full,
-            barriers(num_arrivals=2),
+            array(problem.k_stages, problem.block_kv, head_dim),
+            array(problem.v_stages, problem.block_kv, head_dim),
+            barriers(2 * num_parts + 1, problem.q_slots),
+            barriers(2, problem.q_slots),
+            barriers(num_pages, problem.k_stages),
+            barriers(2, problem.k_stages),
+            barriers(num_pages, problem.v_stages),
+            barriers(2, problem.v_stages),
             plgpu.Barrier(num_arrivals=2),
         ),
         grid=(problem.num_blocks,),
@@ -192,5 +180,6 @@ def _call(
             approx_math=True,
             reduction_scratch_bytes=0,  # no reduction crosses warps
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
         ),
     )(*given)

@@ -1,7 +1,11 @@
 """The body of the Hopper kernel of prefill attention: what the warpgroups of a thread block do. See sm90.py.
 
-An item is a tile of the plan in a set of heads. Items go to the thread blocks in a snake, the longest first, so that
-all get as much. The copying warpgroup runs ahead, held only by the room that there is in shared memory.
+An item is a tile of the plan in a set of heads. One group of heads is computed after the other, so that the L2 cache
+holds its keys and values until the last tile has used them. The items of a group go to the thread blocks in a snake,
+the longest first, so that all get as much. The copying warpgroup runs ahead, held only by the room in shared memory.
+
+Mosaic is told to put no barriers around accesses to shared memory, which are in order without: what is read has been
+waited for at a `full` barrier, what is written at a `free` one, and all who have written or read arrive there.
 """
 
 import functools
@@ -14,7 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_prefill_attention.device import mask_window, scale_and_add_alibi
+from pallas_kernels.ragged_prefill_attention.device import (
+    clear_rows,
+    mask_after,
+    mask_window,
+    scale_and_add_alibi,
+    store_rows,
+    widen,
+)
 
 ROWS = 64  # of a compute warpgroup: what one wgmma instruction multiplies
 LOG2E = math.log2(math.e)
@@ -35,8 +46,9 @@ class Problem(NamedTuple):
     head_dim: int
     block_size: int
     block_kv: int
-    stages: int
-    prefetch: bool
+    k_stages: int
+    v_stages: int
+    q_slots: int
     num_blocks: int
     scale: float
     sliding_window: int | None
@@ -54,14 +66,19 @@ class Problem(NamedTuple):
         return 2 * ROWS // self.heads
 
     @property
-    def q_slots(self) -> int:
-        """Tiles of which the queries are in shared memory."""
-        return 2 if self.prefetch else 1
+    def head_groups(self) -> int:
+        """Computed one after the other. With 4, keys and values of one are 8 MB for 8192 tokens of Llama 3 8B."""
+        return math.gcd(4, self.num_heads // self.heads)
+
+    @property
+    def sets(self) -> int:
+        """Sets of heads in a group."""
+        return self.num_heads // self.heads // self.head_groups
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies and one that computes. Windows take more to copy, small heads less to compute."""
-        return (48, 224) if self.sliding_window is not None and self.head_dim <= 64 else (40, 232)
+        """Of a thread that copies and one that computes. Small heads take less to compute, small pages more to copy."""
+        return (56, 224) if self.head_dim <= 64 or self.block_size < 16 else (40, 232)
 
     def first_key(self, tile: "Tile") -> Any:
         """The first position that a token of the tile looks at."""
@@ -90,15 +107,12 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    The queries' and the result's have two views each, of the same bytes: as wgmma and registers take them, and as boxes
-    of 64 tokens and a few columns, which may be copied from and to any token.
+    The queries have two views of the same bytes: as wgmma takes them, and as boxes of 64 tokens and a few columns,
+    which may be copied from any token.
     """
 
     q: Any
     q_boxes: Any
-    out: Any
-    out_boxes: Any
-    out_rows: Any
     tile: Any
     k: Any
     v: Any
@@ -129,66 +143,63 @@ class Tile(NamedTuple):
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
-    block = lax.axis_index("block")
-    num_items = gmem.num_tiles[0] * (problem.num_heads // problem.heads)
-    full_rounds = lax.div(num_items, _int(problem.num_blocks))
+    block, num_blocks = lax.axis_index("block"), _int(problem.num_blocks)
+    num_items = gmem.num_tiles[0] * problem.sets  # of a group of heads
 
-    def place(round_index):
-        is_even = lax.rem(round_index, _int(2)) == 0
-        return lax.select(is_even, block, problem.num_blocks - 1 - block)
+    def place(group, round_index):
+        """Of this block's item in a round of a group. Each group begins at another block."""
+        shifted = lax.rem(block + group * (problem.num_blocks // problem.head_groups), num_blocks)
+        return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_blocks - 1 - shifted)
 
-    has_rest = place(full_rounds) < num_items - full_rounds * problem.num_blocks
-    num_rounds = full_rounds + has_rest.astype(_int)
+    def num_rounds(group):
+        full = lax.div(num_items, num_blocks)
+        return full + (place(group, full) < num_items - full * num_blocks).astype(_int)
 
-    def for_each_item(visit):
-        """`n = visit(left, slot, n)` with the rounds that are left, and the slot of the queries.
-
-        Counted down: a number to count with and one to compare it to would take two registers.
-        """
-
-        def visit_next(state):
-            left, n = state
-            return left - 1, visit(left, lax.rem(left, _int(problem.q_slots)), n)
-
-        lax.while_loop(lambda state: state[0] > 0, visit_next, (num_rounds, _int(0)))
-
+    num_own = sum((num_rounds(_int(group)) for group in range(1, problem.head_groups)), num_rounds(_int(0)))
     wg = lax.axis_index("wg")
+    barriers = (
+        *(smem.q_free.at[slot] for slot in range(problem.q_slots)),
+        *(smem.k_free.at[slot] for slot in range(problem.k_stages)),
+        *(smem.v_free.at[slot] for slot in range(problem.v_stages)),
+    )
+
+    # Items are counted down: a number to count with and one to compare it to would take two registers.
+    def q_slot(left):
+        return lax.rem(left, _int(problem.q_slots))
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(problem.registers[0], action="decrease")
 
-        def visit(left, slot, n):
-            round_index = num_rounds - left
-            return _copy(problem, gmem, smem, round_index * problem.num_blocks + place(round_index), slot, n)
+        def one_item(group, round_index, state):
+            left, n = state
+            item = round_index * num_blocks + place(group, round_index)
+            return left - 1, _copy(problem, gmem, smem, group, item, q_slot(left), n)
 
-        for_each_item(visit)
-        for barrier, slots in (
-            (smem.q_free, problem.q_slots),
-            (smem.k_free, problem.stages),
-            (smem.v_free, problem.stages),
-        ):
-            for slot in range(slots):
-                plgpu.barrier_wait(barrier.at[slot])
+        def one_group(group, state):
+            return lax.fori_loop(_int(0), num_rounds(group), functools.partial(one_item, group), state)
+
+        lax.fori_loop(_int(0), _int(problem.head_groups), one_group, (num_own, _int(0)))
+        for barrier in barriers:
+            plgpu.barrier_wait(barrier)
 
     @pl.when(wg < 2)
     def _():
         plgpu.set_max_registers(problem.registers[1], action="increase")
-        for barrier, slots in (
-            (smem.q_free, problem.q_slots),
-            (smem.k_free, problem.stages),
-            (smem.v_free, problem.stages),
-        ):
-            for slot in range(slots):
-                plgpu.barrier_arrive(barrier.at[slot])
-        for_each_item(lambda _, slot, n: _compute(problem, gmem, smem, wg, slot, n))
-        plgpu.wait_smem_to_gmem(0)
+        for barrier in barriers:
+            plgpu.barrier_arrive(barrier)
+
+        def one_item(state):
+            left, n = state
+            return left - 1, _compute(problem, gmem, smem, wg, q_slot(left), n)
+
+        lax.while_loop(lambda state: state[0] > 0, one_item, (num_own, _int(0)))
 
 
-def _copy(problem: Problem, gmem: Global, smem: Shared, item, q_slot, n):
-    """Queries, keys and values of an item. `n` counts the blocks of keys."""
-    sets = _int(problem.num_heads // problem.heads)
-    index, head = lax.div(item, sets), lax.rem(item, sets) * problem.heads
+def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
+    """Queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
+    sets = _int(problem.sets)
+    index, head = lax.div(item, sets), (group * sets + lax.rem(item, sets)) * problem.heads
     row, *fields = (gmem.tiles[field, index] for field in range(5))
     tile = Tile(head, *fields)
     plgpu.barrier_wait(smem.q_free.at[q_slot])
@@ -209,7 +220,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item, q_slot, n):
     first, last = problem.key_blocks(tile)
 
     def one_block(j, _):
-        slot, position = lax.rem(n + j, _int(problem.stages)), (last - 1 - j) * problem.block_kv
+        position = (last - 1 - j) * problem.block_kv
         pages = [
             gmem.block_tables[row, lax.clamp(first_page, lax.div(position + key, _int(problem.block_size)), last_page)]
             for key in range(0, problem.block_kv, chunk)
@@ -217,10 +228,11 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item, q_slot, n):
         offset = 0
         if problem.block_size > chunk:
             offset = pl.multiple_of(lax.rem(position, _int(problem.block_size)), chunk)
-        for source, target, full, free in (
-            (gmem.k_pages, smem.k, smem.k_full, smem.k_free),
-            (gmem.v_pages, smem.v, smem.v_full, smem.v_free),
+        for source, target, full, free, stages in (
+            (gmem.k_pages, smem.k, smem.k_full, smem.k_free, problem.k_stages),
+            (gmem.v_pages, smem.v, smem.v_full, smem.v_free, problem.v_stages),
         ):
+            slot = lax.rem(n + j, _int(stages))
             plgpu.barrier_wait(free.at[slot])
             for i, page in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
@@ -240,120 +252,136 @@ def _share(problem: Problem, wg) -> tuple[Any, Any]:
 
 def _parts(smem: Shared) -> list[Any]:
     """The columns of a head that are copied at a time."""
-    num_parts, _, columns = smem.out.shape[1:]
+    num_parts, _, columns = smem.q.shape[2:]
     return [pl.ds(part * columns, columns) for part in range(num_parts)]
 
 
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     """A compute warpgroup's share of an item."""
     plgpu.barrier_wait(smem.q_full.at[q_slot])
-    tile = Tile(*(smem.tile[q_slot, field] for field in range(5)))
-    first, last = problem.key_blocks(tile)
 
-    def store(values):
-        """Store and give the queries' slot back. The tile is read again, which is cheaper than registers."""
+    def give_queries_back():
+        """Gives the blocks of keys until then, and where the result goes."""
         own_head, skipped = _share(problem, wg)
-        tile = Tile(*(smem.tile[q_slot, field] for field in range(5)))
+        tile = _tile(smem, q_slot)
+        plgpu.barrier_arrive(smem.q_free.at[q_slot])
+        first, last = problem.key_blocks(tile)
         num_rows = lax.clamp(_int(0), tile.num_tokens - skipped, _int(ROWS))
-        token, head = tile.token + skipped, tile.head + own_head
-        if problem.prefetch:
-            plgpu.barrier_arrive(smem.q_free.at[q_slot])
-        _store(gmem, smem, values(), wg, token, num_rows, head)
-        if not problem.prefetch:  # the result lies where the queries lay
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(smem.q_free.at[q_slot])
+        return n + last - first, tile.token + skipped, tile.head + own_head, num_rows
 
-    @pl.when(tile.end == 0)
-    def _nothing_to_attend_to():
-        store(lambda: plgpu.layout_cast(jnp.zeros((ROWS, problem.head_dim), jnp.float32), _LAYOUT))
+    def attend():
+        acc, total, weights = _attend(problem, gmem, smem, wg, q_slot, n)
+        n_after, *place = give_queries_back()
+        slot = lax.rem(n_after - 1, _int(problem.v_stages))
+        acc = _products(problem, smem).values(acc, weights, slot)
+        plgpu.barrier_arrive(smem.v_free.at[slot])
+        return acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0]), n_after, *place
 
-    @pl.when(tile.end > 0)
-    def _attend_and_store():
-        acc, total, weights = _attend(problem, gmem, smem, wg, q_slot, n, tile, first, last)
+    def nothing_to_attend_to():
+        return _zeros(problem.head_dim), *give_queries_back()
 
-        def finish():
-            slot = lax.rem(n + last - first - 1, _int(problem.stages))
-            result = _products(problem, smem).values(acc, weights, slot)
-            plgpu.barrier_arrive(smem.v_free.at[slot])
-            return result * lax.broadcast_in_dim(1.0 / total, result.shape, [0])
-
-        store(finish)
-
-    return n + last - first
+    result, n, *place = lax.cond(_tile(smem, q_slot).end > 0, attend, nothing_to_attend_to)
+    store_rows(gmem.out, result.astype(gmem.out.dtype), *place, interpret=problem.interpret)
+    return n
 
 
-def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n, tile: Tile, first, last):
+def _tile(smem: Shared, q_slot) -> Tile:
+    """Read where it is used: that is cheaper than registers."""
+    return Tile(*(smem.tile[q_slot, field] for field in range(5)))
+
+
+def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     """All but the last product with values: sums and totals so far, and the last weights."""
     own_head, skipped = _share(problem, wg)
-    block_kv, position = problem.block_kv, tile.position + skipped
-    q, products = smem.q.at[q_slot, wg], _products(problem, smem)
+    block_kv, q = problem.block_kv, smem.q.at[q_slot, wg]
+    tile = _tile(smem, q_slot)
+    first, last = problem.key_blocks(tile)
+    distance = tile.position + skipped - (last - 1) * block_kv
 
     slope = None
     if gmem.alibi_slopes is not None:
         slope = gmem.alibi_slopes[tile.head + own_head].astype(jnp.float32) * LOG2E
+    softmax = functools.partial(_softmax, problem, slope)
     maximum, total = LOWEST, 0.0
     if gmem.sinks is not None:  # like a key without a value
         maximum, total = gmem.sinks[tile.head + own_head].astype(jnp.float32) * LOG2E, 1.0
     maximum, total = (plgpu.layout_cast(jnp.full((ROWS,), 1.0, jnp.float32) * x, _ROW_LAYOUT) for x in (maximum, total))
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, problem.head_dim), jnp.float32), _LAYOUT)
 
-    slot = lax.rem(n, _int(problem.stages))
-    plgpu.barrier_wait(smem.k_full.at[slot])
-    scores = products.scores(q, slot)
-    plgpu.barrier_arrive(smem.k_free.at[slot])
-    plgpu.barrier_wait(smem.v_full.at[slot])
-    pl.when(last * block_kv > tile.context)(lambda: _clean(smem, wg, slot, tile.context - (last - 1) * block_kv))
-    softmax = functools.partial(_softmax, problem, slope)
-    distance = position - (last - 1) * block_kv
-    maximum, _, total, weights = softmax(scores, distance, maximum, total, is_causal=True, is_windowed=True)
-    weights = weights.astype(q.dtype)
+    def begin(num_keys):
+        """The first step, with the first keys of the last block only."""
+        k_slot, v_slot = lax.rem(n, _int(problem.k_stages)), lax.rem(n, _int(problem.v_stages))
+        plgpu.barrier_wait(smem.k_full.at[k_slot])
+        scores = _products(problem, smem, num_keys=num_keys).scores(q, k_slot)
+        plgpu.barrier_arrive(smem.k_free.at[k_slot])
+        plgpu.barrier_wait(smem.v_full.at[v_slot])
+        num_held = tile.context - (last - 1) * block_kv
+        pl.when(num_held < block_kv)(lambda: _clean(problem, smem, wg, v_slot, num_held))
+        state = softmax(scores, distance, maximum, total, is_causal=True, is_windowed=True)
+        new_maximum, _, new_total, weights = state
+        return _zeros(problem.head_dim), new_maximum, new_total, weights.astype(q.dtype)
 
     def step(j, carry, **masks):
         acc, maximum, total, weights = carry
-        slot, slot_before = (lax.rem(n + i, _int(problem.stages)) for i in (j, j - 1))
-        plgpu.barrier_wait(smem.k_full.at[slot])
+        k_slot = lax.rem(n + j, _int(problem.k_stages))
+        v_slot, v_slot_before = (lax.rem(n + i, _int(problem.v_stages)) for i in (j, j - 1))
+        plgpu.barrier_wait(smem.k_full.at[k_slot])
 
         def meanwhile(scores):
-            plgpu.barrier_arrive(smem.k_free.at[slot])
+            plgpu.barrier_arrive(smem.k_free.at[k_slot])
             state = softmax(scores, distance + j * block_kv, maximum, total, **masks)
-            plgpu.barrier_wait(smem.v_full.at[slot])
+            plgpu.barrier_wait(smem.v_full.at[v_slot])
             return state
 
-        acc, (maximum, fade, total, weights) = products.both(acc, weights, slot_before, q, slot, meanwhile)
-        plgpu.barrier_arrive(smem.v_free.at[slot_before])
+        products = _products(problem, smem, num_values=weights.shape[1])
+        acc, (maximum, fade, total, weights) = products.both(acc, weights, v_slot_before, q, k_slot, meanwhile)
+        plgpu.barrier_arrive(smem.v_free.at[v_slot_before])
         # Not narrowed before: a product in flight has such registers as operands, ptxas would wait for it.
         return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), maximum, total, weights.astype(q.dtype)
 
+    def begin_with_half():
+        """The first step where the tile reaches into half of its last block only, and the next if there is one."""
+        carry = begin(block_kv // 2)
+
+        def next_step():
+            return _int(2), step(1, carry, is_causal=False, is_windowed=True)
+
+        def no_step():
+            *others, weights = carry
+            return _int(1), (*others, widen(weights, interpret=problem.interpret))
+
+        return lax.cond(last - first > 1, next_step, no_step)
+
     # From the last block to the first: those that the tile itself reaches into, those that all of its tokens see, those
     # that the window has left for some of them.
-    num_own = last - lax.div(tile.position, _int(block_kv))
+    if problem.tile_size < block_kv:
+        is_half = tile.end <= last * block_kv - block_kv // 2
+        begun, carry = lax.cond(is_half, begin_with_half, lambda: (_int(1), begin(block_kv)))
+    else:
+        begun, carry = _int(1), begin(block_kv)
+    if problem.tile_size > block_kv:
+        num_own = last - lax.div(tile.position, _int(block_kv))
+        carry = lax.fori_loop(begun, num_own, functools.partial(step, is_causal=True, is_windowed=True), carry)
+        begun = num_own
     num_seen = last - first
     if problem.sliding_window is not None:
         oldest = lax.max(tile.end - problem.sliding_window, _int(0))
-        num_seen = lax.clamp(num_own, last - lax.div(oldest + (block_kv - 1), _int(block_kv)), num_seen)
-    carry = (acc, maximum, total, weights)
-    if problem.tile_size > block_kv:
-        both_masks = functools.partial(step, is_causal=True, is_windowed=True)
-        carry = lax.fori_loop(_int(1), num_own, both_masks, carry)
-    carry = lax.fori_loop(num_own, num_seen, functools.partial(step, is_causal=False, is_windowed=False), carry)
+        num_seen = lax.clamp(begun, last - lax.div(oldest + (block_kv - 1), _int(block_kv)), num_seen)
+    carry = lax.fori_loop(begun, num_seen, functools.partial(step, is_causal=False, is_windowed=False), carry)
     if problem.sliding_window is not None:
         by_window = functools.partial(step, is_causal=False, is_windowed=True)
+        first, last = problem.key_blocks(_tile(smem, q_slot))
         carry = lax.fori_loop(num_seen, last - first, by_window, carry)
     acc, _, total, weights = carry
     return acc, total, weights
 
 
-def _clean(smem: Shared, wg, slot, num_held) -> None:
+def _zeros(num_columns: int):
+    return plgpu.layout_cast(jnp.zeros((ROWS, num_columns), jnp.float32), _LAYOUT)
+
+
+def _clean(problem: Problem, smem: Shared, wg, slot, num_held) -> None:
     """Zeros for the values past the context: they may be NaN, which a weight of 0 would not take away."""
-
-    @pl.when(wg == 0)
-    def _():
-        for first in range(0, smem.v.shape[1], ROWS):
-            rows = smem.v.at[slot, pl.ds(first, ROWS)]
-            values = plgpu.load(rows, layout=_LAYOUT)
-            key = plgpu.broadcasted_iota(_int, values.shape, 0, layout=_LAYOUT)
-            rows[...] = jnp.where(key < num_held - first, values, jnp.zeros((), values.dtype))
-
+    pl.when(wg == 0)(lambda: clear_rows(smem.v.at[slot], num_held, interpret=problem.interpret))
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.cleaned)
     plgpu.barrier_wait(smem.cleaned)
@@ -375,43 +403,20 @@ def _softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_ca
     if is_windowed and problem.sliding_window is not None:
         window, interpret = problem.sliding_window, problem.interpret
         scores = mask_window(scores, window, distance, is_causal=is_causal, interpret=interpret)
-    elif is_causal:  # of a tile's first block alone, where an iota does not stay in registers
-        iota = functools.partial(plgpu.broadcasted_iota, _int, scores.shape, layout=_LAYOUT)
-        own = iota(0) + distance
-        scores = jnp.where(iota(1) <= own, scores, -jnp.inf)
+    elif is_causal:
+        scores = mask_after(scores, distance, interpret=problem.interpret)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * unit)
     fade = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
     return new_maximum, fade, total * fade + weights.sum(axis=1), weights
 
 
-def _store(gmem: Global, smem: Shared, values, wg, token, num_rows, head) -> None:
-    """The first rows of a compute warpgroup's result. Copies of all are boxes, copies of some go row by row."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-    values = values.astype(gmem.out.dtype)
-
-    @pl.when(num_rows == ROWS)
-    def _():
-        for part, columns in enumerate(_parts(smem)):
-            smem.out[wg, part] = values[:, columns.start : columns.start + columns.size]
-        plgpu.commit_smem()
-        for part, columns in enumerate(_parts(smem)):
-            plgpu.copy_smem_to_gmem(smem.out_boxes.at[wg, part], gmem.out.at[pl.ds(token, ROWS), head, columns])
-
-    @pl.when(num_rows < ROWS)
-    def _():
-        columns = pl.ds(0, values.shape[1])
-        smem.out_rows[wg, :, columns] = values
-        plgpu.commit_smem()
-
-        def one_row(i, _):
-            plgpu.copy_smem_to_gmem(smem.out_rows.at[wg, i, columns], gmem.out.at[token + i, head])
-
-        lax.fori_loop(_int(0), num_rows, one_row, None)
-
-
-def _products(problem: Problem, smem: Shared) -> "_Products":
-    return (_InterpretedProducts if problem.interpret else _Products)(smem.k, smem.v)
+def _products(
+    problem: Problem, smem: Shared, *, num_keys: int | None = None, num_values: int | None = None
+) -> "_Products":
+    """With the first keys and values of a block, by default with all."""
+    keys, values = (pl.ds(0, num or problem.block_kv) for num in (num_keys, num_values))
+    return (_InterpretedProducts if problem.interpret else _Products)(smem.k.at[:, keys], smem.v.at[:, values])
 
 
 class _Products(NamedTuple):
@@ -447,7 +452,7 @@ class _Products(NamedTuple):
             for ref, result in zip(result_refs, meanwhile(scores), strict=True):
                 ref[...] = result
 
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.k.shape[1]), jnp.float32), _LAYOUT)
+        zeros = _zeros(self.k.shape[1])
         row = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW_LAYOUT)
         state = (plgpu.ACC.init(zeros), plgpu.ACC.init(acc), row, row, row, zeros)
         run: Any = pl.run_state(product)

@@ -61,7 +61,7 @@ def test_prefill(capsys, implementation):
     if implementation == "xla":
         got = ragged_prefill_attention(q, *given_back, **layout, **OPTIONS)
     else:
-        config = PrefillConfig(block_kv=64, stages=2, prefetch=True, num_blocks=2)
+        config = PrefillConfig(block_kv=64, k_stages=2, v_stages=2, q_slots=2, num_blocks=2)
         run = functools.partial(
             ragged_prefill_attention_sm90, **layout, **OPTIONS, alibi_slopes=None, config=config, interpret=True
         )
