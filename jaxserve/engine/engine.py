@@ -125,7 +125,6 @@ class Engine:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # a step that fails now is no one's
             for pending in self._in_flight:
                 pending.token_ids()
-                pending.is_corrupted()
         self.runner.close()
         if self._matchers is not None:
             self._matchers.close()

@@ -21,7 +21,7 @@ from jaxserve.execution.batch import Bucket, make_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
-from jaxserve.execution.slots import Slots, init_slots
+from jaxserve.execution.slots import Slots, init_slots, pack_admissions
 from jaxserve.execution.step import (
     PROMPT_LOGPROBS_CHUNK,
     DrawingRows,
@@ -42,7 +42,7 @@ CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("m
 """What steps call besides what jax promises to keep. It need not be kept: an export is for one version of jax."""
 
 COPIES_OF_LOGITS = 4
-COPIES_OF_HIDDEN = 12
+COPIES_OF_HIDDEN = 10
 """What steps are expected to hold at a time."""
 
 CUBLAS_TOKENS = 256
@@ -151,6 +151,8 @@ class StepBuilder:
         self._hidden_size = model_config.hidden_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
+        self._admissions = self.replicate(pack_admissions([], **self.table_sizes))
+        self._has_special_steps = has_special_steps
         self._model = {"family": family, "config": model_config}
         self._with_layers = {**self._model, "kernels": kernels, "group_of_layer": self.layout.group_of_layer}
         self._kernels: Kernels = kernels
@@ -198,6 +200,12 @@ class StepBuilder:
         is_large = isinstance(program, PlainDecode | Forward) and program.bucket.num_tokens >= CUBLAS_TOKENS
         return {"xla_gpu_enable_triton_gemm": False} if self.has_kernels and is_large else {}
 
+    def carries_admissions(self, program: Program) -> bool:
+        """Whether a program also admits requests, as far as one upload has room for them. On a CPU one forward pass is
+        for steps of all kinds, of which few admit any.
+        """
+        return self._has_special_steps and isinstance(program, Forward) and not program.is_decode_only
+
     def export(self, program: Program, num_blocks: int) -> bytes:
         """The same as bytes, for `lower_exported` in another process of the same version."""
         declared = self._declare(program, num_blocks)
@@ -233,9 +241,11 @@ class StepBuilder:
     def _declare(self, program: Program, num_blocks: int) -> _Declaration:
         match program:
             case PlainDecode(bucket):
+                more = ()
                 function = functools.partial(step, **self._with_layers, bucket=bucket)
                 outputs = _drawn(has_logprobs=False)
             case Forward(bucket, is_decode_only):
+                more = (self._admissions,) if self.carries_admissions(program) else ()
                 function = functools.partial(
                     forward,
                     **self._with_layers,
@@ -268,7 +278,7 @@ class StepBuilder:
         kv_cache = self.kv_cache(num_blocks=num_blocks)
         return _Declaration(
             function,
-            (self._params, kv_cache, self.slots, self._packed(bucket)),
+            (self._params, kv_cache, self.slots, self._packed(bucket), *more),
             donated=(1, 2),
             results=(kv_cache, self.slots, outputs),
         )
@@ -292,4 +302,4 @@ class StepBuilder:
 
 
 def _drawn(*, has_logprobs: bool) -> Drawn:
-    return Drawn(token_ids=_LEAF, is_corrupted=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)
+    return Drawn(token_ids=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)

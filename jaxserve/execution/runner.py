@@ -5,13 +5,13 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, pack_nothing, wants_prompt_logprobs
 from jaxserve.execution.builder import StepBuilder
@@ -19,11 +19,11 @@ from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.mosaic import MosaicKernel, kernels_of
-from jaxserve.execution.shapes import Draw, Embed, Program, PromptLogprobs, Step
+from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
-from jaxserve.execution.step import Drawn
+from jaxserve.execution.step import CORRUPTED, Drawn
 from jaxserve.layers.batch import KVCache
-from jaxserve.request import TokenLogprobs
+from jaxserve.request import Request, TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
@@ -48,7 +48,6 @@ class StepOutputs(NamedTuple):
     """What the host reads of a step, a row each but for those of prompts; the last three None unless asked for."""
 
     token_ids: Int[Array, " R"]
-    is_corrupted: Bool[Array, " R"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     """One entry a token of the step: the log probability of the prompt token that follows it."""
@@ -62,12 +61,12 @@ class PendingStep(NamedTuple):
     outputs: StepOutputs
 
     def token_ids(self) -> list[int]:
-        """The drawn token of each row."""
+        """The drawn token of each row; anything where it is corrupted."""
         return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)].tolist()
 
     def is_corrupted(self) -> list[bool]:
         """Which rows had logits that are not numbers."""
-        return np.asarray(self.outputs.is_corrupted)[: len(self.plan.rows)].tolist()
+        return (np.asarray(self.outputs.token_ids)[: len(self.plan.rows)] == CORRUPTED).tolist()
 
     def logprobs(self) -> HostLogprobs | None:
         """One entry a row, if some row asked for them."""
@@ -204,15 +203,17 @@ class Runner:
         does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
-        if plan.admitted:
-            self._admit(plan)
+        for request in plan.admitted:
+            self._features[request.slot] = features(request.request)
+            self._may_want_prompt_logprobs[request.slot] = request.request.params.prompt_logprobs is not None
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
         step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
+        admissions = self._admit(plan.admitted, step.forward)
         packed = pack(plan, step.forward.bucket, **self.builder.table_sizes, features=needed)
         built = time.perf_counter()
-        forwarded = self._run(step.forward, packed)
+        forwarded = self._run(step.forward, packed, *admissions)
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
@@ -222,12 +223,10 @@ class Runner:
         masked = time.perf_counter()
         drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
         drawn.token_ids.copy_to_host_async()
-        drawn.is_corrupted.copy_to_host_async()
         self.seconds["build"] += built - start
         self.seconds["dispatch"] += launched - built + time.perf_counter() - masked
         outputs = StepOutputs(
             drawn.token_ids,
-            drawn.is_corrupted,
             drawn.logprobs if needed & Feature.LOGPROBS else None,
             prompt_logprobs,
             embeddings,
@@ -269,18 +268,20 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, plan: StepPlan) -> None:
-        for requests in itertools.batched(plan.admitted, ADMISSION_ROWS):
-            packed = pack_admissions(list(requests), **self.builder.table_sizes)
+    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[np.ndarray, ...]:
+        """Write the slots of new requests, but for what it returns: the forward pass takes that along."""
+        carried = self.builder.carries_admissions(forward)
+        rest = requests[ADMISSION_ROWS:] if carried else requests
+        for some in itertools.batched(rest, ADMISSION_ROWS):
+            packed = pack_admissions(some, **self.builder.table_sizes)
             self._slots = self._admissions["scalars"](self._slots, packed)
-        for request in plan.admitted:
-            self._features[request.slot] = features(request.request)
-            self._may_want_prompt_logprobs[request.slot] = request.request.params.prompt_logprobs is not None
+        for request in requests:
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.builder.vocab_size
                 )
                 self._slots = self._admissions["extras"](self._slots, np.int32(request.slot), extras)
+        return (pack_admissions(requests[:ADMISSION_ROWS], **self.builder.table_sizes),) if carried else ()
 
     def _write_masks(self, masks: Masks) -> None:
         num_rows = next(size for size in self._mask_sizes if size >= len(masks.slots))
@@ -311,7 +312,8 @@ class Runner:
                 _, hidden, _ = self.builder.arguments(program, self.num_blocks)
                 return _zeros(hidden), pack_nothing(bucket, **self.builder.table_sizes)
             case _:
-                return (pack_nothing(program.bucket, **self.builder.table_sizes),)
+                packed = pack_nothing(program.bucket, **self.builder.table_sizes)
+                return packed, *self._admit([], program)
 
     def _lower_admission(self, key: str | int) -> jax.stages.Lowered:
         function = {"scalars": admit, "extras": _admit_extras}[key] if isinstance(key, str) else allow

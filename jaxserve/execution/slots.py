@@ -6,6 +6,7 @@ needs no token from the host.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
 import flax.struct
@@ -51,7 +52,7 @@ def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: 
     )
 
 
-def pack_admissions(requests: list[Request], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
+def pack_admissions(requests: Sequence[Request], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
     """One upload for up to ADMISSION_ROWS requests that have just got a slot: [rows, 1 + G * M + scalars] int32."""
     size = num_groups * max_blocks
     packed = np.zeros((ADMISSION_ROWS, 1 + size + sampling_state.NUM_SCALARS), np.int32)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
-from jaxserve.execution.slots import Slots
+from jaxserve.execution.slots import Slots, admit
 from jaxserve.layers.batch import Kernels, KVCache
 from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.request import MAX_LOGPROBS
@@ -24,6 +24,9 @@ from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
+
+CORRUPTED = -1
+"""Stands for the token of a row whose logits were no numbers."""
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Tokens whose logits are alive at once while prompt log probabilities are computed."""
@@ -62,7 +65,7 @@ class Drawn:
     """
 
     token_ids: Int[Array, " R"]
-    is_corrupted: Bool[Array, " R"]
+    """CORRUPTED where logits were no numbers."""
     logprobs: Logprobs | None
 
 
@@ -102,6 +105,7 @@ def forward(
     kv_cache: KVCache,
     slots: Slots,
     packed: Int[Array, " packed"],
+    admissions: Int[Array, "rows width"] | None = None,
     *,
     family: ModuleType,
     config: Any,
@@ -111,12 +115,14 @@ def forward(
     is_decode_only: bool,
     is_launched_in_parts: bool = False,
 ) -> tuple[KVCache, Slots, Forwarded]:
-    """From a packed plan to the logits of its rows; also writes KV and block tables. `kv_cache` and `slots` are
-    donated; the keyword arguments are static.
+    """From a packed plan to the logits of its rows; also writes KV and block tables, and what `slots.pack_admissions`
+    has packed of new requests. `kv_cache` and `slots` are donated; the keyword arguments are static.
 
     `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts` is for
     those that a lone request waits for: see `layers.launch`.
     """
+    if admissions is not None:
+        slots = admit(slots, admissions)
     pieces = unpack(packed, bucket)
     block_tables = (
         slots.block_tables.reshape(-1)
@@ -187,7 +193,7 @@ def draw(
     written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
     last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
     slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
-    return slots, Drawn(sampled.token_ids, sampled.is_corrupted, logprobs)
+    return slots, Drawn(jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids), logprobs)
 
 
 def prompt_logprobs(

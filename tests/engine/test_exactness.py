@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from harness import MAX_MODEL_LEN, Model, Result, drain, request, run
 
+from jaxserve.execution import runner, slots
 from jaxserve.request import SamplingParams
 
 
@@ -162,6 +163,19 @@ def test_every_family(name):
     asked = {f"r{i}": (prompt, 9) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=13))}
     requests = [request(name, *job) for name, job in asked.items()]
     assert_naive(model, run(model.engine(num_blocks=40, max_num_batched_tokens=16), requests), asked)
+
+
+def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
+    """As on a GPU, where it admits the first ones itself: some of them have parameters of their own, too."""
+    for module in (slots, runner):
+        monkeypatch.setattr(module, "ADMISSION_ROWS", 3)
+    model = Model("llama_untied", has_special_steps=True)
+    asked = {
+        f"r{i}": (prompt, 6) for i, prompt in enumerate(prompts(model, [2, 9, 5, 13, 3, 7, 11, 6, 4, 10, 8], seed=18))
+    }
+    params = [SamplingParams(temperature=0.0, logit_bias={7: 0.0} if i % 3 == 0 else None) for i in range(11)]
+    requests = [request(name, *job, params[i]) for i, (name, job) in enumerate(asked.items())]
+    assert_naive(model, run(model.engine(num_blocks=60), requests), asked)
 
 
 def test_tensor_parallel_equals_one_device():
