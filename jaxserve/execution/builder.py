@@ -45,7 +45,7 @@ COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
 """What steps are expected to hold at a time."""
 
-CUBLAS_TOKENS = 256
+CUBLAS_TOKENS = 128
 """From so many tokens on, matrix products are left to cuBLAS. XLA makes some of its own and tries them out, for
 seconds, but where rows are many cuBLAS's win.
 """
