@@ -6,11 +6,10 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -45,9 +44,6 @@ KV_CACHE_UNIT = 2**26
 """Bytes, of which the KV cache takes a multiple: compiled steps are for so many blocks, and found on disk again only if
 the next start counts as many.
 """
-
-ALLOCATION_UNIT = 256
-"""Bytes, of which each allocation on a GPU takes a multiple."""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 
@@ -118,7 +114,6 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else None)
     is_measured = memory is None
     if memory is None:
-        _claim_memory(mesh.devices.flat)
         free = _available_memory(mesh) - _bytes_a_device(weights) - KV_CACHE_UNIT  # weights lie in rounded-up places
         memory = _kv_cache_memory(free, builder.expected_step_memory, weights=weights, config=config, mesh=mesh)
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
@@ -304,24 +299,6 @@ def _check_room_for(weights: list[jax.ShapeDtypeStruct], path: str, *, dtype: np
 
 def _bytes_a_device(weights: list[jax.ShapeDtypeStruct]) -> int:
     return sum(shard_bytes(weight) for weight in weights)
-
-
-def _claim_memory(devices: Iterable[Any]) -> None:
-    """Have XLA's allocator take all that it may of each device in one region, which it keeps when it is free again.
-
-    It does so by itself unless XLA_PYTHON_CLIENT_PREALLOCATE is false. Then regions come as they are needed, the next
-    twice as large as the last, and a pool that does not fit into the end of any of them finds no room, although there
-    is enough in all. Raises OutOfMemory.
-    """
-    for device in devices:
-        stats = device.memory_stats()
-        if stats is None or "pool_bytes" not in stats:  # a CPU, or CUDA's own allocator
-            continue
-        left = (stats["bytes_limit"] - stats["pool_bytes"]) // ALLOCATION_UNIT * ALLOCATION_UNIT
-        if left < KV_CACHE_UNIT:
-            continue
-        with _naming_out_of_memory(f"{left / 2**30:.1f} GiB more, to which gpu_memory_utilization entitles,"):
-            jax.block_until_ready(jnp.zeros(left, jnp.uint8, device=device)).delete()
 
 
 def _available_memory(mesh: Mesh) -> int:

@@ -1,10 +1,8 @@
 """What a model may cost: memory of hosts and devices, and how much of it is left for the KV cache."""
 
 import dataclasses
-import math
 import pathlib
 import threading
-import types
 
 import jax
 import numpy as np
@@ -16,7 +14,6 @@ from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
 from jaxserve.errors import ConfigError, OutOfMemory
-from jaxserve.execution import runner as execution
 from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.execution.lowering import Lowering
@@ -184,83 +181,6 @@ def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
         engine.step()
     assert engine.stats().num_recompiles_after_warmup == 0
     engine.close()
-
-
-class Unmade:
-    """An array whose memory was asked for in vain after the call that returned it."""
-
-    def block_until_ready(self):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.46GiB")
-
-    def delete(self):
-        pass
-
-
-def test_pools_without_room_end_the_start(monkeypatch):
-    """Not the first request, which would name whatever program came to wait for them."""
-    monkeypatch.setattr(execution, "init_kv_cache", lambda _: Unmade())
-    config = dataclasses.replace(CONFIG, kv_cache_memory=2**20)
-    with pytest.raises(OutOfMemory, match=r"^the KV cache of \d+ blocks did not fit into the device's memory"):
-        startup.start_engine(config, mesh=None, progress=False)
-
-
-class GrowingDevice:
-    """A GPU whose allocator gets a region for each array, when nothing is free in those that it has."""
-
-    def __init__(self, *, limit, pool):
-        self.limit, self.pool, self.regions = limit, pool, []
-
-    def memory_stats(self):
-        return {"bytes_limit": self.limit, "bytes_in_use": 0, "pool_bytes": self.pool}
-
-    def zeros(self, size, dtype):
-        num_bytes = math.ceil(size * np.dtype(dtype).itemsize / 256) * 256
-        if num_bytes > self.limit - self.pool:
-            return Unmade()
-        self.pool += num_bytes
-        self.regions.append(num_bytes)
-        return jax.device_put(np.zeros(1))
-
-
-def test_what_may_be_had_of_a_gpu_is_one_region(monkeypatch):
-    """So that only what lies between arrays is lost to large pools, not the ends of many regions."""
-    monkeypatch.setattr(startup.jnp, "zeros", lambda size, dtype, *, device: device.zeros(size, dtype))
-    devices = [
-        GrowingDevice(limit=2**34, pool=2**21),
-        GrowingDevice(limit=2**33 + 100, pool=0),
-        GrowingDevice(limit=2**34, pool=2**34),  # preallocated
-    ]
-    num_arrays = len(jax.live_arrays())
-    for _ in range(2):
-        startup._claim_memory(devices)
-        assert [device.regions for device in devices] == [[2**34 - 2**21], [2**33], []]
-    assert len(jax.live_arrays()) <= num_arrays
-
-
-def test_memory_that_others_have_is_named(monkeypatch):
-    monkeypatch.setattr(startup.jnp, "zeros", lambda *_, **__: Unmade())
-    with pytest.raises(OutOfMemory, match=r"^7\.5 GiB more, to which gpu_memory_utilization entitles, did not fit"):
-        startup._claim_memory([GrowingDevice(limit=2**33, pool=2**29)])
-
-
-def test_without_an_allocator_of_regions_nothing_is_claimed(monkeypatch):
-    monkeypatch.setattr(startup.jnp, "zeros", lambda *_, **__: pytest.fail("memory is claimed"))
-    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**33, "bytes_in_use": 0})
-    startup._claim_memory([device, *jax.devices()])
-
-
-@pytest.mark.parametrize("kv_cache_memory", [None, 2**20])
-def test_memory_is_claimed_before_weights_lie_in_it(monkeypatch, kv_cache_memory):
-    """Unless somebody has said how much the cache may take."""
-    events, load = [], startup._load
-    monkeypatch.setattr(startup, "CPU_KV_CACHE_MEMORY", None)
-    monkeypatch.setattr(startup, "_available_memory", lambda mesh: 2**31)
-    monkeypatch.setattr(startup, "_claim_memory", lambda devices: events.append("claim"))
-    monkeypatch.setattr(startup, "_load", lambda *args, **options: events.append("load") or load(*args, **options))
-    config = dataclasses.replace(CONFIG, kv_cache_memory=kv_cache_memory)
-    engine, _ = startup.start_engine(config, mesh=None, progress=False)
-    engine.close()
-    assert events == (["load"] if kv_cache_memory else ["claim", "load"])
 
 
 def test_positions_of_a_huge_pool_are_int32():
