@@ -76,7 +76,9 @@ class CompiledSteps:
         return self._executables.items()
 
     def _compile(self, key: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        start = time.perf_counter()
         executable = lowered.compile(self._compiler_options(key))
+        logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             self._executables[key] = executable
             self.num_compiles += 1
