@@ -112,9 +112,7 @@ def _after_attention(
             weight, norm = weights[name], {"eps": eps, "implementation": kernels}
             if axes[name] is None:
                 return small_matmul.matmul_then_norm(rows, _as_matrix(name, weight), residual=x, gain=gain, **norm)
-            update = multiply(rows, name, weight)
-            if axes[name] is not None:
-                update = jax.lax.psum(update, axes[name])
+            update = jax.lax.psum(multiply(rows, name, weight), axes[name])
             return add_rms_norm.add_rms_norm(x, update, gain, **norm)
 
         x, normed = multiply_then_norm(heads.reshape(len(heads), -1), "o", x, gains[0])
