@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from harness import MAX_MODEL_LEN, Model, Result, drain, request, run
+from harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
 
 from jaxserve.execution import runner, slots
 from jaxserve.request import SamplingParams
@@ -173,9 +173,28 @@ def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
     asked = {
         f"r{i}": (prompt, 6) for i, prompt in enumerate(prompts(model, [2, 9, 5, 13, 3, 7, 11, 6, 4, 10, 8], seed=18))
     }
-    params = [SamplingParams(temperature=0.0, logit_bias={7: 0.0} if i % 3 == 0 else None) for i in range(11)]
+    params = [SamplingParams(temperature=0.0, logit_bias={7: 100.0} if i % 3 == 0 else None) for i in range(11)]
     requests = [request(name, *job, params[i]) for i, (name, job) in enumerate(asked.items())]
-    assert_naive(model, run(model.engine(num_blocks=60), requests), asked)
+    results = run(model.engine(num_blocks=60), requests)
+    for name in list(asked)[::3]:
+        assert results.pop(name).token_ids == [7] * 6
+        del asked[name]
+    assert_naive(model, results, asked)
+
+
+def test_requests_that_decode_steps_admit():
+    """As on a GPU, where forward passes of one token a row take no admissions along: prompts of which all but the last
+    token is there already.
+    """
+    model = Model("llama_untied", has_special_steps=True)
+    engine = model.engine()
+    common, *last = prompts(model, [24, 1, 1, 1, 1], seed=19)
+    run(engine, [request("first", common, 1)])
+    for num_cached, params in [(0, GREEDY), (24, GREEDY), (24, SamplingParams(temperature=0.0, logprobs=2))]:
+        asked = {f"r{i}": (common[:num_cached] + token, 6) for i, token in enumerate(last)}
+        results = run(engine, [request(name, *job, params) for name, job in asked.items()])
+        assert_naive(model, results, asked)
+        assert all(result.num_cached_tokens == num_cached for result in results.values())
 
 
 def test_tensor_parallel_equals_one_device():
