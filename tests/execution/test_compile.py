@@ -13,6 +13,7 @@ from waiting import PATIENCE
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
+from jaxserve.execution import compile as compile_module
 from jaxserve.execution.compile import CompiledSteps, enable_persistent_cache
 from jaxserve.execution.mosaic import MosaicKernel
 from jaxserve.request import EngineRequest, SamplingParams
@@ -105,33 +106,47 @@ def test_a_shape_that_was_not_warmed_up_is_counted():
         steps[1](np.zeros(2, np.float32))
 
 
+def test_each_program_has_compiler_options_of_its_own(monkeypatch):
+    program = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), np.float32))
+    compiled, options = program.compile(), []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda _, given: options.append(given) or compiled)
+    steps = CompiledSteps(lambda size: program, compiler_options=lambda size: {"size": size})
+    steps.warm_up([1, 2], progress=False)
+    assert sorted(given["size"] for given in options) == [1, 2]
+
+
 def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkeypatch):
-    compiled = []
+    """And before those without kernels that come later."""
+    events = []
     kernels = {name: MosaicKernel(name.encode(), b"", False, False, False) for name in "abc"}
     called = {1: "", 2: "ab", 3: "bc", 4: ""}
     programs = {size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)) for size in called}
-    compile_program = jax.stages.Lowered.compile
-    is_begun, is_lowered = threading.Event(), threading.Event()
+    is_begun, is_all_lowered = threading.Event(), threading.Event()
+    submit, wait = concurrent.futures.ThreadPoolExecutor.submit, compile_module._wait
 
     def lower(size):
         if size == 4:  # in the middle of the kernels
             assert is_begun.wait(PATIENCE)
-            is_lowered.set()
         return programs[size]
-
-    def compile_and_tell(program, options):
-        compiled.append(options["size"])
-        return compile_program(program)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_tell)
 
     def compile_kernel(kernel, mesh):
         is_begun.set()
-        assert is_lowered.wait(PATIENCE)
-        compiled.append(kernel.kernel_hash.decode())
+        assert is_all_lowered.wait(PATIENCE)
+        events.append(kernel.kernel_hash.decode())
 
-    monkeypatch.setattr("jaxserve.execution.compile.compile_kernel", compile_kernel)
-    steps = CompiledSteps(lower, compiler_options=lambda size: {"size": size})
+    def tell_and_submit(pool, function, *arguments):
+        if function == steps._compile:
+            events.append(arguments[0])
+        return submit(pool, function, *arguments)
+
+    def tell_and_wait(futures):
+        is_all_lowered.set()
+        wait(futures)
+
+    monkeypatch.setattr(compile_module, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(compile_module, "_wait", tell_and_wait)
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", tell_and_submit)
+    steps = CompiledSteps(lower)
     seconds = steps.warm_up(
         called,
         kernels_of=lambda lowered: {
@@ -140,8 +155,8 @@ def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkey
         mesh=jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]),
         progress=False,
     )
-    assert sorted(map(str, compiled)) == ["1", "2", "3", "4", "a", "b", "c"]
-    assert max(map(compiled.index, "abc")) < min(map(compiled.index, [2, 3, 4]))
+    assert sorted(map(str, events)) == ["1", "2", "3", "4", "a", "b", "c"]
+    assert max(map(events.index, "abc")) < min(map(events.index, [2, 3, 4]))
     assert all(size in steps for size in called)
     assert 0 <= seconds.lowered_after <= seconds.kernels_after <= seconds.compiled_after
     steps.clear()
