@@ -61,7 +61,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From what steps are built, as plain data: the model's config.json, and the sizes of the engine.
 
     Attributes:
-        has_special_steps: of `StepShapes`.
+        has_special_steps: of `StepShapes`; then forward passes of prompts also admit requests.
     """
 
     model: dict[str, Any]

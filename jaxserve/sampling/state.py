@@ -1,8 +1,8 @@
 """SamplingState: every request's sampling parameters and history, in arrays indexed by slot that stay on the device.
 
-`pack_*` run on the host when a request is admitted (again after a preemption), `admit*` inside the step. Slots are
-reused: `admit` replaces the scalars, and their feature bits decide whether a slot's extras are looked at, so that
-what an earlier request has left there never acts.
+`pack_*` run on the host when a request is admitted (again after a preemption), `admit*` on the device: `admit` in a
+forward pass or before it, `admit_extras` before it. Slots are reused: `admit` replaces the scalars, and their feature
+bits decide whether a slot's extras are looked at, so that what an earlier request has left there never acts.
 """
 
 import dataclasses

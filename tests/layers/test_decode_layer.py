@@ -124,9 +124,6 @@ def test_what_it_takes():
     biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(128, jnp.bfloat16)}} for layer in layers]
     assert not supports(biased, x, batch)
     assert not supports(layers, x, batch, activation="relu")
-    _, _, params = make_model("llama", hidden_size=64)  # rows too short for a norm of its own
-    layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
-    assert supports(layers, x[:, :64], batch)
 
 
 @pytest.mark.parametrize(
