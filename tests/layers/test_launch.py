@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.launch import MIN_LAYERS, cut_launch
+from jaxserve.layers.sharding import with_explicit_axes
 
 
 def make_batch(**fields):
@@ -40,3 +42,15 @@ def test_nothing_changes(dtype, value):
     x = jnp.full((2, 8), value, dtype)
     cut = jax.jit(lambda x: cut_launch(x, make_batch(is_launched_in_parts=True), index=3, num_layers=32))
     assert np.asarray(cut(x)).tobytes() == np.asarray(x).tobytes()
+
+
+def test_on_two_devices():
+    mesh = with_explicit_axes(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
+    batch, x = jax.device_put(
+        (make_batch(is_launched_in_parts=True), jnp.arange(16, dtype=jnp.float16).reshape(2, 8)),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, batch: cut_launch(x, batch, index=3, num_layers=32))(x, batch)
+    assert got.sharding.is_fully_replicated
+    assert got.tolist() == x.tolist()
