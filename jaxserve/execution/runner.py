@@ -110,6 +110,7 @@ class Runner:
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
+        self._no_admissions: jax.Array | None = None
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
 
@@ -168,6 +169,8 @@ class Runner:
             self._kv_cache = init_kv_cache(self.builder.kv_cache(num_blocks=self.num_blocks))
             # By jit: never two of them at once.
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
+            nobody = pack_admissions([], **self.builder.table_sizes)
+            self._no_admissions = jax.device_put(nobody, self.builder.replicated)
         jax.block_until_ready((self._kv_cache, self._slots))
 
     def warm_up(self, *, progress: bool) -> WarmUp:
@@ -260,7 +263,7 @@ class Runner:
     def close(self) -> None:
         """Free the device memory now instead of when the last reference goes."""
         self._close_lowering()
-        for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots)):
+        for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots, self._no_admissions)):
             leaf.delete()
 
     def _close_lowering(self) -> None:
@@ -268,7 +271,7 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[np.ndarray, ...]:
+    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[Any, ...]:
         """Write the slots of new requests, but for what it returns: the forward pass takes that along."""
         carried = self.builder.carries_admissions(forward)
         rest = requests[ADMISSION_ROWS:] if carried else requests
@@ -281,7 +284,11 @@ class Runner:
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.builder.vocab_size
                 )
                 self._slots = self._admissions["extras"](self._slots, np.int32(request.slot), extras)
-        return (pack_admissions(requests[:ADMISSION_ROWS], **self.builder.table_sizes),) if carried else ()
+        if not carried:
+            return ()
+        if not requests:  # the block tables of eight rows may be megabytes
+            return (self._no_admissions,)
+        return (pack_admissions(requests[:ADMISSION_ROWS], **self.builder.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
         num_rows = next(size for size in self._mask_sizes if size >= len(masks.slots))

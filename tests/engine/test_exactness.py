@@ -182,6 +182,20 @@ def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
     assert_naive(model, results, asked)
 
 
+def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
+    model = Model("llama_untied", has_special_steps=True)
+    packed = []
+    pack = slots.pack_admissions
+    monkeypatch.setattr(
+        runner, "pack_admissions", lambda requests, **sizes: packed.append(1) or pack(requests, **sizes)
+    )
+    asked = {f"r{i}": (prompt, 4) for i, prompt in enumerate(prompts(model, [60, 50], seed=20))}
+    engine = model.engine(max_num_batched_tokens=16)
+    assert_naive(model, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
+    assert engine.stats().num_steps > 7
+    assert len(packed) == 2  # one for each prompt
+
+
 def test_requests_that_decode_steps_admit():
     """As on a GPU, where forward passes of one token a row take no admissions along: prompts of which all but the last
     token is there already.
