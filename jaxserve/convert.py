@@ -13,13 +13,14 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.hub import parse_name
-from jaxserve.loading.huggingface import PICKLES, resolve_dtype
+from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
+from jaxserve.loading.pickles import PICKLED_SUFFIXES
 from jaxserve.loading.weights import load_config, open_weights
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
-WEIGHT_FILES = ("*.safetensors", "*.gguf", *PICKLES)
+WEIGHT_FILES = ("*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLED_SUFFIXES))
 _LARGEST_COPIED = 64 * 2**20
 """Bytes of a tokenizer file; what is larger is no part of a model but its weights."""
 

@@ -84,6 +84,7 @@ NO_JAX = (
     "jaxserve.loading.gguf_tokenizer",
     "jaxserve.loading.hub",
     "jaxserve.loading.partial_files",
+    "jaxserve.loading.pickles",
     "jaxserve.metrics",
     "jaxserve.progress",
     "jaxserve.request",

@@ -9,6 +9,7 @@ import pathlib
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
+from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 DEFAULT_MODEL = "scribe-15m"
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
@@ -56,6 +57,8 @@ def resolve_model(
         return str(path)
     if path.is_dir():
         raise CheckpointError(f"{name} holds no config.json, so it is not a model directory")
+    if path.suffix in PICKLED_SUFFIXES and path.exists():
+        raise CheckpointError(f"{name} is a file of pickled weights, {why_not_read(str(path.parent))}")
     if path.exists():
         raise CheckpointError(f"{name} is a file; a model is a .gguf file or a directory that holds config.json")
     builtin = ", ".join(BUILTIN_MODELS)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
 from jaxserve.loading.partial_files import no_bar
+from jaxserve.loading.pickles import why_not_read
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
@@ -157,7 +158,7 @@ def _there_are(name: HubName, suffix: str) -> str:
         return ""
     if suffix == ".gguf":
         return f", but GGUF files: name one of them, such as {name.repo}/{files[0]}"
-    return f", but pickled weights ({files[0]}), which are not read: a pickle can run any code"
+    return f", but pickled weights ({files[0]}), {why_not_read(name.repo)}"
 
 
 @contextlib.contextmanager

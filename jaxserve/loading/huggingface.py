@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -23,10 +23,10 @@ from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Layout, Params, ParamSpec, layouts, num_bytes
 from jaxserve.loading import mxfp4
+from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
-PICKLES = ("*.bin", "*.pt", "*.pth")
 
 # Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
 # LM head where it is tied to the embedding (where it is not, the family declares it and it is no extra).
@@ -124,7 +124,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
     directory = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
         expected = source_shapes(specs)
-        opened = _open_tensors(directory, stack)
+        opened = _open_tensors(directory, expected, stack)
         tensors = _with_model_prefix(opened.tensors, expected)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
@@ -186,27 +186,24 @@ class _Opened:
     lost: set[str]
 
 
-def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Opened:
-    """Open every file of the checkpoint; `stack` closes them."""
-    shard_of: dict[str, str] = {}
+def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: contextlib.ExitStack) -> _Opened:
+    """Open every file of the checkpoint; `stack` closes them. A single file is to hold all that is `expected`."""
     if (directory / "model.safetensors").is_file():
-        names = ["model.safetensors"]
+        shard_of = dict.fromkeys(expected, "model.safetensors")
     elif (directory / "model.safetensors.index.json").is_file():
         shard_of = _read_json(directory / "model.safetensors.index.json").get("weight_map") or {}
         if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
             raise CheckpointError(f"{directory}/model.safetensors.index.json has no weight_map of tensors to files")
-        names = sorted(set(shard_of.values()))
     else:
         raise CheckpointError(_without_safetensors(directory))
     tensors: dict[str, _Stored] = {}
     unreadable: dict[str, str] = {}
     twice: set[str] = set()
-    for name in names:
+    for name in sorted(set(shard_of.values())):
         try:
             file = stack.enter_context(safe_open(directory / name, framework="numpy"))
         except (OSError, SafetensorError) as error:
-            is_there = (directory / name).is_file()
-            unreadable[name] = f"{name} ({str(error).splitlines()[0]})" if is_there else f"{name} (no such file)"
+            unreadable[name] = f"{name} ({_describe_failure(directory / name, error)})"
             continue
         found = {tensor: _Stored(file, tensor) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
         twice |= tensors.keys() & found.keys()
@@ -219,22 +216,24 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Open
     )
 
 
+def _describe_failure(path: pathlib.Path, error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    if not path.is_file():
+        return "no such file"
+    return f"truncated or damaged: {reason}" if isinstance(error, SafetensorError) else reason
+
+
 def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and pathlib.PurePath(value).name == value
 
 
 def _without_safetensors(directory: pathlib.Path) -> str:
     """Why a directory without safetensors is not read."""
-    pickled = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
     if not pickled:
         return f"neither model.safetensors nor model.safetensors.index.json in {directory}"
     shown = pickled[0] if len(pickled) == 1 else f"{pickled[0]} and {len(pickled) - 1} more"
-    return (
-        f"{directory} has pickled weights only ({shown}), which are not read: a pickle can run any code. Where you "
-        "trust it, make safetensors of it with transformers and torch: "
-        f"AutoModelForCausalLM.from_pretrained({str(directory)!r})"
-        ".save_pretrained(NEW_DIRECTORY)"
-    )
+    return f"{directory} has pickled weights only ({shown}), {why_not_read(str(directory))}"
 
 
 def _with_model_prefix[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, ...]]) -> dict[str, T]:

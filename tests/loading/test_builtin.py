@@ -30,12 +30,14 @@ def test_the_default_is_built_in_and_documented(tmp_path, monkeypatch):
 
 
 def test_what_is_not_a_model_is_said_in_one_line(tmp_path):
-    (tmp_path / "weights.bin").write_text("")
+    for file in ("weights.bin", "weights.onnx"):
+        (tmp_path / file).write_text("")
     for name, message in [
         ("gpt-17", "no model 'gpt-17': it is no .gguf file, neither a directory"),
         (str(tmp_path / "nowhere"), "neither a directory nor a built-in model"),
         (str(tmp_path), "holds no config.json"),
-        (str(tmp_path / "weights.bin"), "is a file"),
+        (str(tmp_path / "weights.bin"), "is a file of pickled weights, which are not read: .*save_pretrained"),
+        (str(tmp_path / "weights.onnx"), "is a file; a model is a .gguf file or a directory"),
     ]:
         with pytest.raises(CheckpointError, match=message) as caught:
             resolve_model(name)
