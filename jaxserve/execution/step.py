@@ -118,8 +118,8 @@ def forward(
     """From a packed plan to the logits of its rows; also writes KV and block tables, and what `slots.pack_admissions`
     has packed of new requests. `kv_cache` and `slots` are donated; the keyword arguments are static.
 
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts` is for
-    those that a lone request waits for: see `layers.launch`.
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts`: see
+    `layers.launch`.
     """
     if admissions is not None:
         slots = admit(slots, admissions)
