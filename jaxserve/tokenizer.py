@@ -18,6 +18,7 @@ import jinja2
 
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxserve.loading.gguf_tokenizer import read_tokenizer
+from jaxserve.loading.json_files import read_object
 from jaxserve.token_pieces import TokenPieces
 
 # Without one of these, transformers would build an empty tokenizer from the model's class name.
@@ -306,15 +307,7 @@ class IncrementalDetokenizer:
 def read_generation_config(path: str | Path) -> dict[str, Any]:
     """generation_config.json of a model directory; empty where there is none. Raises CheckpointError if unreadable."""
     file = Path(path) / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"cannot read {file}: not a JSON object")
-    return config
+    return read_object(file) if file.is_file() else {}
 
 
 def _import_transformers() -> Any:

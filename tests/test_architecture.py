@@ -83,6 +83,7 @@ NO_JAX = (
     "jaxserve.loading.gguf_sources",
     "jaxserve.loading.gguf_tokenizer",
     "jaxserve.loading.hub",
+    "jaxserve.loading.json_files",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
     "jaxserve.metrics",

@@ -3,12 +3,15 @@
 The built-in models lie in `checkpoints/` of a source tree and in `jaxserve/_checkpoints/` of an installed wheel.
 """
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
+from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 DEFAULT_MODEL = "scribe-15m"
@@ -40,21 +43,38 @@ def resolve_model(
     What exists at a path is that path; else "org/name" is a model of the hub, at `revision` (a branch, a tag or a
     commit, which may follow the name after an "@"). It is downloaded unless it is cached, its config and tokenizer only
     if not `with_weights`; `is_offline` takes it from the cache only. Raises CheckpointError if there is no such model,
-    and ConfigError for a revision of any other.
+    or its config.json is not readable as JSON, and ConfigError for a revision of any other.
     """
     name = name or DEFAULT_MODEL
-    if hub_name := _on_hub(name, revision):
-        return hub.download(hub_name, with_weights=with_weights, progress=progress, is_offline=is_offline)
+    with _explained(name):
+        on_hub = _on_hub(name, revision)
+        if on_hub is None:
+            return str(_local(name))
+    return hub.download(on_hub, with_weights=with_weights, progress=progress, is_offline=is_offline)
+
+
+def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
+    """The same for a model whose tokenizer alone is wanted; a directory need not have more."""
+    with _explained(name):
+        directory = pathlib.Path(name).expanduser()
+        if name not in BUILTIN_MODELS and directory.is_dir():
+            return str(directory)
+    return resolve_model(name, with_weights=False, is_offline=is_offline)
+
+
+def _local(name: str) -> pathlib.Path:
+    """The built-in model or the path that is meant. Raises CheckpointError as `resolve_model` does."""
     if name in BUILTIN_MODELS:
         for root in _CHECKPOINT_ROOTS:
             if (root / name / "config.json").is_file():
-                return str(root / name)
+                return root / name
         raise CheckpointError(f"the built-in model {name} is not part of this installation; name a model directory")
     path = pathlib.Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return str(path)
+        return path
     if (path / "config.json").is_file():
-        return str(path)
+        read_object(path / "config.json")  # before transformers, which reads it for the tokenizer
+        return path
     if path.is_dir():
         raise CheckpointError(f"{name} holds no config.json, so it is not a model directory")
     if path.suffix in PICKLED_SUFFIXES and path.exists():
@@ -68,11 +88,15 @@ def resolve_model(
     )
 
 
-def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
-    """The same for a model whose tokenizer alone is wanted; a directory need not have more."""
-    if name not in BUILTIN_MODELS and pathlib.Path(name).expanduser().is_dir():
-        return str(pathlib.Path(name).expanduser())
-    return resolve_model(name, with_weights=False, is_offline=is_offline)
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What keeps a path from being looked at, as a CheckpointError: no permission, a name too long, ~ of nobody."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot read {name}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise CheckpointError(f"cannot read {name}: {error}") from error
 
 
 def _on_hub(name: str, revision: str | None) -> hub.HubName | None:

@@ -6,7 +6,6 @@ On the host there is never more than the tensors of one weight.
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Layout, Params, ParamSpec, layouts, num_bytes
 from jaxserve.loading import mxfp4
+from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -80,7 +80,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
-    fields = _read_json(directory / "config.json")
+    fields = read_object(directory / "config.json")
     quantization = fields.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if quantization and method != "mxfp4":
@@ -191,7 +191,7 @@ def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: conte
     if (directory / "model.safetensors").is_file():
         shard_of = dict.fromkeys(expected, "model.safetensors")
     elif (directory / "model.safetensors.index.json").is_file():
-        shard_of = _read_json(directory / "model.safetensors.index.json").get("weight_map") or {}
+        shard_of = read_object(directory / "model.safetensors.index.json").get("weight_map") or {}
         if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
             raise CheckpointError(f"{directory}/model.safetensors.index.json has no weight_map of tensors to files")
     else:
@@ -270,7 +270,7 @@ def _check(
 def _further_layers(directory: pathlib.Path) -> range:
     """The layers behind the last one, by which DeepSeek V3 predicts further tokens (`num_nextn_predict_layers`)."""
     path = directory / "config.json"
-    fields = _read_json(path) if path.exists() else {}
+    fields = read_object(path) if path.exists() else {}
     first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
     return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
@@ -295,16 +295,3 @@ def describe_tensors(*, missing: list[str], unexpected: list[str], wrong: list[s
     kinds = (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
     problems = [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
     return [f"tensors {problems[0]}", *problems[1:]] if problems else []
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError if it is missing or is none."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no {path.name} in {path.parent}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return fields

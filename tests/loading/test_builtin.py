@@ -1,9 +1,10 @@
 import pytest
 
+from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import builtin
-from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL, resolve_model
+from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL, resolve_model, resolve_tokenizer
 
 
 def test_a_path_is_itself(tmp_path):
@@ -42,3 +43,29 @@ def test_what_is_not_a_model_is_said_in_one_line(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             resolve_model(name)
         assert "\n" not in str(caught.value)
+
+
+BROKEN_JSON = {
+    "{": r"it is no JSON \(Expecting property name.* line 1 column 2",
+    " \n": "it is empty",
+    "[1]": r"must hold a JSON object, got \[1\]",
+    "[" * 100_000: r"it is no JSON \(maximum recursion depth",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_JSON, ids=["cut", "empty", "list", "deep"])
+def test_a_broken_config_is_named_before_a_tokenizer_is_looked_for(content, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    for start in (resolve_model, LLM):  # there is no tokenizer
+        with pytest.raises(CheckpointError, match=BROKEN_JSON[content]) as caught:
+            start(str(tmp_path))
+        assert str(caught.value).count(str(path)) == 1
+        assert "tokenizer" not in str(caught.value)
+
+
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_tokenizer])
+def test_a_path_that_cannot_be_looked_at_is_named(resolve):
+    for name, reason in [("a" * 5000, "File name too long"), ("~nobody-of-this-name/model", "home directory")]:
+        with pytest.raises(CheckpointError, match=f"cannot read {name}: .*{reason}"):
+            resolve(name)

@@ -199,6 +199,14 @@ def test_an_index_that_nobody_can_read_is_left_to_loading(server, index):
     assert {"config.json", "model.safetensors.index.json"} <= set(names(resolve_model("org/odd")))
 
 
+def test_a_broken_config_is_named_before_weights_are_downloaded(server):
+    server.repos["org/broken"] = Repo({NEW: FILES | {"config.json": b"{"}}, {"main": NEW})
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json: it is no JSON"):
+        resolve_model("org/broken")
+    assert any("config.json" in str(request) for request in server.requests)
+    assert not any("model-1.safetensors" in str(request) for request in server.requests)
+
+
 def test_no_weights_where_none_are_read(server):
     assert names(resolve_tokenizer("org/sharded")) == SMALL
     assert names(resolve_names(EngineConfig(model="org/sharded", load_format="dummy")).model) == SMALL

@@ -1,0 +1,25 @@
+"""JSON files of a model directory, and what is wrong with one that cannot be read. No jax."""
+
+import json
+import pathlib
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError, naming the file, if it is missing or holds no object."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise CheckpointError(f"cannot read {path}: it is empty")
+        fields = json.loads(text)
+    except FileNotFoundError:
+        raise CheckpointError(f"no {path.name} in {path.parent}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: it is no JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
+    return fields
