@@ -25,7 +25,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4
 
-_TRUNCATED = "the file ends within its header: it is truncated"
+_TRUNCATED = "it ends within its header: it is truncated"
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -47,10 +47,12 @@ class GGUFTensor:
         block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][0]
         if self.shape[-1] % block:
             return f"is {self.kind} {list(self.shape)}, whose rows are no whole blocks of {block}"
-        end = self.offset + self._num_bytes
-        if end > len(self.file):
-            return f"ends at byte {end} of a file of {len(self.file)}: it is truncated"
         return None
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        return self.offset + self._num_bytes
 
     def read(self) -> np.ndarray:
         """A copy: floats as they are stored, what is quantized as float32."""
@@ -121,23 +123,27 @@ def _part_names(name: str, count: int) -> list[str]:
 
 
 class _Header:
-    """The metadata and the tensors of one file. Raises CheckpointError for what is none, or has a damaged header."""
+    """The metadata and the tensors of one file. Raises CheckpointError for what is none, is damaged or truncated."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
         try:
+            if path.stat().st_size == 0:
+                raise ValueError("it is empty, no GGUF file")
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._position = 0
             self._read()
         except struct.error as error:
             raise CheckpointError(f"cannot read {path}: {_TRUNCATED}") from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
 
     def _read(self) -> None:
         if self._map[:4] != b"GGUF":
-            raise ValueError("it does not begin as a GGUF file does")
+            raise ValueError(f"it is no GGUF file: it begins with {self._map[:4]!r}")
         self._position = 4
         version = self._scalar("I")
         if version not in (2, 3):
@@ -155,14 +161,19 @@ class _Header:
         self.tensors = {name: GGUFTensor(self._map, shape, kind, start + offset) for name, shape, kind, offset in table}
         if len(self.tensors) < num_tensors:
             raise ValueError("several tensors have the same name")
+        end = max((tensor.end for tensor in self.tensors.values()), default=0)
+        if end > len(self._map):
+            raise ValueError(f"it has {len(self._map)} of {end} bytes: it is truncated")
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
         name, num_dimensions = self._string(), self._scalar("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]  # ggml counts from the innermost
-        kind = GGMLQuantizationType(self._scalar("I")).name
-        return name, shape, kind, self._scalar("Q")
+        kind = self._scalar("I")
+        if kind not in GGML_QUANT_SIZES:
+            raise ValueError(f"the tensor {name} is of the unknown type {kind}")
+        return name, shape, GGMLQuantizationType(kind).name, self._scalar("Q")
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:

@@ -21,8 +21,8 @@ def load_params(
 ) -> Params:
     """The weights that `specs` declare, from a GGUF file, cast to `dtype` and laid out over `mesh`.
 
-    Raises CheckpointError, naming all of them, if files are missing or damaged, or tensors missing, unexpected,
-    truncated, of another shape or of an unknown type, and ConfigError if a weight does not divide over the mesh; then
+    Raises CheckpointError, naming all of them, if files are missing, damaged or truncated, or tensors missing,
+    unexpected, of another shape or of an unknown type, and ConfigError if a weight does not divide over the mesh; then
     no device memory has been touched.
     """
     layout = layouts(specs, mesh)

@@ -86,22 +86,25 @@ def test_metadata_of_every_type(tmp_path):
         file.require("a.count", str)
 
 
-def test_every_truncated_header_is_refused(tmp_path):
+def test_every_truncated_file_is_refused_by_name(tmp_path):
     path = tmp_path / "m.gguf"
     metadata = {"a.words": ["one", "two"], "a.numbers": [1, 2], "a.count": 1}
     gguf_files.write(path, "llama", metadata, {"x": np.ones((2, 3), np.float32)})
     whole = path.read_bytes()
-    header = len(whole) - 64  # the tensor and what pads it are within
-    for size in range(header - 32):
+    end = GGUFFile(path).tensors["x"].end
+    for size in range(end):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="cannot read"):
+        reason = "it is empty, no GGUF file" if size == 0 else "it is no GGUF file" if size < 4 else "it is truncated"
+        with pytest.raises(CheckpointError, match=f"cannot read {path}: .*{reason}"):
             GGUFFile(path)
+    path.write_bytes(whole[:end])
+    assert GGUFFile(path).tensors.keys() == {"x"}
 
 
 @pytest.mark.parametrize(
     ("position", "value", "message"),
     [
-        (0, b"GGML", "does not begin as a GGUF file"),
+        (0, b"GGML", "it is no GGUF file: it begins with b'GGML'"),
         (4, b"\x01\0\0\0", "version 1 of the format"),
         (4, b"\0\0\0\x03", "little-endian"),
         (16, b"\xff" * 8, "cannot read"),
@@ -115,6 +118,16 @@ def test_damaged_headers(tmp_path, position, value, message):
     content[position : position + len(value)] = value
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
+        GGUFFile(path)
+
+
+def test_a_tensor_of_an_unknown_type_is_named(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_files.write(path, "llama", {}, {"x": np.ones((2, 3), np.float32)})
+    content = bytearray(path.read_bytes())
+    content[content.index(b"x\2\0\0\0") + 5 + 2 * 8] = 200
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"cannot read {path}: the tensor x is of the unknown type 200"):
         GGUFFile(path)
 
 

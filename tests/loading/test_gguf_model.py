@@ -330,9 +330,7 @@ def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monk
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
     tensors["model.layers.0.self_attn.v_proj.weight"] = np.ones((64, 32), np.float32)
     tensors["model.layers.0.self_attn.o_proj.weight"] = np.ones((64, 64), np.int32)
-    last = "model.layers.0.mlp.down_proj.weight"
-    gguf_files.write_model(path, LLAMA, tensors | {last: tensors.pop(last)})
-    path.write_bytes(path.read_bytes()[:-64])
+    gguf_files.write_model(path, LLAMA, tensors)
     family = get_family(LLAMA)
     specs = family.param_specs(family.Config.from_hf(LLAMA))
     monkeypatch.setattr(jax, "device_put", None)
@@ -344,8 +342,7 @@ def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monk
     assert "unexpected: blk.0.attn_q.bias" in message
     assert "blk.0.attn_v.weight is F32 [64, 32] and not [32, 64]" in message
     assert "blk.0.attn_output.weight is I32, known are F32, F16, BF16, Q4_0" in message
-    assert "blk.0.ffn_down.weight ends at byte" in message
-    assert message.count("blk.") == 5
+    assert message.count("blk.") == 4
     assert "\n" not in message
 
 
@@ -467,7 +464,8 @@ def test_damaged_parts_in_one_message(tmp_path):
     first, second = split(tmp_path / "m.gguf", ("blk.0.attn_q.weight", "blk.0.attn_k.weight"))
     whole = second.read_bytes()
     for content, complaint in (
-        (whole[:60], "cannot read .*split-00002-of-00002.gguf: the file ends within its header"),
+        (whole[:60], "cannot read .*split-00002-of-00002.gguf: it ends within its header"),
+        (whole[:-64], r"cannot read .*split-00002-of-00002.gguf: it has \d+ of \d+ bytes: it is truncated"),
         (None, "cannot read .*split-00002-of-00002.gguf: .*No such file"),
     ):
         second.unlink()
@@ -476,9 +474,6 @@ def test_damaged_parts_in_one_message(tmp_path):
         with pytest.raises(CheckpointError, match=f"{complaint}.*; tensors wrong: output_norm.weight is F32") as error:
             load(first)
         assert "missing:" not in str(error.value)
-    second.write_bytes(whole[:-64])
-    with pytest.raises(CheckpointError, match=r"attn_k\.weight ends at byte .* truncated, output_norm.weight is F32"):
-        load(first)
     second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf is not part 2 of 2"):
         load(first)
