@@ -16,7 +16,7 @@ from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
 from jaxserve.loading.pickles import PICKLED_SUFFIXES
-from jaxserve.loading.weights import load_config, open_weights
+from jaxserve.loading.weights import load_config, naming_config, open_weights
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
@@ -45,9 +45,10 @@ def convert(
     if is_store(path):
         raise CheckpointError(f"{source} is a store already: convert the original")
     fields = load_config(path)
-    family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
-    weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
+    with naming_config(path):
+        family = get_family(fields)
+        specs = family.param_specs(family.Config.from_hf(fields))
+        weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
     with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
         return write_store(
             destination,

@@ -17,7 +17,7 @@ from jaxserve.layers.params import abstract_params, shard_bytes
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
-from jaxserve.loading.weights import load_config
+from jaxserve.loading.weights import load_config, naming_config
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
@@ -110,11 +110,13 @@ def needs(
     """
     EngineConfig(tensor_parallel_size=tensor_parallel_size)  # checks it
     mesh = AbstractMesh((tensor_parallel_size,), ("tensor",))
-    fields = load_config(resolve_model(model, revision=revision, with_weights=False))
-    family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    path = resolve_model(model, revision=revision, with_weights=False)
+    fields = load_config(path)
+    with naming_config(path):
+        family = get_family(fields)
+        config = family.Config.from_hf(fields)
+        served = resolve_dtype(dtype, fields, is_cpu=False)
     specs, kv_specs = family.param_specs(config), family.kv_specs(config)
-    served = resolve_dtype(dtype, fields, is_cpu=False)
     weight_bytes = {
         name: sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=np.dtype(kind), mesh=mesh))))
         for name, kind in DTYPES.items()

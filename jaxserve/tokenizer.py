@@ -18,7 +18,7 @@ import jinja2
 
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxserve.loading.gguf_tokenizer import read_tokenizer
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import eos_token_ids, read_object
 from jaxserve.token_pieces import TokenPieces
 
 # Without one of these, transformers would build an empty tokenizer from the model's class name.
@@ -86,8 +86,9 @@ class Tokenizer:
             raise CheckpointError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json form; convert it first")
-        eos = read_generation_config(path).get("eos_token_id")
-        return cls(tokenizer, eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else eos)
+        return cls(
+            tokenizer, eos_token_ids=eos_token_ids(read_generation_config(path), path / "generation_config.json")
+        )
 
     @classmethod
     def _from_gguf(cls, path: Path) -> "Tokenizer":

@@ -21,6 +21,8 @@ from jaxserve.flags import parse_size
 from jaxserve.models import FAMILIES
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
+BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
+
 
 class FakeLLM:
     """Answers every prompt with its words in reverse, a word at a time; keeps what it was asked."""
@@ -433,3 +435,24 @@ def test_a_model_that_does_not_fit_is_one_line(test_data, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"jaxserve: error: .+ needs \d+\.\d GiB .+ but .+ GiB are free\n", err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "gpt1"}, "unknown model_type 'gpt1'; `jaxserve models` lists the known ones"),
+        ({"model_type": None}, "there is no model_type; `jaxserve models` lists the known ones"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate a --model MODEL", "models MODEL", "convert MODEL STORE"])
+def test_what_is_wrong_with_a_config_is_told_with_its_path(command, changes, complaint, platform, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copyfile(BUILTIN / "tokenizer.json", model / "tokenizer.json")
+    shutil.copyfile(BUILTIN / "tokenizer_config.json", model / "tokenizer_config.json")
+    fields = json.loads((BUILTIN / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    command = command.replace("MODEL", str(model)).replace("STORE", str(tmp_path / "store"))
+    assert cli.main(command.split()) == 1
+    assert capsys.readouterr().err.endswith(f"jaxserve: error: {model / 'config.json'}: {complaint}\n")

@@ -123,6 +123,12 @@ def test_families_say_what_their_configs_can():
     assert all(all(row.values()) for row in rows.values())
 
 
+def test_a_dtype_that_is_not_served_is_told_with_the_path(model):
+    pathlib.Path(model, "config.json").write_text(json.dumps(LLAMA | {"dtype": "int8"}))
+    with pytest.raises(CheckpointError, match=f"^{model}/config.json: unknown dtype 'int8'"):
+        overview.needs(model, memory=2**30)
+
+
 def test_no_such_model():
     with pytest.raises(CheckpointError, match="no model 'nowhere'"):
         overview.needs("nowhere", memory=1)

@@ -244,6 +244,13 @@ class TestLoad:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert Tokenizer.load(tmp_path).eos_token_ids == expected
 
+    @pytest.mark.parametrize("eos", ["</s>", [7, "</s>"], True, 1.5])
+    def test_an_eos_that_is_no_token_id(self, tmp_path, eos):
+        path = tiny_tokenizer.byte_level(tmp_path) / "generation_config.json"
+        path.write_text(json.dumps({"eos_token_id": eos}))
+        with pytest.raises(CheckpointError, match=f"^{path}: eos_token_id must be a token id or a list of them"):
+            Tokenizer.load(tmp_path)
+
     @pytest.mark.parametrize("content", ["{", "[]"])
     def test_a_broken_generation_config(self, tmp_path, content):
         assert read_generation_config(tmp_path) == {}

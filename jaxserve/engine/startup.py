@@ -28,7 +28,8 @@ from jaxserve.layers.params import Params, abstract_params, init_params, num_byt
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
-from jaxserve.loading.weights import load_config, load_weights
+from jaxserve.loading.json_files import eos_token_ids
+from jaxserve.loading.weights import load_config, load_weights, naming_config
 from jaxserve.models import get_family, max_context, with_context
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
@@ -79,8 +80,10 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     config = resolve_names(config, progress=progress)
     path = config.model
     hf_config = load_config(path)
-    family = get_family(hf_config)
-    model_config = family.Config.from_hf(hf_config)
+    with naming_config(path):
+        family = get_family(hf_config)
+        model_config = family.Config.from_hf(hf_config)
+    eos = eos_token_ids(hf_config, pathlib.Path(path, "config.json"))
     max_model_len = _max_model_len(config, model_config)
 
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # read when the backend starts, if it has not yet
@@ -89,7 +92,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
     platform = mesh.devices.flat[0].platform
     is_cpu = platform == "cpu"
-    dtype = resolve_dtype(config.dtype, hf_config, is_cpu=is_cpu)
+    with naming_config(path):
+        dtype = resolve_dtype(config.dtype, hf_config, is_cpu=is_cpu)
     kernels = _kernels(config, mesh, dtype)
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
@@ -129,7 +133,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         matchers = Matchers(
             functools.partial(Tokenizer.load, config.tokenizer or path),
             vocab_size=model_config.vocab_size,
-            eos_token_ids=_eos_token_ids(hf_config),
+            eos_token_ids=eos,
         )
         on_error.pop_all()
     runner = Runner(builder, params, lowering=lowering)
@@ -183,7 +187,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        eos_token_ids=_eos_token_ids(hf_config),
+        eos_token_ids=eos,
         weight_bytes=_bytes_of_every_step(specs, model_config, dtype=dtype),
         kv_kinds=kinds,
     )
@@ -272,13 +276,6 @@ def _naming_unsupported() -> Iterator[None]:
         yield
     except NotImplementedError as error:
         raise ConfigError(f"no kernel for this model: {error}; ask for slow, plain XLA by --kernels xla") from error
-
-
-def _eos_token_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
-    eos = hf_config.get("eos_token_id")
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _load(config: EngineConfig, path: str, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool) -> Params:

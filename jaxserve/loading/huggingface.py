@@ -99,7 +99,7 @@ def resolve_dtype(requested: DType, fields: dict[str, Any], *, is_cpu: bool) -> 
     if is_cpu:
         return np.dtype(jnp.float32)
     name = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise CheckpointError(f"config.json: unknown dtype {name!r}; known are {', '.join(DTYPES)}")
     return np.dtype(DTYPES[name])
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params
 from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
 
@@ -14,6 +16,16 @@ from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read."""
     return gguf_config.load_config(path) if pathlib.Path(path).is_file() else huggingface.load_config(path)
+
+
+@contextlib.contextmanager
+def naming_config(path: str | pathlib.Path) -> Iterator[None]:
+    """Around what reads the fields that `load_config` has found: CheckpointErrors about config.json get its path."""
+    try:
+        yield
+    except CheckpointError as error:
+        where = f"{path}, as " if pathlib.Path(path).is_file() else f"{pathlib.Path(path)}/"
+        raise CheckpointError(f"{where}{error}") from error
 
 
 def load_weights(

@@ -79,9 +79,10 @@ FAMILIES: dict[str, ModuleType] = {
 def get_family(hf_config: dict[str, Any]) -> ModuleType:
     """The module that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
-        raise CheckpointError(f"config.json: unknown model_type {model_type!r}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    what = "there is no model_type" if model_type is None else f"unknown model_type {model_type!r:.100}"
+    raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
 
 
 def max_context(config: Any) -> int:

@@ -1,6 +1,7 @@
 """What a model may cost: memory of hosts and devices, and how much of it is left for the KV cache."""
 
 import dataclasses
+import json
 import pathlib
 import threading
 
@@ -13,7 +14,7 @@ from waiting import PATIENCE
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
-from jaxserve.errors import ConfigError, OutOfMemory
+from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.execution.lowering import Lowering
@@ -74,6 +75,14 @@ def test_a_start_that_fails_leaves_nothing_on_the_device(monkeypatch, where):
         startup.start_engine(CONFIG, mesh=None, progress=False)
     assert failure.tb is not None  # with all its frames
     assert len(jax.live_arrays()) <= before
+
+
+def test_an_eos_that_is_no_token_id(tmp_path):
+    fields = json.loads((GOLDENS / "llama_biases_linear_rope" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=f"^{path}: eos_token_id must be a token id or a list of them"):
+        startup.start_engine(dataclasses.replace(CONFIG, model=str(tmp_path)), mesh=None, progress=False)
 
 
 def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):

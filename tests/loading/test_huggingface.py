@@ -259,3 +259,5 @@ def test_resolve_dtype(requested, fields, is_cpu, expected):
 def test_dtype_that_is_not_served():
     with pytest.raises(CheckpointError, match="unknown dtype 'float64'; known are float32, bfloat16, float16"):
         resolve_dtype("auto", {"dtype": "float64"}, is_cpu=False)
+    with pytest.raises(CheckpointError, match=r"unknown dtype \['float32'\]"):
+        resolve_dtype("auto", {"dtype": ["float32"]}, is_cpu=False)

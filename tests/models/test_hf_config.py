@@ -171,10 +171,13 @@ def test_falcons_that_do_not_exist(changes, message):
 
 
 def test_unknown_family():
-    with pytest.raises(CheckpointError, match=f"unknown model_type 'gpt1'; known are {', '.join(FAMILIES)}"):
-        get_family({"model_type": "gpt1"})
-    with pytest.raises(CheckpointError, match="unknown model_type None"):
-        get_family({})
+    for fields, complaint in [
+        ({"model_type": "gpt1"}, "unknown model_type 'gpt1'"),
+        ({"model_type": ["llama"]}, r"unknown model_type \['llama'\]"),
+        ({}, "there is no model_type"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"^config.json: {complaint}; `jaxserve models` lists the known ones"):
+            get_family(fields)
 
 
 def windows(model_type, **changes):
