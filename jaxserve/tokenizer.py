@@ -24,6 +24,12 @@ from jaxserve.token_pieces import TokenPieces
 # Without one of these, transformers would build an empty tokenizer from the model's class name.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+# What transformers reads of a directory for its tokenizer.
+_JSON_FILES = (
+    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    "vocab.json",
+)
+
 # Arguments of transformers' apply_chat_template that are not variables of a template.
 _NOT_TEMPLATE_VARIABLES = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -83,7 +89,7 @@ class Tokenizer:
         try:
             tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers lets anything through: json, tokenizers' bare Exception, KeyError
-            raise CheckpointError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
+            raise _unreadable(path, error) from error
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json form; convert it first")
         return cls(
@@ -311,6 +317,23 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """What is wrong with a directory that transformers made no tokenizer of: one of its files, if that can be said."""
+    for name in _JSON_FILES:
+        try:
+            if (path / name).is_file():
+                read_object(path / name)
+        except CheckpointError as broken:
+            return broken
+    config = path / "config.json"
+    if config.is_file():
+        try:
+            _import_transformers().AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as wrong:  # it lets anything through here too
+            return CheckpointError(f"cannot read {config}: {_first_line(wrong)}")
+    return CheckpointError(f"cannot read the tokenizer in {path}: {_first_line(error)}")
+
+
 def _import_transformers() -> Any:
     """transformers, without the advice that PyTorch is missing: this project has no use for it."""
 
@@ -334,4 +357,6 @@ def _check_unicode(text: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What it says in its first line, and in the second where the first announces that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -224,12 +224,25 @@ class TestLoad:
         with pytest.raises(CheckpointError, match="no tokenizer in"):
             Tokenizer.load(tmp_path)
 
-    @pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}'])
-    def test_a_broken_file(self, tmp_path, content):
-        (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError, match="cannot read the tokenizer") as caught:
+    def test_a_file_that_is_json_but_no_tokenizer(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+        with pytest.raises(CheckpointError, match=f"cannot read the tokenizer in {tmp_path}: ") as caught:
             Tokenizer.load(tmp_path)
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+    @pytest.mark.parametrize("content", ["", "{", "[1]"])
+    def test_a_broken_file_is_named(self, tmp_path, name, content):
+        path = tiny_tokenizer.byte_level(tmp_path) / name
+        path.write_text(content)
+        with pytest.raises(CheckpointError, match=f"^(cannot read )?{path}(: it is (empty|no JSON)| must hold)"):
+            Tokenizer.load(tmp_path)
+
+    def test_a_config_that_transformers_refuses_is_named_with_the_field(self, tmp_path):
+        path = tiny_tokenizer.byte_level(tmp_path) / "config.json"
+        path.write_text('{"model_type": "llama", "hidden_size": "64"}')
+        with pytest.raises(CheckpointError, match=f"^cannot read {path}: .*'hidden_size': .*expected int, got str"):
+            Tokenizer.load(tmp_path)
 
     def test_an_unknown_decoder_is_named(self, tmp_path):
         path = tiny_tokenizer.byte_level(tmp_path) / "tokenizer.json"
