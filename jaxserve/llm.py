@@ -24,7 +24,7 @@ from jaxserve.errors import InvalidRequest, RequestFailed
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
-from jaxserve.tokenizer import Tokenizer, read_generation_config
+from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -102,7 +102,7 @@ class LLM:
         # The tokenizer comes first: a directory without one fails before any weight is read.
         config = resolve_names(config, progress=progress)
         loaded_tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        defaults = sampling_defaults(read_generation_config(config.model))
+        defaults = sampling_defaults(config.model)
 
         from jaxserve.engine.local import LocalEngineClient
 

@@ -145,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _check_range(
-    name: str, value: float, low: float, high: float, *, integer: bool = False, exclusive_low: bool = False
+    name: str, value: object, low: float, high: float, *, integer: bool = False, exclusive_low: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
         raise InvalidRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", param=name)

@@ -6,6 +6,7 @@
 
 import asyncio
 import operator
+import pathlib
 import queue
 import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.embedding import POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, Take
-from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest
+from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -29,7 +30,7 @@ from jaxserve.request import (
     SamplingParams,
 )
 from jaxserve.structured.grammar import make_grammar
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 _ALIVE_CHECK_SECONDS = 1.0
 _SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings lie far apart, in all their bits
@@ -298,13 +299,18 @@ class Frontend:
         return tuple(sequences)
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields that a model's generation_config.json recommends."""
-    return {
-        field: generation_config[key]
-        for key, field in _GENERATION_CONFIG_FIELDS.items()
-        if generation_config.get(key) is not None
-    }
+def sampling_defaults(model: str | pathlib.Path) -> dict[str, Any]:
+    """SamplingParams fields that the generation_config.json of a model directory recommends.
+
+    Raises CheckpointError if it cannot be read, or requests could not have such values.
+    """
+    config = read_generation_config(model)
+    defaults = {field: config[key] for key, field in _GENERATION_CONFIG_FIELDS.items() if config.get(key) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise CheckpointError(f"{model}/generation_config.json: {error}") from error
+    return defaults
 
 
 def _by_group(

@@ -19,7 +19,7 @@ from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.server.lifecycle import Server
 from jaxserve.server.template import served_tokenizer
-from jaxserve.tokenizer import Tokenizer, read_generation_config
+from jaxserve.tokenizer import Tokenizer
 
 ENGINE_DIED = 3
 """The exit code that tells the parent that the engine is dead, in whatever way."""
@@ -51,7 +51,7 @@ async def _serve(parent: Parent, settings: Settings) -> int:
     connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
     # Before the engine is there: what is wrong with it shows at once.
     tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
-    defaults = sampling_defaults(read_generation_config(settings.model_path))
+    defaults = sampling_defaults(settings.model_path)
     client = await connecting
     frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed)
     server = Server(

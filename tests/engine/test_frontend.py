@@ -1,11 +1,13 @@
 """Frontend.prepare: a prompt and its parameters become validated requests."""
 
+import json
+
 import numpy as np
 import pytest
 from engine.fake_client import collect
 
 from jaxserve.engine.frontend import sampling_defaults
-from jaxserve.errors import ContextLengthExceeded, InvalidRequest
+from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from jaxserve.request import SamplingParams
 
 
@@ -152,9 +154,10 @@ class TestPrepare:
             start(byte_level).prepare("a", SamplingParams(bad_words=words), request_id="x")
         assert caught.value.param == "bad_words"
 
-    def test_sampling_defaults(self, start, tokenizer):
+    def test_sampling_defaults(self, start, tokenizer, tmp_path):
         config = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 99, "do_sample": True, "x": 1}
-        frontend = start(tokenizer, default_sampling=sampling_defaults(config))
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        frontend = start(tokenizer, default_sampling=sampling_defaults(tmp_path))
         assert frontend.sampling_params() == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=99)
         assert frontend.sampling_params({"temperature": 0.0}).temperature == 0.0
         fallback = {"max_tokens": 5, "min_p": 0.5}
@@ -163,3 +166,17 @@ class TestPrepare:
         )
         with pytest.raises(TypeError, match="temprature"):
             frontend.sampling_params({"temprature": 1.0})
+
+    @pytest.mark.parametrize(
+        ("fields", "complaint"),
+        [
+            ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+            ({"max_new_tokens": 0}, "max_tokens must be"),
+            ({"top_p": [1]}, "top_p must be"),
+        ],
+    )
+    def test_defaults_that_no_request_could_have(self, tmp_path, fields, complaint):
+        path = tmp_path / "generation_config.json"
+        path.write_text(json.dumps(fields))
+        with pytest.raises(CheckpointError, match=f"^{path}: {complaint}"):
+            sampling_defaults(tmp_path)
