@@ -4,6 +4,9 @@ A field is its command-line flag too (`max_num_seqs` is `--max-num-seqs`): its `
 """
 
 import dataclasses
+import numbers
+import os
+import types
 import typing
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -88,7 +91,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -168,7 +171,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_literals(self)
+        _check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         for name in ("shutdown_timeout", "keep_alive_timeout"):
@@ -193,8 +196,27 @@ class ServerConfig:
             raise ConfigError(f"max_body_size must be at least 1, got {self.max_body_size}")
 
 
-def _check_literals(config: EngineConfig | ServerConfig) -> None:
+def _check_types(config: EngineConfig | ServerConfig) -> None:
+    """What argparse has made of flags is of the right types; what a caller in Python has given may not be."""
     for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            choices = ", ".join(map(str, typing.get_args(hint)))
-            raise ConfigError(f"{name} must be one of {choices}, got {getattr(config, name)!r}")
+        value = getattr(config, name)
+        if typing.get_origin(hint) is Literal:
+            if value not in typing.get_args(hint):
+                choices = ", ".join(map(str, typing.get_args(hint)))
+                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+            continue
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if kinds[0] not in _KINDS or (value is None and types.NoneType in kinds):
+            continue
+        classes, words = _KINDS[kinds[0]]
+        if not isinstance(value, classes) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"{name} must be {words}, got {value!r:.100}")
+
+
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((numbers.Integral,), "an integer"),
+    float: ((numbers.Real,), "a number"),
+    str: ((str, os.PathLike), "a text"),
+}
+"""What a field of each type may be given, NumPy's numbers and paths included."""

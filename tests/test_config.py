@@ -1,0 +1,40 @@
+"""Options of other types than they are declared with, as callers in Python without a type checker give them."""
+
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: here calls are checked against their annotations before any code of ours runs.
+SCRIPT = """
+import pathlib
+import numpy as np
+from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.errors import ConfigError
+try:
+    {call}
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("EngineConfig(max_model_len='128')", "max_model_len must be an integer, got '128'"),
+        ("EngineConfig(max_model_len=True)", "max_model_len must be an integer, got True"),
+        ("EngineConfig(seed=None)", "seed must be an integer, got None"),
+        ("EngineConfig(tensor_parallel_size=1.5)", "tensor_parallel_size must be an integer, got 1.5"),
+        ("EngineConfig(gpu_memory_utilization='0.9')", "gpu_memory_utilization must be a number, got '0.9'"),
+        ("EngineConfig(warmup='no')", "warmup must be True or False, got 'no'"),
+        ("EngineConfig(model=3)", "model must be a text, got 3"),
+        ("EngineConfig(dtype=np.float32)", "dtype must be one of auto, float32, bfloat16, float16, got <class"),
+        ("ServerConfig(port='8000')", "port must be an integer, got '8000'"),
+        ("EngineConfig(model=pathlib.Path('a'), max_model_len=np.int32(8), gpu_memory_utilization=1)", ""),
+    ],
+)
+def test_an_option_of_another_type_is_named(call, complaint):
+    script = SCRIPT.format(call=call)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(complaint)
+    assert bool(result.stdout) == bool(complaint)
