@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,6 +57,13 @@ _GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (an error, told in one line), 2 (usage) or 130 (Ctrl-C)."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     logs.configure(args.log_level, getattr(args, "log_format", "text"))
     run: Callable[[argparse.Namespace], int | None] = args.run
@@ -70,8 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `jaxserve generate ... | head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        return 130
     return code
 
 
@@ -228,8 +234,27 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
     SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 
-    with LLM(**given(args, _ENGINE_FIELDS)) as llm:
+    with _killed_when_interrupted_twice(), LLM(**given(args, _ENGINE_FIELDS)) as llm:
         yield llm, llm.sampling_params(sampling, fallback=fallback)
+
+
+@contextlib.contextmanager
+def _killed_when_interrupted_twice() -> Iterator[None]:
+    """Ctrl-C waits for the steps that are being compiled; another one ends the process at once, by the signal.
+
+    Interrupted in `Thread.join`, Python 3.12 takes the thread for ended, and would itself end below one inside XLA.
+    """
+
+    def interrupt(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a script
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:

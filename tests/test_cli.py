@@ -321,10 +321,26 @@ def test_debug_shows_the_traceback(llm):
         cli.main(["generate", "a", "--log-level", "debug"])
 
 
-def test_interrupting_is_quiet(llm, capsys):
-    llm.fails_with = KeyboardInterrupt()
+@pytest.fixture
+def sigint():
+    """As a process has it that begins; this one goes on after `main`."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_interrupting_is_quiet_and_a_second_time_kills(llm, sigint, monkeypatch, capsys):
+    monkeypatch.setattr(llm, "stream", lambda *_: signal.raise_signal(signal.SIGINT))
     assert cli.main(["generate", "a"]) == 130
     assert capsys.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_without_an_interrupt_its_handler_stays(llm, sigint, handler):
+    signal.signal(signal.SIGINT, handler)
+    assert cli.main(["generate", "a"]) == 0
+    assert signal.getsignal(signal.SIGINT) == handler
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate", "a", "--max-num", "3"], ["serve", "a", "b"]])
@@ -383,6 +399,26 @@ def test_serve_answers_and_ends_when_told(test_data):
             assert server.wait(timeout=PATIENCE) == 0
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup"]], ids=" ".join)
+def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
+    """As a terminal does it: every process of the group gets the signal."""
+    command = _command(*arguments, "--model", str(BUILTIN), "--compilation-cache-dir", str(tmp_path))
+    command |= {"text": False, "bufsize": 0, "start_new_session": True}
+    with subprocess.Popen(**command, stderr=subprocess.PIPE) as process:
+        try:
+            log = b""
+            while b"compiling steps" not in log:
+                read = process.stderr.read(4096)
+                assert read, log
+                log += read
+            os.killpg(process.pid, signal.SIGINT)
+            log += process.communicate(timeout=PATIENCE)[1]
+            assert process.returncode == 130
+            assert b"Traceback" not in log
+        finally:
+            process.kill()
 
 
 @pytest.fixture
