@@ -1,6 +1,8 @@
 """TLS of the listening socket: the server's certificate, and those that clients must show."""
 
+import contextlib
 import ssl
+from collections.abc import Iterator
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
@@ -13,15 +15,24 @@ def ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
+    with _naming(ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile):
         # A password would be asked for at the terminal, by every process.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_refuse_password)
-        if config.ssl_ca_certs is not None:
+    if config.ssl_ca_certs is not None:
+        with _naming(ssl_ca_certs=config.ssl_ca_certs):
             context.load_verify_locations(config.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"TLS: {error.strerror or error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+@contextlib.contextmanager
+def _naming(**files: str | None) -> Iterator[None]:
+    """Errors as a ConfigError with the options whose files are read: which of two it is, OpenSSL does not say."""
+    try:
+        yield
+    except OSError as error:  # ssl.SSLError is one
+        named = ", ".join(f"{option} {path}" for option, path in files.items() if path is not None)
+        raise ConfigError(f"TLS: {named}: {error.strerror or error}") from error
 
 
 def _refuse_password() -> str:

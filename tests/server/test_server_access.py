@@ -279,13 +279,13 @@ def test_tls_that_cannot_be(tmp_path):
     encrypted = tmp_path / "encrypted.key"
     command = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", encrypted]
     subprocess.run(command, check=True, capture_output=True)
-    for fields in (
-        {"ssl_certfile": str(tmp_path / "none")},
-        {"ssl_certfile": other, "ssl_keyfile": key},
-        {"ssl_certfile": certificate},
-        {"ssl_certfile": certificate, "ssl_keyfile": str(encrypted)},
-        {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": key},
+    for fields, named in (
+        ({"ssl_certfile": str(tmp_path / "none")}, f"ssl_certfile {tmp_path}/none: No such file"),
+        ({"ssl_certfile": other, "ssl_keyfile": key}, f"ssl_certfile {other}, ssl_keyfile {key}: "),
+        ({"ssl_certfile": certificate}, f"ssl_certfile {certificate}: "),
+        ({"ssl_certfile": certificate, "ssl_keyfile": str(encrypted)}, "the private key is encrypted"),
+        ({"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": key}, f"ssl_ca_certs {key}: "),
     ):
-        with pytest.raises(ConfigError, match="TLS: "):
+        with pytest.raises(ConfigError, match=f"TLS: {named}"):
             ssl_context(ServerConfig(**fields))
     assert ssl_context(ServerConfig()) is None
