@@ -251,7 +251,11 @@ def matmul_sm90(
         **clusters,
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # a row's sum needs the lanes of one warp only
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
     )
     y, *normed = kernel(*(a for a in operands if a is not None))
     values, squares_of_y = normed or (None, None)

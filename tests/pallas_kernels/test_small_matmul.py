@@ -216,6 +216,7 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
     "case",
     [
         {"outputs": 4096, "depth": 4096},
+        {"outputs": 2048, "depth": 8192},  # whose ring has as many steps as it may
         {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
         {"outputs": 14336, "depth": 4096, "is_gated": True},
         {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
