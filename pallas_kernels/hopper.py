@@ -1,7 +1,20 @@
 """What the Mosaic kernels are cut for: an H200 or H100 SXM (sm_90a)."""
 
+import jax
+
 NUM_SMS = 132
 """Multiprocessors. With fewer of them the kernels are right too, but some thread blocks wait for others to end."""
 
 SHARED_MEMORY = 232_448 - 1024
 """Bytes that a thread block may have, less some for its barriers."""
+
+
+def num_sms() -> int:
+    """Multiprocessors of the GPU that programs are compiled for: the one that the current mesh is of, or the first one
+    of this machine. `NUM_SMS` where there is none.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.num_cores or NUM_SMS
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else NUM_SMS

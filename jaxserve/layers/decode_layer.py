@@ -1,5 +1,5 @@
-"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU: four kernels between two attentions, which
-do little but read weights.
+"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU: between two attentions there is one kernel
+for the fewest, else four, which do little but read weights.
 
 Norms, activations and additions are parts of the matmuls around them. `decoder` goes this way where `supports` says so;
 the result is the same up to rounding.
@@ -20,7 +20,7 @@ from jaxserve.layers.linear import linear, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
-from pallas_kernels import add_rms_norm, small_matmul
+from pallas_kernels import add_rms_norm, layer_matmuls, small_matmul
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
@@ -115,7 +115,17 @@ def _after_attention(
             update = jax.lax.psum(multiply(rows, name, weight), axes[name])
             return add_rms_norm.add_rms_norm(x, update, gain, **norm)
 
-        x, normed = multiply_then_norm(heads.reshape(len(heads), -1), "o", x, gains[0])
+        heads = heads.reshape(len(heads), -1)
+        matrices = layer_matmuls.Weights(
+            *(_as_matrix(name, weights[name]) for name in ("o", "gate_up", "down")),
+            qkv=None if qkv is None else _as_matrix("qkv", qkv),
+        )
+        if all(axis is None for axis in axes.values()) and layer_matmuls.supports(heads, matrices):
+            x, y = layer_matmuls.layer_matmuls(
+                heads, x, matrices, gains, activation=activation, eps=eps, implementation=kernels
+            )
+            return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
+        x, normed = multiply_then_norm(heads, "o", x, gains[0])
         inner = multiply(normed, "gate_up", weights["gate_up"], activation)
         x, normed = multiply_then_norm(inner, "down", x, gains[1])
         if qkv is not None:

@@ -17,7 +17,7 @@ from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.params import init_params, layouts
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
-from pallas_kernels import small_matmul
+from pallas_kernels import layer_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
 
 FIELDS = LLAMA_100M | {
@@ -69,8 +69,11 @@ def split(params, family, config, mesh):
     return jax.tree.map(lambda x, layout: layout.put(np.asarray(x)), params, layouts(family.param_specs(config), mesh))
 
 
-@pytest.mark.parametrize(("model_type", "num_devices"), [("llama", None), ("llama", 1), ("qwen3", 2), ("llama", 4)])
-def test_equals_the_decoder(monkeypatch, model_type, num_devices):
+@pytest.mark.parametrize(
+    ("model_type", "num_devices", "kernels_a_layer"),
+    [("llama", None, 4), ("llama", 1, 4), ("qwen3", 2, 4), ("llama", 4, 4), ("qwen3", None, 1), ("llama", 1, 1)],
+)
+def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernels_a_layer):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
     shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
@@ -95,9 +98,11 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices):
 
     want = run()
     calls = []
-    plain = small_matmul.matmul
-    monkeypatch.setattr(small_matmul, "matmul", lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
+    module, name = (layer_matmuls, "layer_matmuls") if kernels_a_layer == 1 else (small_matmul, "matmul")
+    plain = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: kernels_a_layer == 1)
     got = run()
     assert calls
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -1,0 +1,230 @@
+"""What the Hopper kernel needs and Pallas does not offer: flags between thread blocks, and columns of a few rows between
+global memory and registers.
+
+Each acts as one warpgroup, and matrices of registers are [64, columns] in WGMMA layout, of which the first rows mean
+something. The interpreter knows none of them: `interpret` swaps in what it can do.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Of one wgmma."""
+
+_LAYOUT = plgpu.Layout.WGMMA
+_REF = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT((128,))
+_GROUP = 8
+"""Columns of a matrix that WGMMA layout is made of."""
+
+
+def signal(counter, *, interpret: bool) -> None:
+    """Add 1 to a counter in global memory, after whatever this warpgroup has written there."""
+    if not interpret:
+        _inline(_signal, _REF)(counter)
+
+
+def wait(counter, value: int, *, interpret: bool) -> None:
+    """Until a counter has reached `value`: then what was written before is seen, by TMA too."""
+    if not interpret:  # it runs thread blocks one after the other
+        _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
+
+
+def clear(counter, *, interpret: bool) -> None:
+    """Set a counter to 0."""
+    if not interpret:
+        _inline(_clear, _REF)(counter)
+
+
+def load_columns(ref, first, num_columns: int, *, interpret: bool):
+    """ref[:, first : first + num_columns] as float32: zeros where it has no more columns, its last row for all below."""
+    if interpret:
+        return _load_columns_interpreted(ref, first, num_columns)
+    out = plgpu.ShapeDtypeStruct((ROWS, num_columns), ref.dtype, layout=_LAYOUT)
+
+    def run(_, ref, first):
+        return _load_columns(ref, first, num_columns)
+
+    return _inline(run, _REF, _SCALAR, out=out)(ref, _splat(first)).astype(jnp.float32)
+
+
+def store_columns(ref, x, first, *, interpret: bool) -> None:
+    """Put x into ref[:, first:], as many rows and columns of it as the ref has."""
+    x = x.astype(ref.dtype)
+    if not interpret:
+        _inline(_store_columns, _REF, _LAYOUT, _SCALAR)(ref, x, _splat(first))
+        return
+    for start in range(0, x.shape[1], _GROUP):
+
+        @pl.when(first + start < ref.shape[1])
+        def _(start=start):
+            ref[:, pl.ds(first + start, _GROUP)] = x[: ref.shape[0], start : start + _GROUP]
+
+
+def load_row_sums(ref, *, interpret: bool):
+    """A matrix whose rows have the sums of those of ref[:, parts], of float32, parts a multiple of 16."""
+    if interpret:
+        return _pad_rows(ref[...])
+    out = plgpu.ShapeDtypeStruct((ROWS, _GROUP), jnp.float32, layout=_LAYOUT)
+    return _inline(_load_row_sums, _REF, out=out)(ref)
+
+
+def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
+    """Put a vector of 64 rows into ref[:, column], as many of them as the ref has."""
+    if interpret:
+        ref[:, column] = sums[: ref.shape[0]]
+        return
+    _inline(_store_first_column, _REF, _LAYOUT, _SCALAR)(
+        ref, lax.broadcast_in_dim(sums, (ROWS, _GROUP), (0,)), _splat(column)
+    )
+
+
+def _inline(run: Callable[..., Any], *arg_types: Any, out: Any = None) -> Callable[..., Any]:
+    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=out)(run)
+
+
+def _splat(value):
+    return jnp.full((128,), value)
+
+
+def _pad_rows(x):
+    return jnp.pad(x.astype(jnp.float32), ((0, ROWS - x.shape[0]), (0, 0)), mode="edge")
+
+
+def _load_columns_interpreted(ref, first, num_columns: int):
+    groups = []
+    for start in range(0, num_columns, _GROUP):
+        place = jnp.minimum(first + start, ref.shape[1] - _GROUP)
+        groups.append(jnp.where(first + start < ref.shape[1], ref[:, pl.ds(place, _GROUP)], 0))
+    return _pad_rows(jnp.concatenate(groups, axis=1))
+
+
+def _signal(_, counter) -> None:
+    mgpu.warpgroup_barrier()
+    _semaphore(counter).signal(1, memory_scope="gpu")
+
+
+def _wait(_, counter, value) -> None:
+    [value] = value.registers.flat
+    _semaphore(counter).wait(value, decrement=False, memory_scope="gpu")
+    mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+
+def _clear(_, counter) -> None:
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        mgpu.utils.inline_ptx(
+            "st.relaxed.gpu.global.u32 [$0], $1;", mgpu.utils.memref_ptr(counter), _i32(0), has_side_effects=True
+        )
+
+
+def _semaphore(counter):
+    return mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
+
+
+def _load_columns(ref, first, num_columns: int):
+    pair = ir.VectorType.get((2,), ref.type.element_type)
+    zeros = vector.broadcast(pair, mgpu.c(0.0, ref.type.element_type))
+    registers = _registers(num_columns)
+    for half, row, _ in _own_rows(ref):
+        for group, column, is_there in _own_columns(ref, first, num_columns):
+            place = column if is_there is None else arith.select(is_there, column, _i32(0))
+            values = vector.load(pair, ref, [_index(row), _index(place)])
+            registers[_place(group, half)] = values if is_there is None else arith.select(is_there, values, zeros)
+    return _matrix(registers)
+
+
+def _store_columns(_, ref, x, first) -> None:
+    for half, row, is_row in _own_rows(ref):
+        for group, column, is_column in _own_columns(ref, first, x.shape[1]):
+            is_there = is_row if is_column is None else arith.andi(is_row, is_column)
+            with mgpu.utils.when(is_there):
+                vector.store(x.registers[_place(group, half)], ref, [_index(row), _index(column)])
+
+
+def _load_row_sums(_, ref):
+    """A lane adds up every fourth four of its rows."""
+    f32 = ir.F32Type.get()
+    four, pair = (ir.VectorType.get((size,), f32) for size in (4, 2))
+    _, quarter = _row_and_quarter()
+    registers = _registers(_GROUP)
+    for half, row, _ in _own_rows(ref):
+        total = vector.broadcast(four, mgpu.c(0.0, f32))
+        for start in range(0, ref.type.shape[1], 16):
+            column = arith.addi(arith.muli(quarter, _i32(4)), _i32(start))
+            total = arith.addf(total, vector.load(four, ref, [_index(row), _index(column)]))
+        a, b, c, d = (vector.extract(total, [], [i]) for i in range(4))
+        registers[_place(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
+    return _matrix(registers)
+
+
+def _store_first_column(_, ref, x, column) -> None:
+    [column] = column.registers.flat
+    _, quarter = _row_and_quarter()
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, _i32(0))
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    for half, row, is_row in _own_rows(ref):
+        with mgpu.utils.when(arith.andi(is_first, is_row)):
+            value = vector.extract(x.registers[_place(0, half)], [], [0])
+            vector.store(vector.from_elements(one, [value]), ref, [_index(row), _index(column)])
+
+
+def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
+    """Of a lane, its two rows: half, the row or else the ref's last one, and whether the ref has it."""
+    num_rows = _i32(ref.type.shape[0])
+    first, _ = _row_and_quarter()
+    for half in range(2):
+        row = arith.addi(first, _i32(8 * half))
+        is_there = arith.cmpi(arith.CmpIPredicate.ult, row, num_rows)
+        yield half, arith.select(is_there, row, arith.subi(num_rows, _i32(1))), is_there
+
+
+def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]:
+    """Of a lane, the first of its two columns in each group, and whether the ref has it: None if it must."""
+    [first] = first.registers.flat
+    _, quarter = _row_and_quarter()
+    size = ref.type.shape[1]
+    own = arith.addi(first, arith.muli(quarter, _i32(2)))
+    for group in range(num_columns // _GROUP):
+        column = arith.addi(own, _i32(group * _GROUP))
+        is_there = None if size % num_columns == 0 else arith.cmpi(arith.CmpIPredicate.ult, column, _i32(size))
+        yield group, column, is_there
+
+
+def _registers(num_columns: int):
+    return np.empty((1, num_columns // _GROUP, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+
+
+def _place(group: int, half: int) -> tuple[int, ...]:
+    return 0, group, 0, 0, half, 0, 0, 0, 0
+
+
+def _matrix(registers):
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _row_and_quarter():
+    """A lane's first row, and which of the four of a row it is.
+
+    A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
+    """
+    thread = mgpu.utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, _i32(32)), _i32(4))
+    lane = arith.remui(thread, _i32(32))
+    return arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4))), arith.remui(lane, _i32(4))
+
+
+def _i32(value: int):
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _index(value):
+    return arith.index_cast(ir.IndexType.get(), value)

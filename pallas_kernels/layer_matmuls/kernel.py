@@ -1,0 +1,340 @@
+"""What the thread blocks of the kernel do. See sm90.py.
+
+A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that all
+blocks take at a time are a round. Of a block, one warpgroup streams the weights of all its tiles through a ring in shared
+memory and never waits for other blocks; one copies the rows, as soon as other blocks have finished them; one multiplies.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.layer_matmuls import device
+
+MAX_ROUNDS = 16
+"""Of a matmul: each has a counter for those who wait for it."""
+
+_int = jnp.int32
+
+
+class Matmul(NamedTuple):
+    """One of the four, and how it is cut."""
+
+    name: str
+    x: str
+    """Rows that it multiplies, among the arrays in global memory, as are the next ones."""
+    weight: str
+    y: str
+    residual: str | None
+    """What is added. Then the next three are there too: gain of the norm that follows, y * gain, squares of y."""
+    gain: str | None
+    normed: str | None
+    squares_out: str | None
+    squares: str | None
+    """Sums of the squares of the rows, of which x is a norm that still lacks the division."""
+    depth: int
+    outputs: int
+    halves: int
+    """Gate and up, or one."""
+    width: int
+    """Of a tile: outputs of each half."""
+    block_k: int
+    """Of K, a step."""
+    x_slots: int
+    """Steps whose rows there is room for."""
+
+    @property
+    def steps(self) -> int:
+        """Of a tile."""
+        return -(-self.depth // self.block_k)
+
+    @property
+    def num_tiles(self) -> int:
+        """Of all thread blocks."""
+        return -(-self.outputs // self.width)
+
+    @property
+    def rounds(self) -> int:
+        """Of tiles."""
+        return -(-self.num_tiles // NUM_SMS)
+
+
+class Problem(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    matmuls: tuple[Matmul, ...]
+    """In their order; the rows of each but the first are what the one before makes."""
+    rows: int
+    """Of x, padded to a multiple of 8."""
+    slot_bytes: int
+    """Of the ring of weights."""
+    w_slots: int
+    activation: Callable[[Array], Array]
+    eps: float
+    interpret: bool
+
+    def weight_rows(self, matmul: Matmul) -> int:
+        """Of its view of a slot."""
+        return self.slot_bytes // (2 * matmul.block_k)
+
+
+class Shared(NamedTuple):
+    """Views of shared memory by matmul, and barriers."""
+
+    weights: Mapping[str, Any]
+    rows: Mapping[str, Any]
+    w_full: Any
+    w_free: Any
+    x_full: Any
+    x_free: Any
+
+
+class _Block(NamedTuple):
+    """One thread block."""
+
+    problem: Problem
+    gmem: Mapping[str, Any]
+    smem: Shared
+    cta: Any
+
+    def num_tiles(self, matmul: Matmul) -> Any:
+        return lax.div(matmul.num_tiles - self.cta + (NUM_SMS - 1), _int(NUM_SMS))
+
+    def first_step(self, index: int) -> Any:
+        """How many steps of this block come before a matmul's."""
+        steps = _int(0)
+        for matmul in self.problem.matmuls[:index]:
+            steps += self.num_tiles(matmul) * matmul.steps
+        return steps
+
+    def counter(self, index: int, round_: Any) -> Any:
+        """Of a round's finished tiles, for those who multiply by them.
+
+        Zeros before and after, but for the ones that the last matmul waits for: no block knows when all have read them.
+        So they are an output, cleared as the kernel begins, which all blocks know when they have waited for the first.
+        """
+        if index == len(self.problem.matmuls) - 2:
+            return self.gmem["last_counters"].at[round_]
+        return self.gmem["counters"].at[index * MAX_ROUNDS + round_]
+
+
+def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
+    """Each warpgroup of the mesh axis "wg", of each thread block "cta"."""
+    block = _Block(problem, gmem, smem, lax.axis_index("cta"))
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == 0)
+    def _():
+        for index, matmul in enumerate(problem.matmuls):
+            _compute(block, index, matmul)
+
+    @pl.when(warpgroup == 1)
+    def _():
+        for index, matmul in enumerate(problem.matmuls):
+            _copy_weights(block, matmul, block.first_step(index))
+        num_steps = block.first_step(len(problem.matmuls))
+        _wait_until_free(smem.w_free, problem.w_slots, num_steps, num_steps + problem.w_slots)
+
+    @pl.when(warpgroup == 2)
+    def _():
+        _clear_counters(block, len(problem.matmuls) - 2)
+        for index, matmul in enumerate(problem.matmuls):
+            _copy_rows(block, index, matmul)
+
+
+def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
+    """Of the ring's steps from `first` to `end`, those whose slot was in use before. No barrier ends unobserved."""
+
+    def wait(step, _):
+        @pl.when(step >= num_slots)
+        def _():
+            plgpu.barrier_wait(free.at[lax.rem(step, _int(num_slots))])
+
+    lax.fori_loop(first, end, wait, None)
+
+
+def _copy_weights(block: _Block, matmul: Matmul, first_step: Any) -> None:
+    """All tiles of a matmul, as far ahead as there is room."""
+    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.weight]
+    view = smem.weights[matmul.name]
+
+    def copy(index, _):
+        step = first_step + index
+        slot = lax.rem(step, _int(problem.w_slots))
+        _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
+        first = (block.cta + lax.div(index, _int(matmul.steps)) * NUM_SMS) * matmul.width
+        k = lax.rem(index, _int(matmul.steps)) * matmul.block_k
+        columns = pl.ds(k, matmul.block_k)
+        # Two arrivals a step, whatever the matmul, since they share a barrier.
+        if matmul.halves == 2:
+            for half in range(2):
+                own = view.at[slot, pl.ds(half * matmul.width, matmul.width)]
+                plgpu.copy_gmem_to_smem(weight.at[half, pl.ds(first, matmul.width), columns], own, smem.w_full.at[slot])
+        elif matmul.width > 8:
+            split = matmul.width // 16 * 8
+            for start, size in ((0, split), (split, matmul.width - split)):
+                source = weight.at[pl.ds(first + start, size), columns]
+                plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(start, size)], smem.w_full.at[slot])
+        else:
+            source = weight.at[pl.ds(first, matmul.width), columns]
+            plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(0, matmul.width)], smem.w_full.at[slot])
+            plgpu.barrier_arrive(smem.w_full.at[slot])
+
+    lax.fori_loop(_int(0), block.num_tiles(matmul) * matmul.steps, copy, None)
+
+
+def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
+    """The rows for each tile of a matmul, whose first columns other blocks have finished first."""
+    problem, smem = block.problem, block.smem
+    x = block.gmem[matmul.x]
+
+    def copy(step, _):
+        slot = lax.rem(step, _int(matmul.x_slots))
+        _wait_until_free(smem.x_free, matmul.x_slots, step, step + 1)
+        k = pl.ds(lax.rem(step, _int(matmul.steps)) * matmul.block_k, matmul.block_k)
+        # A start that is not static lets TMA fill the rows that pad x to a multiple of 8.
+        rows = pl.ds(block.cta * 0, problem.rows)
+        plgpu.copy_gmem_to_smem(x.at[rows, k], _rows(problem, smem, matmul, slot, problem.rows), smem.x_full.at[slot])
+
+    num_tiles = block.num_tiles(matmul)
+    done = 0
+    if index:
+        before = problem.matmuls[index - 1]
+        for round_ in range(before.rounds):
+            is_last = round_ == before.rounds - 1
+            columns = min((round_ + 1) * NUM_SMS, before.num_tiles) * before.width
+            steps = matmul.steps if is_last else min(columns // matmul.block_k, matmul.steps)
+            tiles = min(NUM_SMS, before.num_tiles - round_ * NUM_SMS)
+            device.wait(block.counter(index - 1, round_), tiles, interpret=problem.interpret)
+            lax.fori_loop(_int(done), lax.min(_int(steps), num_tiles * steps), copy, None)
+            done = steps
+    if index >= 2:  # All blocks have finished what they could only begin when those were waited for.
+        _clear_counters(block, index - 2)
+    num_steps = num_tiles * matmul.steps
+    lax.fori_loop(_int(done), num_steps, copy, None)
+    _wait_until_free(smem.x_free, matmul.x_slots, num_steps, num_steps + matmul.x_slots)
+
+
+def _clear_counters(block: _Block, index: int) -> None:
+    if index >= 0:
+
+        @pl.when(block.cta == 0)
+        def _():
+            for round_ in range(block.problem.matmuls[index].rounds):
+                device.clear(block.counter(index, round_), interpret=block.problem.interpret)
+
+
+def _rows(problem: Problem, smem: Shared, matmul: Matmul, slot: Any, num_rows: int) -> Any:
+    """The rows of a slot. wgmma reads 64: after the slot's own, others that make rows of no use."""
+    view = smem.rows[matmul.name]
+    if problem.interpret:
+        return view.at[slot, pl.ds(0, num_rows)]
+    return view.at[pl.ds(pl.multiple_of(slot * problem.rows, 8), num_rows)]
+
+
+def _compute(block: _Block, index: int, matmul: Matmul) -> None:
+    """All tiles of a matmul."""
+    first_step = block.first_step(index)
+    finish = _finish_with_norm if matmul.residual is None else _finish_with_residual
+
+    def compute_tile(round_, _):
+        def signal() -> None:
+            if index < len(block.problem.matmuls) - 1:
+                device.signal(block.counter(index, round_), interpret=block.problem.interpret)
+
+        step = round_ * matmul.steps
+        multiply = functools.partial(_multiply, block, matmul, step, first_step + step)
+        finish(block, matmul, block.cta + round_ * NUM_SMS, multiply, signal)
+
+    lax.fori_loop(_int(0), block.num_tiles(matmul), compute_tile, None)
+
+
+def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any) -> tuple[Any, Any]:
+    """The sums of a tile, and the reciprocal root mean square of its rows if they lack it."""
+    problem, smem = block.problem, block.smem
+    weights = smem.weights[matmul.name]
+
+    def free(k) -> None:
+        plgpu.barrier_arrive(smem.w_free.at[lax.rem(w_step + k, _int(problem.w_slots))])
+        plgpu.barrier_arrive(smem.x_free.at[lax.rem(x_step + k, _int(matmul.x_slots))])
+
+    def wait_for_rows(k) -> None:
+        plgpu.barrier_wait(smem.x_full.at[lax.rem(x_step + k, _int(matmul.x_slots))])
+
+    def multiply(k) -> None:
+        w_slot, x_slot = lax.rem(w_step + k, _int(problem.w_slots)), lax.rem(x_step + k, _int(matmul.x_slots))
+        plgpu.barrier_wait(smem.w_full.at[w_slot])
+        rows = _rows(problem, smem, matmul, x_slot, device.ROWS)
+        plgpu.wgmma(acc, rows, weights.at[w_slot, pl.ds(0, matmul.halves * matmul.width)].transpose((1, 0)))
+        plgpu.wgmma_wait(1)
+
+        @pl.when(k > 0)  # The one before is done.
+        def _():
+            free(k - 1)
+
+    def step(k, _):
+        wait_for_rows(k)
+        multiply(k)
+
+    last = _int(matmul.steps - 1)
+    lax.fori_loop(_int(0), last, step, None)
+    wait_for_rows(last)
+    # With its last rows all the squares of x are there.
+    rstd = None if matmul.squares is None else _reciprocal_root_mean_square(block, matmul)
+    multiply(last)
+    sums = acc[...]
+    free(last)
+    return sums, rstd
+
+
+def _reciprocal_root_mean_square(block: _Block, matmul: Matmul) -> Float[Array, " 64"]:
+    sums = device.load_row_sums(block.gmem[matmul.squares], interpret=block.problem.interpret)
+    return lax.rsqrt(jnp.sum(sums, axis=1) / matmul.depth + block.problem.eps)
+
+
+def _finish_with_residual(
+    block: _Block, matmul: Matmul, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
+) -> None:
+    """The residual stream, and what the next matmul needs of it, which comes first."""
+    interpret, gmem, first = block.problem.interpret, block.gmem, tile * matmul.width
+    residual, gain = (
+        device.load_columns(gmem[name], first, matmul.width, interpret=interpret)
+        for name in (matmul.residual, matmul.gain)
+    )
+    sums, _ = pl.run_scoped(multiply, plgpu.ACC((device.ROWS, matmul.width), jnp.float32))
+    y = sums + residual
+    y = y.astype(gmem[matmul.y].dtype).astype(jnp.float32)  # as it is stored
+    device.store_columns(gmem[matmul.normed], y * gain, first, interpret=interpret)
+    squares = gmem[matmul.squares_out]
+    row_sums = jnp.sum(y * y, axis=1)
+    device.store_row_sums(squares, row_sums, tile, interpret=interpret)
+    for padding in range(matmul.num_tiles, squares.shape[1]):
+
+        @pl.when(tile == 0)
+        def _(padding=padding):
+            zeros = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            device.store_row_sums(squares, zeros, _int(padding), interpret=interpret)
+
+    signal()
+    device.store_columns(gmem[matmul.y], y, first, interpret=interpret)
+
+
+def _finish_with_norm(
+    block: _Block, matmul: Matmul, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
+) -> None:
+    """The product with the norm of x, through the activation if it is gate and up."""
+    acc = plgpu.ACC((device.ROWS, matmul.halves * matmul.width), jnp.float32)
+    sums, rstd = pl.run_scoped(multiply, acc)
+    parts = [sums[:, half * matmul.width : (half + 1) * matmul.width] for half in range(matmul.halves)]
+    y, *up = (part * lax.broadcast_in_dim(rstd, part.shape, (0,)) for part in parts)
+    if up:
+        y = block.problem.activation(y) * up[0]
+    device.store_columns(block.gmem[matmul.y], y, tile * matmul.width, interpret=block.problem.interpret)
+    signal()

@@ -1,0 +1,259 @@
+"""The matmuls between two attentions: XLA's against the float64 definition; the Hopper kernel interpreted with race
+detection, one matmul at a time, compiled for an H200 that is not there, and run where there is one.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreting import interpret
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.layer_matmuls import Weights, layer_matmuls, supports
+from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
+from pallas_kernels.layer_matmuls.sm90 import Config, layer_matmuls_sm90
+
+EPS = 1e-5
+# Of the norm of the result: what lies between two matmuls is rounded to 8 bits too.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 6e-3}
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def make_case(num_rows, depth=64, hidden=64, inner=64, outputs: int | None = 64, *, dtype=jnp.bfloat16, seed=0):
+    """Heads, residual, weights and gains."""
+    rng = np.random.default_rng(seed)
+
+    def array(*shape, size=1.0):
+        return jnp.asarray(size * rng.standard_normal(shape), dtype)
+
+    weights = Weights(
+        o=array(hidden, depth, size=depth**-0.5),
+        gate_up=array(2, inner, hidden, size=hidden**-0.5),
+        down=array(hidden, inner, size=2 * inner**-0.5),
+        qkv=None if outputs is None else array(outputs, hidden, size=hidden**-0.5),
+    )
+    gains = tuple(1 + 0.2 * array(hidden) for _ in range(2))
+    return array(num_rows, depth), array(num_rows, hidden), weights, gains
+
+
+def in_float(tree):
+    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), tree)
+
+
+def check(got, case, activation=silu):
+    """Of the residual stream, and of what follows as it follows from that one."""
+    heads, residual, weights, gains = in_float(case)
+    x, y = layer_matmuls_reference(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=EPS)
+    for result, want in zip(got, (x, y), strict=True):
+        assert result.shape == want.shape
+        error = np.linalg.norm(in_float(result) - want) / np.linalg.norm(want)
+        assert error <= TOLERANCE[result.dtype.type], error
+
+
+def run(case, activation=jax.nn.silu, implementation="sm90"):
+    return layer_matmuls(*case, activation=activation, eps=EPS, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("outputs", [24, None])
+def test_xla_matches_the_definition(outputs, dtype):
+    case = make_case(5, 16, 32, 40, outputs, dtype=dtype)
+    check(run(case, implementation="xla"), case)
+
+
+def test_the_gate_has_the_activation_that_is_asked_for():
+    case = make_case(2, dtype=jnp.float32)
+    check(run(case, ACTIVATIONS["gelu"], "xla"), case, gelu)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "error"),
+    [
+        ("residual", (3, 64), r"residual must have shape \(2, 64\), got \(3, 64\)"),
+        ("o", (64, 32), r"o must have shape \(64, 64\)"),
+        ("gate_up", (64, 64), r"gate_up must have shape \(2, 64, 64\)"),
+        ("down", (32, 64), r"down must have shape \(64, 64\)"),
+        ("qkv", (64, 32), r"qkv must have shape \(64, 64\)"),
+        ("gain", (32,), r"gains\[1\] must have shape \(64,\)"),
+    ],
+)
+def test_bad_shapes_are_refused(name, shape, error):
+    heads, residual, weights, gains = make_case(2)
+    wrong = jnp.zeros(shape, jnp.bfloat16)
+    if name == "residual":
+        residual = wrong
+    elif name == "gain":
+        gains = gains[0], wrong
+    else:
+        weights = weights._replace(**{name: wrong})
+    with pytest.raises(ValueError, match=error):
+        run((heads, residual, weights, gains))
+
+
+def test_unknown_implementation_is_refused():
+    unchecked = inspect.unwrap(layer_matmuls)  # the annotation would refuse it first
+    with pytest.raises(ValueError, match="unknown implementation 'triton', there is 'xla', 'sm90'"):
+        unchecked(*make_case(2), activation=jax.nn.silu, eps=EPS, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"num_rows": 17}, "at most 16 rows, got 17"),
+        ({"num_rows": 2, "dtype": jnp.float32}, "bfloat16, got heads of float32"),
+        ({"num_rows": 2, "depth": 96}, "multiples of 64"),
+        ({"num_rows": 2, "outputs": 68}, "multiples of 8"),
+        ({"num_rows": 2, "outputs": 56}, "at least 64"),
+        ({"num_rows": 2, "outputs": 132 * 128 * 16 + 8}, "at most 16 rounds"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said(sizes, reason):
+    heads, residual, weights, gains = jax.eval_shape(functools.partial(make_case_of_zeros, **sizes))
+    assert not supports(heads, weights)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(lambda *case: run(case), heads, residual, weights, gains)
+
+
+def make_case_of_zeros(num_rows, depth=64, outputs=64, dtype=jnp.bfloat16):
+    def zeros(*shape):
+        return jnp.zeros(shape, dtype)
+
+    weights = Weights(zeros(64, depth), zeros(2, 64, 64), zeros(64, 64), zeros(outputs, 64))
+    return zeros(num_rows, depth), zeros(num_rows, 64), weights, (zeros(64), zeros(64))
+
+
+# A thread block's rings are so small that each slot is used again, tiles end behind the last output.
+INTERPRETED = {
+    "8 rows": (
+        {"num_rows": 8, "depth": 128, "hidden": 192, "inner": 64, "outputs": 72},
+        Config(slot_bytes=4096, w_slots=2, x_bytes=8192),
+    ),
+    "16 rows, no qkv": (
+        {"num_rows": 16, "depth": 192, "hidden": 64, "inner": 128, "outputs": None},
+        Config(slot_bytes=4096, w_slots=3, x_bytes=16384),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_without_races(capsys, name):
+    sizes, config = INTERPRETED[name]
+    case = heads, residual, weights, gains = make_case(**sizes)
+    got = interpret(
+        capsys,
+        layer_matmuls_sm90,
+        heads,
+        residual,
+        **weights._asdict(),
+        gains=gains,
+        activation=jax.nn.silu,
+        eps=EPS,
+        config=config,
+        interpret=True,
+    )
+    check(got, case)
+
+
+LLAMA_3_8B = {"depth": 4096, "hidden": 4096, "inner": 14336, "outputs": 6144}
+
+
+@functools.cache
+def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    weights = Weights(
+        of(hidden, depth), of(2, inner, hidden), of(hidden, inner), None if outputs is None else of(outputs, hidden)
+    )
+
+    def layers(heads, x, weights, gains):
+        results = []
+        for index, own in enumerate(weights):
+            x, y = run((heads + index, x, own, gains))
+            results.append(y)
+        return x, results
+
+    return compile_for_h200(layers, of(num_rows, depth), of(num_rows, hidden), [weights] * num_layers, (of(hidden),) * 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        LLAMA_3_8B,
+        LLAMA_3_8B | {"outputs": None},
+        {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
+        {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
+        {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
+    ],
+    ids=str,
+)
+def test_compiles_without_spilling(num_rows, sizes):
+    [kernel] = compiled(num_rows, **sizes).kernels
+    assert kernel.spill_bytes == 0
+
+
+def test_layers_share_a_kernel_and_its_counters():
+    one, four = (compiled(8, **LLAMA_3_8B, num_layers=num_layers) for num_layers in (1, 4))
+    assert len(four.kernels) <= 2  # jax takes a residual stream that another kernel wrote for another type
+    assert four.num_launches == one.num_launches + 3 * 2  # the kernel, and the addition to its heads
+
+
+ON_A_GPU = {
+    "Llama-3-8B": LLAMA_3_8B,
+    "its last layer": LLAMA_3_8B | {"outputs": None},
+    "small": {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
+    "tiles of 8": {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},
+    "odd": {"depth": 192, "hidden": 4864, "inner": 832, "outputs": 72},
+    "wide": {"depth": 64, "hidden": 64, "inner": 40_000, "outputs": 70_000},
+    "tiny": {"depth": 64, "hidden": 64, "inner": 64, "outputs": 64},
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16])
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name, num_rows):
+    sizes = ON_A_GPU[name]
+    case = make_case(num_rows, **sizes)
+    got = run(case)
+    check(got, case)
+    for _ in range(20):
+        for a, b in zip(run(case), got, strict=True):
+            np.testing.assert_array_equal(in_float(a), in_float(b))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_layers_one_after_the_other_on_a_gpu(num_rows):
+    """In one program, where they share counters, and with rows from other layers in what they write."""
+    sizes = {"depth": 512, "hidden": 1024, "inner": 2816, "outputs": 512}
+    cases = [make_case(num_rows, **sizes, seed=seed) for seed in range(8)] * 4
+
+    @jax.jit
+    def layers(cases):
+        heads, x = cases[0][:2]
+        results = []
+        for _, _, weights, gains in cases:
+            results.append((heads, x))
+            x, heads = run((heads, x, weights, gains))
+            results.append((x, heads))
+            x /= 4
+        return results
+
+    got, again = layers(cases), layers(cases)
+    for index, (_, _, *own) in enumerate(cases):
+        check(got[2 * index + 1], (*got[2 * index], *own))
+    jax.tree.map(np.testing.assert_array_equal, *in_float((got, again)))
