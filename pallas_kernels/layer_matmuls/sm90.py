@@ -79,9 +79,9 @@ def cut(
     limit = MAX_WIDTH // (8 * halves) * 8
     rounds = -(-outputs // (NUM_SMS * limit))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
-    block_k = 64
-    while 4 * block_k * width * halves <= config.slot_bytes and 2 * block_k <= min(depth, MAX_BLOCK_K):
-        block_k *= 2
+    # Views of a slot have all of its bytes, in rows of a multiple of 64 columns.
+    fitting = range(64, min(config.slot_bytes // (2 * width * halves), MAX_BLOCK_K) + 1, 64)
+    block_k = max((k for k in fitting if config.slot_bytes % (16 * k) == 0 and k < depth + 64), default=64)
     names = {"residual": None, "gain": None, "normed": None, "squares_out": None, "squares": None} | arrays
     return Matmul(
         name=name,
