@@ -16,6 +16,7 @@ from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
 from pallas_kernels.grouped_matmul.bench import grouped_matmul_rows
 from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
 from pallas_kernels.latent_attention.bench import latent_attention_rows
+from pallas_kernels.layer_matmuls.bench import layer_matmuls_rows
 from pallas_kernels.paged_attention.bench import paged_attention_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.sampling.bench import sampling_rows
@@ -29,6 +30,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "grouped_matmul": grouped_matmul_rows,
     "kv_write": rope_and_write_kv_rows,
     "latent_attention": latent_attention_rows,
+    "layer_matmuls": layer_matmuls_rows,
     "paged_attention": paged_attention_rows,
     "ragged_prefill_attention": ragged_prefill_attention_rows,
     "sampling": sampling_rows,

@@ -1,5 +1,5 @@
-"""What the Hopper kernel needs and Pallas does not offer: flags between thread blocks, and columns of a few rows between
-global memory and registers.
+"""What the Hopper kernel needs and Pallas does not offer: counters that thread blocks wait for, and columns of a few
+rows between global memory and registers.
 
 Each acts as one warpgroup, and matrices of registers are [64, columns] in WGMMA layout, of which the first rows mean
 something. The interpreter knows none of them: `interpret` swaps in what it can do.
@@ -46,7 +46,7 @@ def clear(counter, *, interpret: bool) -> None:
 
 
 def load_columns(ref, first, num_columns: int, *, interpret: bool):
-    """ref[:, first : first + num_columns] as float32: zeros where it has no more columns, its last row for all below."""
+    """ref[:, first : first + num_columns] as float32: zeros behind its last column, its last row again below it."""
     if interpret:
         return _load_columns_interpreted(ref, first, num_columns)
     out = plgpu.ShapeDtypeStruct((ROWS, num_columns), ref.dtype, layout=_LAYOUT)

@@ -1,8 +1,9 @@
 """What the thread blocks of the kernel do. See sm90.py.
 
-A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that all
-blocks take at a time are a round. Of a block, one warpgroup streams the weights of all its tiles through a ring in shared
-memory and never waits for other blocks; one copies the rows, as soon as other blocks have finished them; one multiplies.
+A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that
+all blocks take at a time are a round. Of a block, one warpgroup streams the weights of all its tiles through a ring in
+shared memory and never waits for other blocks; one copies rows, as soon as other blocks have finished them; one
+multiplies.
 """
 
 import functools
@@ -24,21 +25,30 @@ MAX_ROUNDS = 16
 _int = jnp.int32
 
 
+class Norm(NamedTuple):
+    """An addition and the norm after it, as parts of a matmul: names of arrays in global memory."""
+
+    residual: str
+    """What the product is added to."""
+    gain: str
+    normed: str
+    """The sum times the gain, which still lacks the division."""
+    squares: str
+    """For each row, sums of the squares of its parts."""
+
+
 class Matmul(NamedTuple):
     """One of the four, and how it is cut."""
 
     name: str
+    """Of its weight, too, among the arrays in global memory, as are the next ones."""
     x: str
-    """Rows that it multiplies, among the arrays in global memory, as are the next ones."""
-    weight: str
+    """Rows that it multiplies."""
     y: str
-    residual: str | None
-    """What is added. Then the next three are there too: gain of the norm that follows, y * gain, squares of y."""
-    gain: str | None
-    normed: str | None
-    squares_out: str | None
+    norm: Norm | None
+    """What comes after it."""
     squares: str | None
-    """Sums of the squares of the rows, of which x is a norm that still lacks the division."""
+    """Of x, if that lacks a norm's division."""
     depth: int
     outputs: int
     halves: int
@@ -162,7 +172,7 @@ def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
 
 def _copy_weights(block: _Block, matmul: Matmul, first_step: Any) -> None:
     """All tiles of a matmul, as far ahead as there is room."""
-    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.weight]
+    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
     view = smem.weights[matmul.name]
 
     def copy(index, _):
@@ -242,7 +252,6 @@ def _rows(problem: Problem, smem: Shared, matmul: Matmul, slot: Any, num_rows: i
 def _compute(block: _Block, index: int, matmul: Matmul) -> None:
     """All tiles of a matmul."""
     first_step = block.first_step(index)
-    finish = _finish_with_norm if matmul.residual is None else _finish_with_residual
 
     def compute_tile(round_, _):
         def signal() -> None:
@@ -251,7 +260,11 @@ def _compute(block: _Block, index: int, matmul: Matmul) -> None:
 
         step = round_ * matmul.steps
         multiply = functools.partial(_multiply, block, matmul, step, first_step + step)
-        finish(block, matmul, block.cta + round_ * NUM_SMS, multiply, signal)
+        tile = block.cta + round_ * NUM_SMS
+        if matmul.norm is not None:
+            _finish_sum(block, matmul, matmul.norm, tile, multiply, signal)
+        else:
+            _finish_product(block, matmul, tile, multiply, signal)
 
     lax.fori_loop(_int(0), block.num_tiles(matmul), compute_tile, None)
 
@@ -287,32 +300,31 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
     lax.fori_loop(_int(0), last, step, None)
     wait_for_rows(last)
     # With its last rows all the squares of x are there.
-    rstd = None if matmul.squares is None else _reciprocal_root_mean_square(block, matmul)
+    rstd = None if matmul.squares is None else _reciprocal_root_mean_square(block, matmul.squares, matmul.depth)
     multiply(last)
     sums = acc[...]
     free(last)
     return sums, rstd
 
 
-def _reciprocal_root_mean_square(block: _Block, matmul: Matmul) -> Float[Array, " 64"]:
-    sums = device.load_row_sums(block.gmem[matmul.squares], interpret=block.problem.interpret)
-    return lax.rsqrt(jnp.sum(sums, axis=1) / matmul.depth + block.problem.eps)
+def _reciprocal_root_mean_square(block: _Block, squares: str, depth: int) -> Float[Array, " 64"]:
+    sums = device.load_row_sums(block.gmem[squares], interpret=block.problem.interpret)
+    return lax.rsqrt(jnp.sum(sums, axis=1) / depth + block.problem.eps)
 
 
-def _finish_with_residual(
-    block: _Block, matmul: Matmul, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
+def _finish_sum(
+    block: _Block, matmul: Matmul, norm: Norm, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
     """The residual stream, and what the next matmul needs of it, which comes first."""
     interpret, gmem, first = block.problem.interpret, block.gmem, tile * matmul.width
     residual, gain = (
-        device.load_columns(gmem[name], first, matmul.width, interpret=interpret)
-        for name in (matmul.residual, matmul.gain)
+        device.load_columns(gmem[name], first, matmul.width, interpret=interpret) for name in (norm.residual, norm.gain)
     )
     sums, _ = pl.run_scoped(multiply, plgpu.ACC((device.ROWS, matmul.width), jnp.float32))
     y = sums + residual
     y = y.astype(gmem[matmul.y].dtype).astype(jnp.float32)  # as it is stored
-    device.store_columns(gmem[matmul.normed], y * gain, first, interpret=interpret)
-    squares = gmem[matmul.squares_out]
+    device.store_columns(gmem[norm.normed], y * gain, first, interpret=interpret)
+    squares = gmem[norm.squares]
     row_sums = jnp.sum(y * y, axis=1)
     device.store_row_sums(squares, row_sums, tile, interpret=interpret)
     for padding in range(matmul.num_tiles, squares.shape[1]):
@@ -326,10 +338,10 @@ def _finish_with_residual(
     device.store_columns(gmem[matmul.y], y, first, interpret=interpret)
 
 
-def _finish_with_norm(
+def _finish_product(
     block: _Block, matmul: Matmul, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
-    """The product with the norm of x, through the activation if it is gate and up."""
+    """The product with x after its norm, through the activation if it is gate and up."""
     acc = plgpu.ACC((device.ROWS, matmul.halves * matmul.width), jnp.float32)
     sums, rstd = pl.run_scoped(multiply, acc)
     parts = [sums[:, half * matmul.width : (half + 1) * matmul.width] for half in range(matmul.halves)]

@@ -13,7 +13,7 @@ Implementation = Literal["xla", "sm90"]
 
 
 class Weights(NamedTuple):
-    """Of the four matmuls, each [outputs, K] as checkpoints have it: arrays, or their shapes."""
+    """Of the four matmuls, each [outputs, K] as checkpoints have it."""
 
     o: Float[Array, "E A"]
     """From the heads' outputs to the residual stream."""

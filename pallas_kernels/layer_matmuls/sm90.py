@@ -11,8 +11,9 @@ second one divides what it has added up by the root mean square.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls.device import ROWS
-from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Problem, Shared, kernel
+from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
 
 MAX_ROWS = 16
 """With more of them, thread blocks would read more rows from the L2 than weights."""
@@ -72,27 +73,38 @@ def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> No
             raise NotImplementedError(f"at most {MAX_ROUNDS} rounds of tiles, got {name} of shape {array.shape}")
 
 
-def cut(
-    name: str, outputs: int, depth: int, halves: int, *, rows: int, config: Config, **arrays: str | None
-) -> Matmul:
+class _Product(NamedTuple):
+    """One of the four, not yet cut; see `Matmul`."""
+
+    name: str
+    x: str
+    y: str
+    weight: Float[Array, "*outputs K"]
+    norm: Norm | None = None
+    squares: str | None = None
+
+
+def _cut(product: _Product, rows: int, config: Config) -> Matmul:
     """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows."""
-    limit = MAX_WIDTH // (8 * halves) * 8
-    rounds = -(-outputs // (NUM_SMS * limit))
+    *halves, outputs, depth = product.weight.shape
+    num_halves = math.prod(halves)
+    rounds = -(-outputs // (NUM_SMS * (MAX_WIDTH // num_halves)))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
     # Views of a slot have all of its bytes, in rows of a multiple of 64 columns.
-    fitting = range(64, min(config.slot_bytes // (2 * width * halves), MAX_BLOCK_K) + 1, 64)
+    fitting = range(64, min(config.slot_bytes // (2 * width * num_halves), MAX_BLOCK_K) + 1, 64)
     block_k = max((k for k in fitting if config.slot_bytes % (16 * k) == 0 and k < depth + 64), default=64)
-    names = {"residual": None, "gain": None, "normed": None, "squares_out": None, "squares": None} | arrays
     return Matmul(
-        name=name,
-        weight=name,
+        name=product.name,
+        x=product.x,
+        y=product.y,
+        norm=product.norm,
+        squares=product.squares,
         depth=depth,
         outputs=outputs,
-        halves=halves,
+        halves=num_halves,
         width=width,
         block_k=block_k,
         x_slots=min(config.x_bytes // (rows * block_k * 2), MAX_X_SLOTS),
-        **cast(Any, names),
     )
 
 
@@ -132,19 +144,16 @@ def layer_matmuls_sm90(
         "qkv": qkv,
         "counters": jnp.zeros((2 * MAX_ROUNDS, 32), jnp.int32),
     }
-    hidden, inner = residual.shape[1], down.shape[1]
-    shared = functools.partial(cut, rows=rows, config=config)
-    matmuls = [
-        shared("o", hidden, o.shape[1], 1, x="heads", y="x1", residual="stream", gain="mlp_gain")._replace(
-            normed="normed1", squares_out="squares1"
-        ),
-        shared("gate_up", inner, hidden, 2, x="normed1", squares="squares1", y="inner"),
-        shared("down", hidden, inner, 1, x="inner", y="residual", residual="x1", gain="next_gain")._replace(
-            normed="normed", squares_out="squares"
-        ),
+    norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
+    norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
+    products = [
+        _Product("o", "heads", "x1", o, norm=norm1),
+        _Product("gate_up", "normed1", "inner", gate_up, squares="squares1"),
+        _Product("down", "inner", "residual", down, norm=norm2),
     ]
     if qkv is not None:
-        matmuls.append(shared("qkv", qkv.shape[0], hidden, 1, x="normed", squares="squares", y="y"))
+        products.append(_Product("qkv", "normed", "y", qkv, squares="squares"))
+    matmuls = [_cut(product, rows, config) for product in products]
     problem = Problem(
         matmuls=(),
         rows=rows,
@@ -172,13 +181,17 @@ def _run(problem: Problem, values: dict[str, Any]) -> dict[str, Array]:
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     inputs: dict[str, Array] = {}
     for matmul in problem.matmuls:
-        read = (matmul.x, matmul.weight, matmul.residual, matmul.gain, matmul.squares)
-        inputs |= {name: values[name] for name in read if name is not None and name not in outputs}
-        outputs[matmul.y] = jax.ShapeDtypeStruct((num_rows, matmul.outputs), dtype)
-        if matmul.normed is not None and matmul.squares_out is not None:
-            outputs[matmul.normed] = outputs[matmul.y]
+        read = [matmul.x, matmul.name]
+        outputs_of = {matmul.y: jax.ShapeDtypeStruct((num_rows, matmul.outputs), dtype)}
+        if matmul.squares is not None:
+            read.append(matmul.squares)
+        if matmul.norm is not None:
+            read += [matmul.norm.residual, matmul.norm.gain]
             parts = -(-matmul.num_tiles // 16) * 16
-            outputs[matmul.squares_out] = jax.ShapeDtypeStruct((num_rows, parts), jnp.float32)
+            outputs_of[matmul.norm.normed] = outputs_of[matmul.y]
+            outputs_of[matmul.norm.squares] = jax.ShapeDtypeStruct((num_rows, parts), jnp.float32)
+        inputs |= {name: values[name] for name in read if name not in outputs}
+        outputs |= outputs_of
     if len(problem.matmuls) > 1:
         inputs["counters"] = values["counters"]
         outputs["last_counters"] = jax.ShapeDtypeStruct((MAX_ROUNDS, 32), jnp.int32)

@@ -48,8 +48,8 @@ def builder():
     return make_builder(LLAMA_3_8B)
 
 
-# The most rows whose matmuls are one kernel, those whose matmuls are all our own, and the most there are, where gate and up
-# are (XLA's are untuned: some split a sum in two).
+# One row and the most whose matmuls are one kernel, the most whose matmuls are all our own, and the most there are,
+# where gate and up are (XLA's are untuned: some split a sum in two).
 @pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(1, 3), (16, 3), (64, 6), (256, 11)])
 def test_decode_step(builder, num_rows, launches_per_layer):
     program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, num_rows)), NUM_BLOCKS))
