@@ -125,7 +125,7 @@ class _Block(NamedTuple):
         return steps
 
     def counter(self, index: int, round_: Any) -> Any:
-        """Of a round's finished tiles, for those who multiply by them.
+        """Of the blocks that have finished their part of a round, for all who multiply by it. Each counts in each.
 
         Zeros before and after, but for the ones that the last matmul waits for: no block knows when all have read them.
         So they are an output, cleared as the kernel begins, which all blocks know when they have waited for the first.
@@ -221,12 +221,17 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
             is_last = round_ == before.rounds - 1
             columns = min((round_ + 1) * NUM_SMS, before.num_tiles) * before.width
             steps = matmul.steps if is_last else min(columns // matmul.block_k, matmul.steps)
-            tiles = min(NUM_SMS, before.num_tiles - round_ * NUM_SMS)
-            device.wait(block.counter(index - 1, round_), tiles, interpret=problem.interpret)
+            device.wait(block.counter(index - 1, round_), NUM_SMS, interpret=problem.interpret)
             lax.fori_loop(_int(done), lax.min(_int(steps), num_tiles * steps), copy, None)
             done = steps
-    if index >= 2:  # All blocks have finished what they could only begin when those were waited for.
+    if index >= 2:  # All blocks have signalled what they only signal when they have waited for those.
         _clear_counters(block, index - 2)
+    if index < len(problem.matmuls) - 1:
+
+        @pl.when(num_tiles < matmul.rounds)  # Nothing of the last round is this block's to finish.
+        def _():
+            device.signal(block.counter(index, matmul.rounds - 1), interpret=problem.interpret)
+
     num_steps = num_tiles * matmul.steps
     lax.fori_loop(_int(done), num_steps, copy, None)
     _wait_until_free(smem.x_free, matmul.x_slots, num_steps, num_steps + matmul.x_slots)

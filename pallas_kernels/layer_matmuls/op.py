@@ -49,9 +49,10 @@ def layer_matmuls(
     with float32, and jits it as a static argument: give the same function for each layer.
 
     "sm90" is one Mosaic kernel for Hopper GPUs, all of whose multiprocessors it takes, for its thread blocks wait for
-    each other; "xla" runs anywhere. Raises ValueError for an unknown implementation or shapes that do not fit together,
-    NotImplementedError for what "sm90" cannot do: more than 16 rows, dtypes but bfloat16, K that is no multiple of 64,
-    outputs that are none of 8 or less than 64.
+    each other: of the calls of a program, each should depend on the one before, as layers do. "xla" runs anywhere.
+    Raises ValueError for an unknown implementation or shapes that do not fit together, NotImplementedError for what
+    "sm90" cannot do: no rows or more than 16, dtypes but bfloat16, K that is no multiple of 64, outputs that are none
+    of 8, less than 64 or so many that a thread block has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

@@ -30,7 +30,7 @@ MAX_X_SLOTS = 16
 MAX_WIDTH = 128
 """Weight rows of a step, which has 64 columns or more of them."""
 MAX_BLOCK_K = 512
-"""Of more, the addresses of a step take more registers than there are."""
+"""Of more, the addresses of a step take more registers than there are; so do those of a loop that is unrolled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Config:
     """How shared memory is used; `heuristic` picks one."""
 
     slot_bytes: int
-    """Weights of a step: a power of 2."""
+    """Weights of a step, in multiples of 1024."""
     w_slots: int
     """Steps in the ring of weights."""
     x_bytes: int
@@ -54,6 +54,8 @@ def heuristic(num_rows: int) -> Config:
 
 def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
     """Raises NotImplementedError with the reason if the kernel cannot do it: arrays, or their shapes."""
+    if not heads.shape[0]:
+        raise NotImplementedError("at least one row")
     if num_sms() < NUM_SMS:
         raise NotImplementedError(f"a GPU of {NUM_SMS} multiprocessors, whose thread blocks run at once: {num_sms()}")
     if heads.shape[0] > MAX_ROWS:
@@ -90,9 +92,9 @@ def _cut(product: _Product, rows: int, config: Config) -> Matmul:
     num_halves = math.prod(halves)
     rounds = -(-outputs // (NUM_SMS * (MAX_WIDTH // num_halves)))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
-    # Views of a slot have all of its bytes, in rows of a multiple of 64 columns.
-    fitting = range(64, min(config.slot_bytes // (2 * width * num_halves), MAX_BLOCK_K) + 1, 64)
-    block_k = max((k for k in fitting if config.slot_bytes % (16 * k) == 0 and k < depth + 64), default=64)
+    # Views of a slot have all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
+    limit = min(config.slot_bytes // (2 * width * num_halves), MAX_BLOCK_K, max(depth // 3, 64))
+    block_k = max(k for k in range(64, limit + 1, 64) if config.slot_bytes % (16 * k) == 0)
     return Matmul(
         name=product.name,
         x=product.x,

@@ -111,6 +111,7 @@ def test_unknown_implementation_is_refused():
     ("sizes", "reason"),
     [
         ({"num_rows": 17}, "at most 16 rows, got 17"),
+        ({"num_rows": 0}, "at least one row"),
         ({"num_rows": 2, "dtype": jnp.float32}, "bfloat16, got heads of float32"),
         ({"num_rows": 2, "depth": 96}, "multiples of 64"),
         ({"num_rows": 2, "outputs": 68}, "multiples of 8"),
@@ -196,6 +197,8 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
         LLAMA_3_8B,
         LLAMA_3_8B | {"outputs": None},
         {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
+        {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
+        {"depth": 576, "hidden": 576, "inner": 1536, "outputs": 960},
         {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
         {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
     ],
