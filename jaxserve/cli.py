@@ -234,26 +234,31 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
     SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 
-    with _killed_when_interrupted_twice(), LLM(**given(args, _ENGINE_FIELDS)) as llm:
+    with _killed_when_interrupted_twice() as is_interrupted, LLM(**given(args, _ENGINE_FIELDS)) as llm:
+        if is_interrupted():  # in a callback of the collector or the like, out of which no exception comes
+            raise KeyboardInterrupt
         yield llm, llm.sampling_params(sampling, fallback=fallback)
 
 
 @contextlib.contextmanager
-def _killed_when_interrupted_twice() -> Iterator[None]:
-    """Ctrl-C waits for the steps that are being compiled; another one ends the process at once, by the signal.
+def _killed_when_interrupted_twice() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the steps that are being compiled; another one ends the process at once, by the signal. Yields
+    what tells whether there was one.
 
     Interrupted in `Thread.join`, Python 3.12 takes the thread for ended, and would itself end below one inside XLA.
     """
+    numbers: list[int] = []
 
-    def interrupt(_number: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
+        numbers.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a script
-        yield
+        yield lambda: False
         return
     signal.signal(signal.SIGINT, interrupt)
-    yield
+    yield lambda: bool(numbers)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 
 import openai
 import pytest
@@ -334,6 +335,25 @@ def test_interrupting_is_quiet_and_a_second_time_kills(llm, sigint, monkeypatch,
     assert cli.main(["generate", "a"]) == 130
     assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+def test_an_interrupt_in_a_callback_is_not_lost(llm, sigint, monkeypatch):
+    """Out of a finalizer comes no exception."""
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
+
+    def start(*_, **__):
+        weakref.finalize(finalized := Finalized(), signal.raise_signal, signal.SIGINT)
+        del finalized
+        return llm
+
+    monkeypatch.setattr(jaxserve.llm, "LLM", start)
+    assert cli.main(["generate", "a"]) == 130
+    assert lost == [KeyboardInterrupt]
+
+
+class Finalized:
+    """What dies."""
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
