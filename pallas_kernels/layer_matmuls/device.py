@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import row_and_quarter
+
 ROWS = 64
 """Of one wgmma."""
 
@@ -154,7 +156,7 @@ def _load_row_sums(_, ref):
     """A lane adds up every fourth four of its rows."""
     f32 = ir.F32Type.get()
     four, pair = (ir.VectorType.get((size,), f32) for size in (4, 2))
-    _, quarter = _row_and_quarter()
+    _, quarter = row_and_quarter()
     registers = _registers(_GROUP)
     for half, row, _ in _own_rows(ref):
         total = vector.broadcast(four, mgpu.c(0.0, f32))
@@ -168,7 +170,7 @@ def _load_row_sums(_, ref):
 
 def _store_first_column(_, ref, x, column) -> None:
     [column] = column.registers.flat
-    _, quarter = _row_and_quarter()
+    _, quarter = row_and_quarter()
     is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, _i32(0))
     one = ir.VectorType.get((1,), ir.F32Type.get())
     for half, row, is_row in _own_rows(ref):
@@ -180,7 +182,7 @@ def _store_first_column(_, ref, x, column) -> None:
 def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
     """Of a lane, its two rows: half, the row or else the ref's last one, and whether the ref has it."""
     num_rows = _i32(ref.type.shape[0])
-    first, _ = _row_and_quarter()
+    first, _ = row_and_quarter()
     for half in range(2):
         row = arith.addi(first, _i32(8 * half))
         is_there = arith.cmpi(arith.CmpIPredicate.ult, row, num_rows)
@@ -190,7 +192,7 @@ def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
 def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]:
     """Of a lane, the first of its two columns in each group, and whether the ref has it: None if it must."""
     [first] = first.registers.flat
-    _, quarter = _row_and_quarter()
+    _, quarter = row_and_quarter()
     size = ref.type.shape[1]
     own = arith.addi(first, arith.muli(quarter, _i32(2)))
     for group in range(num_columns // _GROUP):
@@ -209,17 +211,6 @@ def _place(group: int, half: int) -> tuple[int, ...]:
 
 def _matrix(registers):
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-
-def _row_and_quarter():
-    """A lane's first row, and which of the four of a row it is.
-
-    A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
-    """
-    thread = mgpu.utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, _i32(32)), _i32(4))
-    lane = arith.remui(thread, _i32(32))
-    return arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4))), arith.remui(lane, _i32(4))
 
 
 def _i32(value: int):

@@ -13,6 +13,8 @@ from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import row_and_quarter
+
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
@@ -55,18 +57,14 @@ def _wait(_, counter, value) -> None:
 
 @_inline(_REF, plgpu.Layout.WGMMA)
 def _store_first_rows(_, ref, x) -> None:
-    """A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them."""
     num_rows, num_columns = ref.type.shape
     i32 = ir.IntegerType.get_signless(32)
 
     def c(value: int):
         return mgpu.c(value, i32)
 
-    thread = mgpu.utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, c(32)), c(4))
-    lane = arith.remui(thread, c(32))
-    first_row = arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4)))
-    first_column = arith.muli(arith.remui(lane, c(4)), c(2))
+    first_row, quarter = row_and_quarter()
+    first_column = arith.muli(quarter, c(2))
     for half in range(2):
         row = arith.addi(first_row, c(8 * half))
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(num_rows))):

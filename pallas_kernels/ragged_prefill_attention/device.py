@@ -20,6 +20,8 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import row_and_quarter
+
 _REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
@@ -186,7 +188,7 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
     def c(value: int):
         return mgpu.c(value, i32)
 
-    first_row, quarter = _row_and_quarter()
+    first_row, quarter = row_and_quarter()
     is_odd, is_high = (arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quarter, c(bit)), c(0)) for bit in (1, 2))
 
     def word(matrix: int, half: int):
@@ -232,25 +234,9 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
                 store(four, 8 * in_fours, column)
 
 
-def _row_and_quarter():
-    """A lane's first row, and which of the four of a row it is.
-
-    A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
-    """
-    i32 = ir.IntegerType.get_signless(32)
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
-    thread = mgpu.utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, c(32)), c(4))
-    lane = arith.remui(thread, c(32))
-    return arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), arith.remui(lane, c(4))
-
-
 def _first_key_to_first_query():
     """How far a lane's first key is ahead of its first query, both counted from the tile's first."""
-    query, quarter = _row_and_quarter()
+    query, quarter = row_and_quarter()
     return arith.subi(arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32))), query)
 
 

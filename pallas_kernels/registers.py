@@ -1,0 +1,23 @@
+"""Where a lane's values lie in a matrix in WGMMA layout, for what the kernels do with registers themselves."""
+
+from typing import Any
+
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic import gpu as mgpu
+
+
+def row_and_quarter() -> tuple[Any, Any]:
+    """A lane's first row, and which of the four of a row it is.
+
+    A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+
+    def c(value: int):
+        return mgpu.c(value, i32)
+
+    thread = mgpu.utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, c(32)), c(4))
+    lane = arith.remui(thread, c(32))
+    return arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), arith.remui(lane, c(4))
