@@ -382,7 +382,9 @@ def test_the_command_is_installed_and_knows_its_version(command):
 def _command(*arguments: str) -> dict:
     """Arguments of subprocess: the command in a process of its own, with one CPU device as users have it."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    code = "import sys; from jaxserve.cli import main; sys.exit(main())"
+    # Tests that run in the background ignore SIGINT, and so would the command.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import sys; from jaxserve.cli import main; sys.exit(main())"
     return {"args": [sys.executable, "-W", "error", "-c", code, *arguments], "env": environment, "text": True}
 
 
