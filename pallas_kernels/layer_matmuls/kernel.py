@@ -90,10 +90,6 @@ class Problem(NamedTuple):
     eps: float
     interpret: bool
 
-    def weight_rows(self, matmul: Matmul) -> int:
-        """Of its view of a slot."""
-        return self.slot_bytes // (2 * matmul.block_k)
-
 
 class Shared(NamedTuple):
     """Views of shared memory by matmul, and barriers."""

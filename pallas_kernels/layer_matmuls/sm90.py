@@ -156,8 +156,8 @@ def layer_matmuls_sm90(
     if qkv is not None:
         products.append(_Product("qkv", "normed", "y", qkv, squares="squares"))
     matmuls = [_cut(product, rows, config) for product in products]
-    problem = Problem(
-        matmuls=(),
+    make_problem = functools.partial(
+        Problem,
         rows=rows,
         slot_bytes=config.slot_bytes,
         w_slots=config.w_slots,
@@ -166,7 +166,7 @@ def layer_matmuls_sm90(
         interpret=interpret,
     )
     for part in [[matmul] for matmul in matmuls] if interpret else [matmuls]:
-        values |= _run(problem._replace(matmuls=tuple(part)), values)
+        values |= _run(make_problem(matmuls=tuple(part)), values)
     y = values["y"] if qkv is not None else _divide(values["normed"], values["squares"], eps)
     return values["residual"][:num_rows], y[:num_rows]
 
