@@ -197,20 +197,30 @@ class ServerConfig:
 
 
 def _check_types(config: EngineConfig | ServerConfig) -> None:
-    """What argparse has made of flags is of the right types; what a caller in Python has given may not be."""
+    """What argparse has made of flags is of the right types; what a caller in Python has given may not be.
+
+    Paths that are given as such become texts.
+    """
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if typing.get_origin(hint) is Literal:
-            if value not in typing.get_args(hint):
-                choices = ", ".join(map(str, typing.get_args(hint)))
-                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
-            continue
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if kinds[0] not in _KINDS or (value is None and types.NoneType in kinds):
-            continue
-        classes, words = _KINDS[kinds[0]]
-        if not isinstance(value, classes) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(f"{name} must be {words}, got {value!r:.100}")
+        check_type(name, value, hint)
+        if isinstance(value, os.PathLike):
+            object.__setattr__(config, name, os.fspath(value))
+
+
+def check_type(name: str, value: object, hint: Any) -> None:
+    """Raises ConfigError unless the option `name` may have this value, by its annotation."""
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            choices = ", ".join(map(str, typing.get_args(hint)))
+            raise ConfigError(f"{name} must be one of {choices}, got {value!r:.100}")
+        return
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if kinds[0] not in _KINDS or (value is None and types.NoneType in kinds):
+        return
+    classes, words = _KINDS[kinds[0]]
+    if not isinstance(value, classes) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{name} must be {words}, got {value!r:.100}")
 
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {

@@ -12,15 +12,15 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
-from jaxserve.config import DType, EngineConfig
+from jaxserve.config import DType, EngineConfig, check_type
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
-from jaxserve.errors import InvalidRequest, RequestFailed
+from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
@@ -76,6 +76,8 @@ class LLM:
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
+        _check_mesh(mesh)
+        check_type("progress", progress, bool)
         config = EngineConfig(
             model=model,
             revision=revision,
@@ -154,6 +156,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """`generate` the next message of one conversation or of many, through the model's chat template."""
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise InvalidRequest(
+                f"messages must be a list of dicts, or of such lists, got {messages!r:.100}", param="messages"
+            )
         is_single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         prompts = [
@@ -212,6 +218,8 @@ class LLM:
         `pooling` takes the last token's or the mean over all tokens. `dimensions` keeps the first entries only;
         `normalize` gives vectors of length 1. Raises InvalidRequest (nothing has run then), RequestFailed, EngineDead.
         """
+        if pooling not in get_args(Pooling):
+            raise InvalidRequest(f"pooling must be last or mean, got {pooling!r:.100}", param="pooling")
         check_dimensions(dimensions, self.info.hidden_size)
         tokenized = tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
         groups = [
@@ -286,6 +294,12 @@ class LLM:
         chat_template: str | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> PromptDict:
+        _check_mappings("messages", messages)
+        _check_mappings("tools", tools or ())
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise InvalidRequest(
+                f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r:.100}", param="chat_template_kwargs"
+            )
         tokenizer = self._frontend.tokenizer
         text = tokenizer.render_chat_template(
             messages,
@@ -305,6 +319,13 @@ class LLM:
             sampling_params = self._frontend.sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence) or not all(
+            isinstance(params, SamplingParams) for params in sampling_params
+        ):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r:.100}",
+                param="sampling_params",
+            )
         if len(sampling_params) != len(prompts):
             raise InvalidRequest(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts", param="sampling_params"
@@ -349,6 +370,22 @@ class LLM:
                     raise RequestFailed(group.error)
                 yield delta
                 group.forget_logprobs()
+
+
+def _check_mesh(mesh: object) -> None:
+    """Raises ConfigError for what is no mesh, or one without devices."""
+    if mesh is None:
+        return
+    from jax.sharding import Mesh
+
+    if not isinstance(mesh, Mesh) or mesh.devices.size == 0:
+        raise ConfigError(f"mesh must be a jax.sharding.Mesh of at least one device, got {mesh!r:.100}")
+
+
+def _check_mappings(param: str, values: object) -> None:
+    """Raises InvalidRequest for what is no sequence of mappings."""
+    if not isinstance(values, Sequence) or not all(isinstance(value, Mapping) for value in values):
+        raise InvalidRequest(f"{param} must be a list of dicts, got {values!r:.100}", param=param)
 
 
 class _DefaultLLMs:

@@ -3,6 +3,10 @@ import dataclasses
 import gc
 import inspect
 import logging
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -60,7 +64,58 @@ def texts(outputs):
     return [completion.text for output in outputs for completion in output.outputs]
 
 
+# In a process of its own: here calls are checked against their annotations before any code of ours runs.
+CALLS = """
+import pathlib, sys
+import jax, numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+import tiny_tokenizer
+from engine.fake_client import FakeEngineClient
+from jaxserve.engine.frontend import Frontend
+from jaxserve.llm import LLM
+from jaxserve.tokenizer import Tokenizer
+tokenizer = Tokenizer.load(tiny_tokenizer.byte_level(pathlib.Path(sys.argv[1])))
+llm = LLM.from_frontend(Frontend(FakeEngineClient(), tokenizer))
+user = {"role": "user", "content": "hi"}
+for call in sys.argv[2:]:
+    try:
+        eval(call)
+    except Exception as error:
+        print(type(error).__name__, getattr(error, "param", None), error)
+    else:
+        print("nothing raised")
+llm.close()
+"""
+WRONG_ARGUMENTS = {
+    "LLM(mesh='x')": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device, got 'x'",
+    "LLM(mesh=jax.devices())": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device, got [Cpu",
+    "LLM(mesh=AbstractMesh((1,), ('a',)))": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device",
+    "LLM(mesh=Mesh(np.zeros(0), ('a',)))": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device",
+    "LLM(progress='x')": "ConfigError None progress must be True or False, got 'x'",
+    "LLM(compilation_cache_dir='a\\0', warmup=False)": "ConfigError None compilation_cache_dir: embedded null byte",
+    "LLM(tokenizer=pathlib.Path('/nowhere'))": "CheckpointError None no model '/nowhere'",
+    "llm.generate('a', {'n': 1})": "InvalidRequest sampling_params sampling_params must be SamplingParams, or a list",
+    "llm.generate('a', ['x'])": "InvalidRequest sampling_params sampling_params must be SamplingParams, or a list of",
+    "llm.stream('a', 'x')": "InvalidRequest sampling_params sampling_params must be SamplingParams, or a list of them",
+    "llm.chat(user)": "InvalidRequest messages messages must be a list of dicts, or of such lists, got {'role'",
+    "llm.chat(['x'])": "InvalidRequest messages messages must be a list of dicts, got 'x'",
+    "llm.stream_chat('x')": "InvalidRequest messages messages must be a list of dicts, got 'x'",
+    "llm.chat([user], tools=5)": "InvalidRequest tools tools must be a list of dicts, got 5",
+    "llm.chat([user], chat_template_kwargs='x')": "InvalidRequest chat_template_kwargs chat_template_kwargs must be a",
+    "llm.embed('a', pooling='x')": "InvalidRequest pooling pooling must be last or mean, got 'x'",
+    "llm.embed('a', dimensions=1.5)": "InvalidRequest dimensions dimensions must be an integer in [1, 4], got 1.5",
+}
+
+
 class TestOptions:
+    def test_wrong_arguments_are_named(self, tmp_path):
+        environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
+        command = [sys.executable, "-c", CALLS, str(tmp_path), *WRONG_ARGUMENTS]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        complaints = dict(zip(WRONG_ARGUMENTS, result.stdout.splitlines(), strict=True))
+        wrong = {call: got for call, got in complaints.items() if not got.startswith(WRONG_ARGUMENTS[call])}
+        assert wrong == {}
+
     def test_every_engine_option_is_a_parameter_with_the_same_default(self):
         parameters = inspect.signature(LLM.__init__).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}

@@ -1,6 +1,7 @@
 """What callers see of a pooling request: one vector for a text. No jax here."""
 
 import dataclasses
+import numbers
 
 import numpy as np
 from jaxtyping import Float32
@@ -37,5 +38,9 @@ def finish_embedding(
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
     """Raises InvalidRequest unless a vector has so many entries."""
-    if dimensions is not None and not 1 <= dimensions <= hidden_size:
-        raise InvalidRequest(f"dimensions must be in [1, {hidden_size}], got {dimensions}", param="dimensions")
+    if dimensions is None:
+        return
+    if not isinstance(dimensions, numbers.Integral) or not 1 <= dimensions <= hidden_size:
+        raise InvalidRequest(
+            f"dimensions must be an integer in [1, {hidden_size}], got {dimensions!r:.100}", param="dimensions"
+        )

@@ -160,7 +160,7 @@ def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:
     try:
         path = pathlib.Path(directory or "~/.cache/jaxserve/xla").expanduser()
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: nobody's home, ValueError: a null character
         if directory:
             raise ConfigError(f"compilation_cache_dir: {error}") from error
         logger.warning("steps are compiled at every start, there is no place to keep them: %s", error)
