@@ -85,6 +85,8 @@ class Tokenizer:
             return cls._from_gguf(path)
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise CheckpointError(f"no tokenizer in {path}: expected one of {', '.join(_TOKENIZER_FILES)}")
+        if (path / "tokenizer_config.json").is_file():
+            read_object(path / "tokenizer_config.json")  # transformers takes templates that are none
         auto_tokenizer = _import_transformers().AutoTokenizer
         try:
             tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

@@ -309,7 +309,8 @@ def sampling_defaults(model: str | pathlib.Path) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
-        raise CheckpointError(f"{model}/generation_config.json: {error}") from error
+        message = str(error).replace("max_tokens", "max_new_tokens")  # as it is called there
+        raise CheckpointError(f"{model}/generation_config.json: {message}") from error
     return defaults
 
 

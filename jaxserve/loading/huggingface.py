@@ -82,9 +82,11 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(f"no model directory at {directory}")
     fields = read_object(directory / "config.json")
     quantization = fields.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if quantization and method != "mxfp4":
-        raise CheckpointError(f"{directory}: quantized checkpoints are not supported, other than mxfp4: it is {method}")
+    if quantization and (method := quantization.get("quant_method")) != "mxfp4":
+        raise CheckpointError(
+            f"{directory}: quantized checkpoints are not supported, other than mxfp4: quant_method of "
+            f"quantization_config in its config.json is {method!r:.100}"
+        )
     return fields
 
 

@@ -2,34 +2,133 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
 
 
+class _Kind(NamedTuple):
+    """What a field may hold, in words, and whether a value is that."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(values: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(fits, values))
+
+
+def _is_template(value: Any) -> bool:
+    """A text, or several by name: in an object, or as objects with "name" and "template"."""
+    if isinstance(value, list):
+        return all(isinstance(each, dict) and {"name", "template"} <= each.keys() for each in value)
+    return all(map(_is_text, value.values())) if isinstance(value, dict) else isinstance(value, str)
+
+
+def _is_token(value: Any) -> bool:
+    """A text, or an object that says how it is matched too."""
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+_TEXT = _Kind("a text", _is_text)
+_TEXTS = _Kind("a list of texts", lambda value: _is_list_of(value, _is_text))
+_OBJECT = _Kind("an object", _is_object)
+_TOKEN_IDS = _Kind("a token id or a list of them", lambda value: _is_integer(value) or _is_list_of(value, _is_integer))
+_TOKENS = _Kind("a list of tokens", lambda value: _is_list_of(value, _is_token))
+_NAMED_TOKENS = _Kind(
+    "a list of tokens or an object of them",
+    lambda value: _is_list_of(list(value.values()) if _is_object(value) else value, _is_token),
+)
+
+_KINDS = {
+    "config.json": {
+        "architectures": _TEXTS,
+        "auto_map": _OBJECT,
+        "dtype": _TEXT,
+        "eos_token_id": _TOKEN_IDS,
+        "id2label": _OBJECT,
+        "label2id": _OBJECT,
+        "layer_types": _TEXTS,
+        "model_type": _TEXT,
+        "num_labels": _Kind("an integer", _is_integer),
+        "quantization_config": _OBJECT,
+        "rope_parameters": _OBJECT,
+        "rope_scaling": _OBJECT,
+        "torch_dtype": _TEXT,
+    },
+    "generation_config.json": {"eos_token_id": _TOKEN_IDS},
+    "tokenizer_config.json": {
+        "added_tokens_decoder": _OBJECT,
+        "additional_special_tokens": _NAMED_TOKENS,
+        "auto_map": _Kind(
+            "an object or a list of two",
+            lambda value: len(value) == 2 if isinstance(value, list) else _is_object(value),
+        ),
+        "chat_template": _Kind("a text or a list of objects with name and template", _is_template),
+        "extra_special_tokens": _NAMED_TOKENS,
+        "init_inputs": _Kind("a list", lambda value: isinstance(value, list)),
+        "model_input_names": _TEXTS,
+        "model_specific_special_tokens": _NAMED_TOKENS,
+        "padding_side": _TEXT,
+        "split_special_tokens": _Kind("true or false", lambda value: isinstance(value, bool)),
+        "tokenizer_class": _TEXT,
+        "truncation_side": _TEXT,
+    },
+}
+"""Of each file the fields of which more is read than one number or flag, here or by transformers; null fits always.
+
+What the numbers and flags of a config.json may be, `models.hf_config` says.
+"""
+
+
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, naming the file, if it is missing or holds no object."""
+    """The object in a JSON file. Raises CheckpointError, naming the file, if it is missing or holds no object, and
+    naming the field too, if one of config.json, generation_config.json or tokenizer_config.json is a list where it
+    should be an object, or the like.
+    """
+    fields = _read(path)
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
+    for name, kind in _KINDS.get(path.name, {}).items():
+        _check(fields, name, kind, path)
+    return fields
+
+
+def _read(path: pathlib.Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
             raise CheckpointError(f"cannot read {path}: it is empty")
-        fields = json.loads(text)
+        return json.loads(text)
     except FileNotFoundError:
         raise CheckpointError(f"no {path.name} in {path.parent}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: it is no JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
-    return fields
+
+
+def _check(fields: Mapping[str, Any], name: str, kind: _Kind, path: pathlib.Path) -> None:
+    value = fields.get(name)
+    if value is not None and not kind.fits(value):
+        raise CheckpointError(f"{path}: {name} must be {kind.words}, got {value!r:.100}")
 
 
 def eos_token_ids(fields: Mapping[str, Any], path: pathlib.Path) -> tuple[int, ...]:
     """`eos_token_id` of the file at `path`: none, one or a list. Raises CheckpointError, naming the file."""
+    _check(fields, "eos_token_id", _TOKEN_IDS, path)
     value = fields.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.100}")
-    return tuple(ids)
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -122,7 +122,7 @@ def quotient(fields: Fields, whole: str, parts: str) -> int:
 def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> str:
     """One of the activations that layers.mlp knows."""
     value = fields.get(name, default)
-    if value not in ACTIVATIONS:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
         raise CheckpointError(f"config.json: unknown {name} {value!r}; known are {', '.join(ACTIVATIONS)}")
     return value
 

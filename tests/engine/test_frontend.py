@@ -171,7 +171,7 @@ class TestPrepare:
         ("fields", "complaint"),
         [
             ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
-            ({"max_new_tokens": 0}, "max_tokens must be"),
+            ({"max_new_tokens": 0}, "max_new_tokens must be"),
             ({"top_p": [1]}, "top_p must be"),
         ],
     )

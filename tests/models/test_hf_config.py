@@ -110,6 +110,7 @@ def test_rope_of_both_styles(rope, scaling):
         ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": "linear"}, "must be an object"),
+        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\]; known are silu"),
         ({"hidden_act": "gelu_fast"}, "hidden_act 'gelu_fast'; known are silu"),
         ({"num_key_value_heads": 3}, r"\(8\) is not a multiple of num_key_value_heads \(3\)"),
         ({"head_dim": 7}, "head_dim must be even for rotary embedding, got 7"),
