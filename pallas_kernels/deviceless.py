@@ -121,13 +121,16 @@ def compile_lowered(
     lower: Callable[[], jax.stages.Lowered], *, compiler_options: dict[str, Any] | None = None
 ) -> DevicelessExecutable:
     """What `lower` returns, traced for an `h200_mesh`, compiled and reported on."""
-    with tempfile.TemporaryDirectory() as folder, without_cache(), _dumping_kernels(folder):
-        # Beside the thunks this dumps more than is read here: a few files of text.
-        compiled = lower().compile({"xla_dump_to": folder} | (compiler_options or {}))
+    lowered = lower()
+    with tempfile.TemporaryDirectory() as folder, without_cache():
+        report = pathlib.Path(folder, "ptxas.txt")
+        with _reporting_kernels(report):
+            # Beside the thunks this dumps more than is read here: a few files of text.
+            compiled = lowered.compile({"xla_dump_to": folder} | (compiler_options or {}))
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
             compiled=compiled,
-            kernels=tuple(_kernels(pathlib.Path(folder))),
+            kernels=tuple(_kernels(report.read_text())),
             thunks=collections.Counter(kind for indent, kind in thunks if not indent),
             num_launches=sum(kind not in CONTAINERS for _, kind in thunks),
         )
@@ -163,28 +166,32 @@ def without_cache() -> Iterator[None]:
 
 
 @contextmanager
-def _dumping_kernels(folder: str) -> Iterator[None]:
-    """Mosaic writes ptxas's report of each kernel into the folder that the environment names."""
-    settings = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+def _reporting_kernels(path: pathlib.Path) -> Iterator[None]:
+    """ptxas's report of each kernel that Mosaic compiles goes into the file `path`, with all else that is printed.
+
+    Mosaic prints it. Told of a folder instead it writes there, but also every pass over every kernel, in Python and in
+    C++: as much work again as the compilation.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
 
 
-def _kernels(folder: pathlib.Path) -> Iterator[KernelResources]:
-    for path in sorted(folder.glob("*.ptxas")):
-        report = path.read_text()
+def _kernels(reports: str) -> Iterator[KernelResources]:
+    entries = re.split(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", reports)
+    for name, report in zip(entries[1::2], entries[2::2], strict=True):
         spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
         registers = re.findall(r"Used (\d+) registers", report)
         yield KernelResources(
-            name=path.stem,
+            name=name,
             num_registers=max(map(int, registers)),
             spill_bytes=sum(int(stores) + int(loads) for _, stores, loads in spilled),
             stack_bytes=max(int(stack) for stack, _, _ in spilled),
