@@ -122,17 +122,13 @@ class StepShapes:
         `is_plain`: they need no more than draws from filtered distributions, which have no log probabilities.
         `is_decode_only`: each has one token. `has_logprobs`: of drawn tokens.
         """
-
-        def smallest(buckets: list[Bucket]) -> Bucket | None:
-            return next((bucket for bucket in buckets if bucket.num_tokens >= num_tokens), None)
-
         needs_hidden = has_prompt_logprobs or has_embeddings
         is_decode_only = is_decode_only and not needs_hidden
-        if is_plain and is_decode_only and (bucket := smallest(self._plain)):
+        if is_plain and is_decode_only and (bucket := _smallest(self._plain, num_tokens)):
             return Step(PlainDecode(bucket))
-        if is_decode_only and (bucket := smallest(self._decode)):
+        if is_decode_only and (bucket := _smallest(self._decode, num_tokens)):
             return Step(Forward(bucket, is_decode_only=True), self._draw(bucket.num_rows, has_logprobs))
-        bucket = smallest(self._with_hidden if needs_hidden else self._mixed)
+        bucket = _smallest(self._with_hidden if needs_hidden else self._mixed, num_tokens)
         assert bucket is not None
         return Step(
             Forward(bucket, is_decode_only=False),
@@ -143,6 +139,10 @@ class StepShapes:
 
     def _draw(self, num_rows: int, has_logprobs: bool) -> Draw:
         return Draw(num_rows, has_logprobs=has_logprobs or not self._has_special_steps)
+
+
+def _smallest(buckets: list[Bucket], num_tokens: int) -> Bucket | None:
+    return next((bucket for bucket in buckets if bucket.num_tokens >= num_tokens), None)
 
 
 def _sparse(buckets: list[Bucket]) -> Iterator[Bucket]:
