@@ -167,7 +167,7 @@ def without_cache() -> Iterator[None]:
 
 @contextmanager
 def _reporting_kernels(path: pathlib.Path) -> Iterator[None]:
-    """ptxas's report of each kernel that Mosaic compiles goes into the file `path`, with all else that is printed.
+    """What ptxas says of each kernel that Mosaic compiles goes into the file `path`, as does all else that is printed.
 
     Mosaic prints it. Told of a folder instead it writes there, but also every pass over every kernel, in Python and in
     C++: as much work again as the compilation.
