@@ -16,6 +16,8 @@ from pallas_kernels.deviceless import compile_lowered, h200_mesh
 NUM_BLOCKS = 40_000
 POOL = (NUM_BLOCKS, 8, 16, 128)
 NUM_LAYERS = LLAMA_3_8B["num_hidden_layers"]
+FEW = 8
+"""Layers of the programs that need not be whole: one launch more in each still exceeds what the rest may vary by."""
 
 
 def make_spec(fields):
@@ -43,27 +45,48 @@ def bytes_in_place(program):
     return program.compiled.memory_analysis().alias_size_in_bytes
 
 
-@pytest.fixture(scope="module")
-def builder():
-    return make_builder(LLAMA_3_8B)
+@functools.cache
+def llama(num_layers, num_devices=1):
+    return make_builder(LLAMA_3_8B | {"num_hidden_layers": num_layers}, num_devices)
+
+
+@functools.cache
+def compile_llama(make, num_layers, num_devices=1):
+    """The program that `make` chooses, as the engine compiles it."""
+    builder = llama(num_layers, num_devices)
+    program = make(builder)
+    return compile_lowered(
+        lambda: builder.lower(program, NUM_BLOCKS), compiler_options=builder.compiler_options(program)
+    )
+
+
+def decode_of_64_rows(builder):
+    return PlainDecode(bucket_of(builder, 64))
+
+
+def forward_of_512_tokens(builder):
+    return Forward(bucket_of(builder, 512), is_decode_only=False)
 
 
 # One row and the most whose matmuls are one kernel, the most whose matmuls are all our own, and the most there are,
 # where gate and up are (XLA's are untuned: some split a sum in two).
-@pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(1, 3), (16, 3), (64, 6), (256, 11)])
-def test_decode_step(builder, num_rows, launches_per_layer):
+@pytest.mark.parametrize(
+    ("num_rows", "launches_per_layer", "num_layers"), [(1, 3, FEW), (16, 3, NUM_LAYERS), (64, 6, FEW), (256, 11, FEW)]
+)
+def test_decode_step(num_rows, launches_per_layer, num_layers):
+    builder = llama(num_layers)
     program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, num_rows)), NUM_BLOCKS))
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
-    assert program.num_launches <= launches_per_layer * NUM_LAYERS + 40
+    assert program.num_launches <= launches_per_layer * num_layers + 32
     # Logits in float32, a copy of them, and some vectors a row.
     assert program.temp_bytes < 2**20 + num_rows * (2 * 128_256 * 4 + 200_000)
     assert 0 < len(program.kernels) <= 10  # not one for each layer
 
 
 def test_short_prompts_have_the_layers_of_decode_steps():
-    builder = make_builder(LLAMA_3_8B)
+    builder = llama(NUM_LAYERS)
     to_lower = Forward(bucket_of(builder, 64), is_decode_only=False)
     program = compile_lowered(lambda: builder.lower(to_lower, NUM_BLOCKS))
     # The host waits for a loop unless it knows its turns.
@@ -76,12 +99,11 @@ def test_short_prompts_have_the_layers_of_decode_steps():
 
 def test_decode_step_on_two():
     """A layer has a kernel for each matmul and none for what stands between them, but sums over devices and norms."""
-    builder = make_builder(LLAMA_3_8B, num_devices=2)
-    program = compile_lowered(lambda: builder.lower(PlainDecode(bucket_of(builder, 64)), NUM_BLOCKS))
+    program = compile_llama(decode_of_64_rows, FEW, num_devices=2)
     assert program.spill_bytes == 0
     assert program.copies_of((NUM_BLOCKS, 4, 16, 128)) == []
-    assert program.thunks["kAllReduce"] <= 2 * NUM_LAYERS + 1
-    assert program.num_launches <= 10 * NUM_LAYERS + 50
+    assert program.thunks["kAllReduce"] <= 2 * FEW + 1
+    assert program.num_launches <= 10 * FEW + 36
 
 
 def test_decode_step_with_experts():
@@ -102,22 +124,18 @@ def test_decode_step_with_experts():
     "make",
     [
         lambda builder: Forward(bucket_of(builder, 16), is_decode_only=True),
-        lambda builder: Forward(bucket_of(builder, 512), is_decode_only=False),
+        forward_of_512_tokens,
         lambda builder: Draw(64, has_logprobs=True),
     ],
     ids=["forward of one token a row", "forward", "draw"],
 )
 def test_what_rows_may_need_does_not_break_the_command_buffer(make):
     """Else the host would wait for the device in the middle of every step of prompts. KV and slots stay in place."""
-    builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 1})
-    to_lower = make(builder)
-    program = compile_lowered(
-        lambda: builder.lower(to_lower, NUM_BLOCKS), compiler_options=builder.compiler_options(to_lower)
-    )
+    builder, program = llama(num_layers=1), compile_llama(make, num_layers=1)
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
-    pools = 2 * 2 * math.prod(POOL) if isinstance(to_lower, Forward) else 0
+    pools = 2 * 2 * math.prod(POOL) if isinstance(make(builder), Forward) else 0
     assert bytes_in_place(program) >= pools + slots
     for shape in (POOL, *{leaf.shape for leaf in jax.tree.leaves(builder.slots) if leaf.size > 2**20}):
         assert program.copies_of(shape) == []
@@ -139,28 +157,25 @@ def test_steps_take_no_more_than_expected(fields):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "make"),
-    [
-        (1, lambda builder: Forward(bucket_of(builder, 64), is_decode_only=False)),
-        (2, lambda builder: PlainDecode(bucket_of(builder, 16))),
-    ],
+    ("make", "num_layers", "num_devices"),
+    [(forward_of_512_tokens, 1, 1), (decode_of_64_rows, FEW, 2)],
     ids=["forward", "decode on two"],
 )
-def test_a_program_lowered_by_a_worker(num_devices, make, caplog):
+def test_a_program_lowered_by_a_worker(make, num_layers, num_devices, caplog):
     """The same as this process makes, with KV and slots in place."""
-    fields = LLAMA_3_8B | {"num_hidden_layers": 1}
-    builder = make_builder(fields, num_devices=num_devices)
+    builder = llama(num_layers, num_devices)
     to_lower = make(builder)
-    lowering = Lowering(builder, make_spec(fields), folder=None, num_workers=1)
+    lowering = Lowering(builder, make_spec(LLAMA_3_8B | {"num_hidden_layers": num_layers}), folder=None, num_workers=1)
     try:
         lowered = lowering.lower(to_lower, NUM_BLOCKS)
     finally:
         lowering.close()
-    program, expected = compile_lowered(lambda: lowered), compile_lowered(lambda: builder.lower(to_lower, NUM_BLOCKS))
+    program = compile_lowered(lambda: lowered, compiler_options=builder.compiler_options(to_lower))
+    expected = compile_llama(make, num_layers, num_devices)
     assert "in this process" not in caplog.text
     assert program.thunks == expected.thunks
     assert program.num_launches == expected.num_launches
     assert program.temp_bytes == expected.temp_bytes
     assert program.copies_of((NUM_BLOCKS, 8 // num_devices, 16, 128)) == []
-    assert bytes_in_place(program) == bytes_in_place(expected) > 2 * 2 * math.prod(POOL) // num_devices
+    assert bytes_in_place(program) == bytes_in_place(expected) > num_layers * 2 * 2 * math.prod(POOL) // num_devices
     assert jax.tree.structure(program.compiled.out_info) == jax.tree.structure(expected.compiled.out_info)
