@@ -7,12 +7,11 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxserve import __version__, logs
+from jaxserve import __version__, interrupts, logs
 from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, ServerConfig
 from jaxserve.errors import JaxserveError
@@ -58,9 +57,10 @@ _GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (an error, told in one line), 2 (usage) or 130 (Ctrl-C)."""
     try:
-        return _run(argv)
+        with interrupts.of_command():
+            return _run(argv)
     except KeyboardInterrupt:
-        return 130
+        return interrupts.EXIT_CODE
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -234,32 +234,8 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
     SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 
-    with _killed_when_interrupted_twice() as is_interrupted, LLM(**given(args, _ENGINE_FIELDS)) as llm:
-        if is_interrupted():  # in a callback of the collector or the like, out of which no exception comes
-            raise KeyboardInterrupt
+    with LLM(**given(args, _ENGINE_FIELDS)) as llm:
         yield llm, llm.sampling_params(sampling, fallback=fallback)
-
-
-@contextlib.contextmanager
-def _killed_when_interrupted_twice() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the steps that are being compiled; another one ends the process at once, by the signal. Yields
-    what tells whether there was one.
-
-    Interrupted in `Thread.join`, Python 3.12 takes the thread for ended, and would itself end below one inside XLA.
-    """
-    numbers: list[int] = []
-
-    def interrupt(number: int, _frame: object) -> None:
-        numbers.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a script
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    yield lambda: bool(numbers)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:

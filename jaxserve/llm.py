@@ -21,6 +21,7 @@ from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
 from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
+from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
@@ -123,7 +124,7 @@ class LLM:
         self._id_prefix = f"llm-{secrets.token_hex(4)}"
         self._counter = itertools.count()
         # Also at interpreter exit, while jax still works: a daemon thread inside XLA would crash it.
-        self._close = weakref.finalize(self, frontend.client.close)
+        self._finalizer = weakref.finalize(self, _close, frontend.client)
 
     def generate(
         self,
@@ -270,7 +271,8 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
-        self._close()
+        self._client.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> "LLM":
         return self
@@ -370,6 +372,12 @@ class LLM:
                     raise RequestFailed(group.error)
                 yield delta
                 group.forget_logprobs()
+
+
+def _close(client: EngineClient) -> None:
+    """At the end of an LLM that nobody has closed: a KeyboardInterrupt would get lost here."""
+    with while_waiting_for_threads(is_last=True):
+        client.close()
 
 
 def _check_mesh(mesh: object) -> None:

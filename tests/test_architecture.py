@@ -22,19 +22,20 @@ PLAIN = "errors config request"
 
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
-    "__main__": "cli",
-    "cli": f"{PLAIN} jaxserve logs flags bench server llm convert overview engine loading tokenizer",
+    "__main__": "jaxserve interrupts cli",
+    "cli": f"{PLAIN} jaxserve interrupts logs flags bench server llm convert overview engine loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} cpus flags llm server convert engine structured models loading layers tokenizer",
     "jaxserve": "llm request",
     "flags": PLAIN,
     "logs": "",
     "server": f"{PLAIN} jaxserve logs tokenizer metrics engine structured",
-    "llm": f"{PLAIN} progress tokenizer engine loading",
+    "llm": f"{PLAIN} interrupts progress tokenizer engine loading",
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
     "overview": f"{PLAIN} scheduling execution models loading layers",
-    "engine": f"{PLAIN} logs tokenizer metrics scheduling execution models structured loading layers pallas_kernels",
+    "engine": f"{PLAIN} interrupts logs tokenizer metrics scheduling execution models structured loading layers "
+    "pallas_kernels",
     "execution": f"{PLAIN} cpus scheduling models sampling speculative loading layers quantization pallas_kernels",
     "scheduling": PLAIN,
     "models": f"{PLAIN} loading layers quantization",
@@ -51,6 +52,7 @@ MAY_IMPORT = {
     "request": "errors",
     "config": "errors",
     "cpus": "",
+    "interrupts": "",
     "errors": "",
 }
 
@@ -73,6 +75,7 @@ NO_JAX = (
     "jaxserve.engine.wire",
     "jaxserve.errors",
     "jaxserve.flags",
+    "jaxserve.interrupts",
     "jaxserve.logs",
     "jaxserve.loading.builtin",
     "jaxserve.loading.dequantization",

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import weakref
 
 import openai
 import pytest
@@ -337,25 +336,6 @@ def test_interrupting_is_quiet_and_a_second_time_kills(llm, sigint, monkeypatch,
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 
 
-def test_an_interrupt_in_a_callback_is_not_lost(llm, sigint, monkeypatch):
-    """Out of a finalizer comes no exception."""
-    lost = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
-
-    def start(*_, **__):
-        weakref.finalize(finalized := Finalized(), signal.raise_signal, signal.SIGINT)
-        del finalized
-        return llm
-
-    monkeypatch.setattr(jaxserve.llm, "LLM", start)
-    assert cli.main(["generate", "a"]) == 130
-    assert lost == [KeyboardInterrupt]
-
-
-class Finalized:
-    """What dies."""
-
-
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 def test_without_an_interrupt_its_handler_stays(llm, sigint, handler):
     signal.signal(signal.SIGINT, handler)
@@ -384,7 +364,7 @@ def _command(*arguments: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     # Tests that run in the background ignore SIGINT, and so would the command.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "import sys; from jaxserve.cli import main; sys.exit(main())"
+    code += "import sys; from jaxserve.__main__ import main; sys.exit(main())"
     return {"args": [sys.executable, "-W", "error", "-c", code, *arguments], "env": environment, "text": True}
 
 

@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -421,6 +422,18 @@ class TestLife:
         client = FakeEngineClient()
         llm = LLM.from_frontend(Frontend(client, tokenizer))
         llm.generate("abc")
+        assert client.is_alive()
+        del llm
+        gc.collect()
+        assert not client.is_alive()
+
+    def test_an_llm_whose_close_was_interrupted_ends_with_its_engine(self, tokenizer, monkeypatch):
+        client = FakeEngineClient()
+        llm = LLM.from_frontend(Frontend(client, tokenizer))
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(client, "close", lambda: signal.default_int_handler(signal.SIGINT, None))
+            with pytest.raises(KeyboardInterrupt):
+                llm.close()
         assert client.is_alive()
         del llm
         gc.collect()

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -16,6 +17,7 @@ from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, Eng
 from jaxserve.engine.departures import Departures
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
+from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.request import EngineOutput, EngineRequest
 from jaxserve.scheduling.snapshot import SchedulerSnapshot
 
@@ -63,8 +65,10 @@ class LocalEngineClient(EngineClient):
         self._stats = engine.stats()
         self._published = 0.0
         self._is_closing = False
+        self._is_freed = False
         self._is_profiling = False
         self._error: BaseException | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -76,7 +80,11 @@ class LocalEngineClient(EngineClient):
         """
         from jaxserve.engine.startup import start_engine
 
-        engine, info = start_engine(config, mesh=mesh, progress=progress)
+        with contextlib.ExitStack() as on_error:
+            with while_waiting_for_threads():
+                engine, info = start_engine(config, mesh=mesh, progress=progress)
+                on_error.callback(engine.close)
+            on_error.pop_all()
         return cls(engine, info, max_num_waiting=config.max_num_waiting)
 
     @override
@@ -158,13 +166,16 @@ class LocalEngineClient(EngineClient):
     @override
     def close(self) -> None:
         with self._condition:
-            is_first = not self._is_closing
             self._is_closing = True
             self._condition.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        if is_first:
-            self._engine.close()
+        with while_waiting_for_threads():
+            if threading.current_thread() is not self._thread:
+                self._ended.wait()  # interrupted in Thread.join, Python 3.12 takes the thread for ended
+                self._thread.join()
+            with self._condition:
+                is_first, self._is_freed = not self._is_freed, True
+            if is_first:
+                self._engine.close()
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
@@ -181,7 +192,10 @@ class LocalEngineClient(EngineClient):
             logger.exception("the engine has stopped")
             with self._condition:
                 self._error = error
-        self._end_all()
+        try:
+            self._end_all()
+        finally:
+            self._ended.set()
 
     def _take_commands(self) -> bool:
         """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""

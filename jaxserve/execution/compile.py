@@ -101,15 +101,21 @@ class CompiledSteps:
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
-        with (
-            concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere)) as lowering,
-            concurrent.futures.ThreadPoolExecutor(MAX_KERNELS_AT_A_TIME) as compiling_kernels,
-            concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus())) as compiling,
-            tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar,
-        ):
+        lowering = concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere))
+        compiling_kernels = concurrent.futures.ThreadPoolExecutor(MAX_KERNELS_AT_A_TIME)
+        compiling = concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus()))
+        submitted: list[concurrent.futures.Future[Any]] = []
+
+        def submit[T](
+            pool: concurrent.futures.ThreadPoolExecutor, function: Callable[..., T], *args: Any
+        ) -> concurrent.futures.Future[T]:
+            submitted.append(future := pool.submit(function, *args))
+            return future
+
+        with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
 
             def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
-                future = compiling.submit(self._compile, key, lowered)
+                future = submit(compiling, self._compile, key, lowered)
                 future.add_done_callback(lambda _: bar.update())
                 return future
 
@@ -117,12 +123,12 @@ class CompiledSteps:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
                 waiting: dict[Any, jax.stages.Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
-                futures = {lowering.submit(self._lower, key): key for key in missing}
+                futures = {submit(lowering, self._lower, key): key for key in missing}
                 for future in concurrent.futures.as_completed(futures):
                     key, lowered = futures[future], future.result()
                     for kernel in kernels_of(lowered) - kernels.keys():
                         assert mesh is not None
-                        kernels[kernel] = compiling_kernels.submit(compile_kernel, kernel, mesh)
+                        kernels[kernel] = submit(compiling_kernels, compile_kernel, kernel, mesh)
                     if kernels:
                         waiting[key] = lowered
                     else:
@@ -131,10 +137,14 @@ class CompiledSteps:
                 _wait(kernels.values())
                 kernels_after = time.perf_counter() - start
                 _wait(compiled + [compile_later(key, waiting[key]) for key in missing if key in waiting])
-            except BaseException:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
-                for pool in (lowering, compiling_kernels, compiling):
+            finally:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
+                pools = (lowering, compiling_kernels, compiling)
+                for pool in pools:
                     pool.shutdown(wait=False, cancel_futures=True)
-                raise
+                # Before their threads: interrupted in Thread.join, Python 3.12 takes one for ended that is at work.
+                concurrent.futures.wait([future for future in submitted if not future.cancelled()])
+                for pool in pools:
+                    pool.shutdown()
         self._is_warm = True
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 

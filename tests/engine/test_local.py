@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import queue
+import signal
 import threading
 import types
 
@@ -237,6 +238,21 @@ def test_death_reaches_everyone(client, monkeypatch):
     assert not client.is_alive()
     with pytest.raises(EngineDead, match="a bug"):
         client.submit([request("after", [1], 2)], outputs.put)
+
+
+def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch):
+    client = LocalEngineClient.start(CONFIG)
+    num_freed = []
+    free = client._engine.close
+    monkeypatch.setattr(client._engine, "close", lambda: (num_freed.append(1), free()))
+    with monkeypatch.context() as waiting:
+        waiting.setattr(client._ended, "wait", lambda: signal.default_int_handler(signal.SIGINT, None))
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+    assert not num_freed
+    client.close()
+    client.close()
+    assert (num_freed, client._thread.is_alive()) == ([1], False)
 
 
 def test_close_ends_what_runs():

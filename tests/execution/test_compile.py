@@ -214,6 +214,31 @@ def test_a_failing_shape_stops_the_warm_up(monkeypatch):
     assert len(begun) < 100
 
 
+def test_threads_at_work_are_not_joined_when_a_warm_up_is_interrupted(monkeypatch):
+    """Interrupted again, as in a notebook, Python would take them for ended and its process end below XLA."""
+    threads, has_begun, may_end = [], threading.Event(), threading.Event()
+
+    def lower(_):
+        threads.append(threading.current_thread())
+        has_begun.set()
+        assert may_end.wait(PATIENCE)
+
+    def interrupt(*_):
+        assert has_begun.wait(PATIENCE)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(concurrent.futures, "as_completed", interrupt)
+        interrupted.setattr(concurrent.futures, "wait", interrupt)
+        interrupted.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread at work is joined"))
+        with pytest.raises(KeyboardInterrupt):
+            CompiledSteps(lower).warm_up([1], progress=False)
+    may_end.set()
+    (thread,) = threads
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 def test_a_cache_in_a_store_of_objects_is_no_place_here():
     before = jax.config.jax_compilation_cache_dir
     try:

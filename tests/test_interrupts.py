@@ -1,0 +1,168 @@
+"""Ctrl-C, once and twice, while programs compile."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+from waiting import PATIENCE
+
+from jaxserve import interrupts
+from jaxserve.interrupts import while_waiting_for_threads
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """As a process has it that begins, and no session: pytest and its own are put back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def current():
+    return signal.getsignal(signal.SIGINT)
+
+
+def test_the_second_one_is_left_to_the_system():
+    left_to = []
+
+    def wait():
+        with while_waiting_for_threads():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                left_to.append(current())
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert left_to == [signal.SIG_DFL]
+    assert current() is signal.default_int_handler
+
+
+def test_after_an_interrupt_the_next_one_is_the_second():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with while_waiting_for_threads():
+            assert current() == signal.SIG_DFL
+    assert current() is signal.default_int_handler
+
+
+def test_at_the_end_of_a_program_the_first_one_is_left_to_the_system():
+    with while_waiting_for_threads(is_last=True), while_waiting_for_threads():
+        assert current() == signal.SIG_DFL
+    assert current() is signal.default_int_handler
+
+
+def test_handlers_of_a_program_stay():
+    for handler in (signal.SIG_IGN, signal.SIG_DFL, lambda *_: None):
+        signal.signal(signal.SIGINT, handler)
+        for guard in (while_waiting_for_threads, interrupts.of_command, interrupts.exiting_at_once):
+            with guard():
+                assert current() is handler
+            assert current() is handler
+
+
+def test_a_session_keeps_its_handler(monkeypatch):
+    """Whose user would lose more than the time that threads take."""
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with while_waiting_for_threads():
+        assert current() is signal.default_int_handler
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_other_threads_leave_handlers_alone():
+    seen = []
+
+    def wait():
+        with while_waiting_for_threads():
+            seen.append(current())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(PATIENCE)
+    assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_an_interrupt_in_a_callback_is_not_lost(is_command, monkeypatch):
+    """Out of a finalizer comes no exception."""
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
+
+    def wait():
+        with while_waiting_for_threads():
+            weakref.finalize(Finalized(), signal.raise_signal, signal.SIGINT)
+            assert lost == [KeyboardInterrupt]
+
+    def command():
+        with interrupts.of_command():
+            wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        command() if is_command else wait()
+    assert current() == (signal.SIG_DFL if is_command else signal.default_int_handler)
+
+
+class Finalized:
+    """What dies."""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with one CPU device as users have it, where the tests ignore SIGINT too."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+COMPILE = """
+import os, sys, threading, time
+from jaxserve.execution.compile import CompiledSteps
+
+def compile(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    while signal.getsignal(signal.SIGINT) != signal.SIG_DFL:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+CompiledSteps._compile = compile
+"""
+COMMAND = "from jaxserve.__main__ import main; sys.exit(main())"
+START = "from jaxserve import LLM; LLM('scribe-2m', progress=False)"
+GENERATE = """
+from jaxserve import LLM
+with LLM('scribe-2m', progress=False, warmup=False) as llm:
+    llm.generate("a", use_tqdm=False)
+"""
+END = """
+from jaxserve import generate
+try:
+    generate("a", model="scribe-2m")
+except KeyboardInterrupt:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (COMMAND, "generate a --model scribe-2m --warmup"),
+        (COMMAND, "bench latency --model scribe-2m --batches 1:8:2"),
+        (START, ""),
+        (GENERATE, ""),
+        (END, ""),
+    ],
+    ids=["generate", "bench", "start", "with", "exit"],
+)
+def test_a_second_one_ends_the_process_at_once(program, arguments):
+    """Below a thread that would never end: one of a start, or the engine's."""
+    result = run(COMPILE + program, *arguments.split())
+    assert result.returncode == -signal.SIGINT, result.stderr
+    assert "Traceback" not in result.stderr
