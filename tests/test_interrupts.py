@@ -1,4 +1,4 @@
-"""Ctrl-C, once and twice, while programs compile."""
+"""Ctrl-C: while a command is imported, and once and twice while programs compile."""
 
 import os
 import signal
@@ -119,6 +119,38 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+IMPORT = """
+import sys, weakref
+from jaxserve.__main__ import main
+
+class Finalized: pass
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            {interrupt}
+
+assert not sys.modules.keys() & {{"jaxserve.cli", "jaxserve.interrupts", "argparse", "msgspec"}}
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["jaxserve", "--version"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "interrupt"),
+    [
+        ("jaxserve.interrupts", "signal.raise_signal(signal.SIGINT)"),
+        ("jaxserve.cli", "signal.raise_signal(signal.SIGINT)"),
+        ("jaxserve.bench.commands", "signal.raise_signal(signal.SIGINT)"),
+        ("jaxserve.flags", "weakref.finalize(Finalized(), signal.raise_signal, signal.SIGINT)"),  # lost as exception
+    ],
+)
+def test_interrupted_imports_are_silent(module, interrupt):
+    result = run(IMPORT.format(module=module, interrupt=interrupt))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 COMPILE = """

@@ -96,7 +96,7 @@ def test_the_wheel_names_its_command_and_extras(wheel):
         (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
         return wheel.read(path).decode()
 
-    assert "jaxserve = jaxserve.cli:main" in read("entry_points.txt")
+    assert "jaxserve = jaxserve.__main__:main" in read("entry_points.txt")
     metadata = read("METADATA")
     assert re.findall(r"^Provides-Extra: (.+)$", metadata, re.M) == ["bench", "cuda12", "cuda13", "dev", "otel"]
     assert "Requires-Python: >=3.12" in metadata
