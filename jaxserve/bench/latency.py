@@ -147,9 +147,12 @@ def _busy(client: "LocalEngineClient", jobs: list[Job], *, prefix: str) -> float
 
 
 def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> float:
-    """Seconds a token if nothing but memory counted: weights once, and on average half of the output's KV."""
+    """Seconds a token if nothing but memory counted: weights once, of experts those that as many tokens choose by lot,
+    and on average half of the output's KV.
+    """
     context = shape.input_len + shape.output_len / 2
-    return (client.info.weight_bytes + shape.batch_size * client.info.kv_bytes(context)) / bandwidth
+    weights = client.info.expected_weight_bytes(shape.batch_size)
+    return (weights + shape.batch_size * client.info.kv_bytes(context)) / bandwidth
 
 
 def _row(shape: BatchShape, measured: Measurement, peer: PeerRun | None, floor: float | None) -> list[str]:

@@ -48,10 +48,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
-    """Of the weights that every step reads: all but the embedding, unless it is the LM head too, and of the experts
-    those of one token.
-    """
+    """Of the weights that every step reads: all but experts, and the embedding unless it is the LM head too."""
+    expert_bytes: int = 0
+    """Of all experts."""
+    expert_share: float = 0.0
+    """Of the experts, those that a token goes to."""
     kv_kinds: tuple[KVKind, ...]
+
+    def expected_weight_bytes(self, num_tokens: int) -> float:
+        """Bytes of weights that a step of so many tokens reads, if each chooses its experts as if by lot."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
 
     def kv_bytes(self, num_tokens: float) -> float:
         """Bytes of KV that a request of so many tokens holds, and that a step reads for it."""

@@ -178,6 +178,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         f"for {needs.num_requests(num_blocks, num_tokens=max_model_len)} requests of {max_model_len} tokens; "
         + ", ".join(f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kinds)
     )
+    weight_bytes, expert_bytes = _weight_bytes(specs, dtype=dtype)
+    routing = model_config.routing if expert_bytes else None
     info = EngineInfo(
         model=path,
         vocab_size=model_config.vocab_size,
@@ -188,7 +190,9 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         eos_token_ids=eos,
-        weight_bytes=_bytes_of_every_step(specs, model_config, dtype=dtype),
+        weight_bytes=weight_bytes,
+        expert_bytes=expert_bytes,
+        expert_share=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kinds,
     )
     limits = SchedulerLimits(
@@ -208,7 +212,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     )
     peak = PEAK_BYTES_PER_SECOND.get(mesh.devices.flat[0].device_kind)
     bandwidth = BandwidthMeter(
-        weight_bytes=info.weight_bytes,
+        weight_bytes=round(info.expected_weight_bytes(1)),
         bytes_per_position=bytes_per_block // config.block_size,
         peak=None if peak is None else peak * mesh.size,
     )
@@ -224,16 +228,14 @@ def _kv_kinds(runner: Runner) -> tuple[KVKind, ...]:
     )
 
 
-def _bytes_of_every_step(specs: Params, model_config: Any, *, dtype: np.dtype) -> int:
-    """Bytes of weights that a step reads at least. An embedding that is not the LM head too is read by the row, and of
-    the experts those of one token: how many more there are is the router's choice.
+def _weight_bytes(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:
+    """Bytes of weights that every step reads, and of experts, of which it reads those that the router chooses. An
+    embedding that is not the LM head too is read by the row.
     """
     used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
     experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
-    if not experts:
-        return num_bytes(used, dtype=dtype)
-    idle = 1 - model_config.routing.num_experts_per_token / model_config.routing.num_experts
-    return num_bytes(used, dtype=dtype) - round(idle * num_bytes(experts, dtype=dtype))
+    expert_bytes = num_bytes(experts, dtype=dtype)
+    return num_bytes(used, dtype=dtype) - expert_bytes, expert_bytes
 
 
 def _make_mesh(tensor_parallel_size: int) -> Mesh:

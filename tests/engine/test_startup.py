@@ -14,6 +14,7 @@ from waiting import PATIENCE
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
+from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
@@ -38,15 +39,25 @@ def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
     assert startup._available_memory(mesh) > 2**27
 
 
-def test_a_step_reads_the_experts_of_one_token_at_least():
+def test_weights_of_every_step_and_of_experts():
     family = get_family(QWEN3_30B_A3B)
     config = family.Config.from_hf(QWEN3_30B_A3B)
-    num_bytes = startup._bytes_of_every_step(family.param_specs(config), config, dtype=np.dtype(np.float16))
-    experts = 48 * 8 * 3 * 768 * 2048
+    experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 32 + 2 * 4) * 128 * 2048
     rest = 151_936 * 2048 + 48 * 128 * 2048
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
-    assert num_bytes == 2 * (experts + attention + rest + norms)
+    specs = family.param_specs(config)
+    assert startup._weight_bytes(specs, dtype=np.dtype(np.float16)) == (2 * (attention + rest + norms), 2 * experts)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_bytes"), [(0, 100), (1, 140), (2, 177.5), (10_000, 740)])
+def test_more_tokens_read_more_experts(num_tokens, num_bytes):
+    limits = dict.fromkeys(
+        ("vocab_size", "hidden_size", "max_model_len", "block_size", "num_blocks", "max_num_seqs"), 1
+    ) | {"max_num_batched_tokens": 1}
+    weights = {"weight_bytes": 100, "expert_bytes": 640, "expert_share": 8 / 128}
+    info = EngineInfo(model="m", eos_token_ids=(), kv_kinds=(), **limits, **weights)
+    assert info.expected_weight_bytes(num_tokens) == pytest.approx(num_bytes)
 
 
 def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
