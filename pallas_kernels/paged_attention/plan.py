@@ -8,7 +8,7 @@ in one (as in Osama et al. 2023, "Stream-K", arXiv:2301.03598).
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 12
 """Units of work: of a block of the context, of beginning and ending a tile (a row's queries of one KV head), and of
@@ -67,28 +67,33 @@ def make_plan(
         return row, tile, row_begin + tile * costs[row]
 
     size = -(-total // num_shares)
-    begin = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, total)
+    # Where the shares begin, and where the last one ends, so that ends are a slice: XLA fuses that.
+    cuts = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32) * size, total)
     # Better than shares of the same size are those that cut tiles into equal parts or not at all, if none becomes much
     # larger by that.
-    row, _, tile_begin = find(begin)
+    row, _, tile_begin = find(cuts)
     cost = costs[row]
     num_parts = jnp.maximum((cost + size // 2) // jnp.maximum(size, MIN_PART), 1)
-    part = (2 * (begin - tile_begin) * num_parts + cost) // (2 * cost)
-    rounded = jnp.where(begin < total, tile_begin + part * cost // num_parts, total)
-    largest = jnp.max(jnp.append(rounded[1:], total) - rounded)
-    begin = jnp.where(largest <= jnp.maximum(size, MIN_PART) + CUT_COST, rounded, begin)
-    end = jnp.append(begin[1:], total)
+    part = (2 * (cuts - tile_begin) * num_parts + cost) // (2 * cost)
+    rounded = jnp.where(cuts < total, tile_begin + part * cost // num_parts, total)
+    largest = jnp.max(rounded[1:] - rounded[:-1])
+    cuts = jnp.where(largest <= jnp.maximum(size, MIN_PART) + CUT_COST, rounded, cuts)
+    begin, end = cuts[:-1], cuts[1:]
 
     row, tile, tile_begin = find(begin)
     tile_begin = jnp.where(begin < total, tile_begin, total)
     num_blocks = (costs[row] - TILE_COST) // BLOCK_COST
     first_block, end_block = ((x - tile_begin + (BLOCK_COST - 1)) // BLOCK_COST for x in (begin, end))
     is_part = (tile_begin < begin) & (first_block < jnp.minimum(end_block, num_blocks))
-    owner = jnp.sum(begin[None] <= tile_begin[:, None], axis=1, dtype=jnp.int32) - 1
-    has_same = (owner[:, None] == owner[None]) & is_part[None]
     share = jnp.arange(num_shares, dtype=jnp.int32)
-    place = owner + 1 + jnp.sum(has_same & (share[None] < share[:, None]), axis=1, dtype=jnp.int32)
-    num_others = jnp.sum((share[:, None] == owner[None]) & is_part[None], axis=1, dtype=jnp.int32)
+
+    def count(pairs: Bool[Array, "C C"]) -> Int[Array, " C"]:
+        return jnp.sum(pairs, axis=1, dtype=jnp.int32)
+
+    owner = count(begin[None] <= tile_begin[:, None]) - 1
+    is_before = is_part[None] & (tile_begin[None] == tile_begin[:, None]) & (share[None] < share[:, None])
+    place = owner + 1 + count(is_before)
+    num_others = count(is_part[None] & (begin[:, None] <= tile_begin[None]) & (tile_begin[None] < end[:, None]))
     return Plan(
         shares=jnp.stack([row, tile, tile_begin, begin, end, owner, place, num_others], axis=1),
         rows=jnp.stack([seq_lens, query_lens], axis=1),
