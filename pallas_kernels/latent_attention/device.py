@@ -17,6 +17,8 @@ from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import row_and_quarter
+
 _REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
@@ -81,14 +83,6 @@ def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:
 
 
 def _first_place():
-    """Row and column of a thread's first value: a warp has 16 rows in 8 x 8 matrices, a lane two columns of a row."""
-    i32 = ir.IntegerType.get_signless(32)
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
-    thread = mgpu.utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, c(32)), c(4))
-    lane = arith.remui(thread, c(32))
-    row = arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4)))
-    return row, arith.muli(arith.remui(lane, c(4)), c(2))
+    """Row and column of a lane's first value."""
+    row, quarter = row_and_quarter()
+    return row, arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32)))
