@@ -102,7 +102,7 @@ class _Tile(NamedTuple):
     """Whether the part has the tile's first block, if there is any: so this CTA writes the result."""
 
 
-def _for_each_tile(problem, shares, rows, share, visit, carry):
+def for_each_tile(problem, shares, rows, share, visit, carry):
     """`carry = visit(tile, carry)` over a share."""
     share_begin, share_end = shares[share, 3], shares[share, 4]
 
@@ -189,7 +189,7 @@ def copy(problem, share, refs, scratch):
         return num_tiles + (tile.end > tile.first).astype(jnp.int32), num_blocks + tile.end - tile.first
 
     nothing = (jnp.int32(0), jnp.int32(0))
-    num_tiles, num_blocks = _for_each_tile(problem, refs.shares, refs.rows, share, visit, nothing)
+    num_tiles, num_blocks = for_each_tile(problem, refs.shares, refs.rows, share, visit, nothing)
 
     # A barrier must not be left with an arrival that nobody has waited for.
     @pl.when(num_tiles > 0)
@@ -265,11 +265,19 @@ def compute(problem, share, refs, scratch):
                 def _():
                     num_others = refs.shares[share, 7]
                     device.wait(refs.arrivals.at[share], num_others, interpret=problem.interpret)
-                    _put_together(problem, tile, share, num_others, refs, scratch)
+                    item = tile.row * problem.num_tiles + tile.index
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    def write(rows, acc, lse):
+                        scratch.out.at[rows][...] = acc.astype(scratch.out.dtype)
+                        refs.lse.at[item, rows][...] = lse
+
+                    put_together(problem, tile.index, share, num_others, refs.parts, refs.stats, refs.sinks, write)
+                    _copy_out(problem, item, refs, scratch)
 
         return num_tiles + has_blocks.astype(jnp.int32), num_blocks + tile.end - tile.first
 
-    _for_each_tile(problem, refs.shares, refs.rows, share, visit, (jnp.int32(0), jnp.int32(0)))
+    for_each_tile(problem, refs.shares, refs.rows, share, visit, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -376,7 +384,7 @@ def _write_result(problem, tile, refs, scratch, acc, maximum, total):
     sinks = None
     if refs.sinks is not None:
         sinks = problem.load(refs.sinks.at[tile.index], _ROW_LAYOUT)
-    factor, lse = _normalize(maximum, total, sinks)
+    factor, lse = normalize(maximum, total, sinks)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the tile before
     # All at once needs more registers than there are for 256 columns. Only then: of narrower rows, Mosaic has been seen
     # to store slices to the wrong place (jax 0.11.2, 64 of 128 columns, 32 of 80).
@@ -389,7 +397,7 @@ def _write_result(problem, tile, refs, scratch, acc, maximum, total):
     _copy_out(problem, item, refs, scratch)
 
 
-def _normalize(maximum, total, sinks):
+def normalize(maximum, total, sinks):
     """What the sum of values is to be multiplied with, and the LSE."""
     is_nothing = maximum <= LOWEST / 2
     keep = jnp.ones_like(maximum)
@@ -416,14 +424,18 @@ def _leave_part(problem, place, refs, acc, maximum, total):
     refs.stats.at[place, 1][...] = total
 
 
-def _put_together(problem, tile, share, num_others, refs, scratch):
-    """The result of a tile from this share's part and those of the `num_others` shares after it."""
-    layout = _part_layout(problem.head_dim)
+def put_together(problem, index, share, num_others, parts, stats, all_sinks, write):
+    """The result of the tile `index` of a row, from this share's part and those of the `num_others` shares after it:
+    `write(rows, result, lse)` for each of its stretches of rows.
+    """
+    layout = part_layout(problem.head_dim)
     rows_layout = layout.reduce(1)
-    item = tile.row * problem.num_tiles + tile.index
-    chunk = min(16, refs.parts.shape[1])  # rows
+    chunk = min(16, parts.shape[1])  # rows
     unroll = min(20, 120 // (chunk * problem.head_dim // 128 + 2))  # parts on their way at the same time
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def spread(x):
+        return problem.cast(lax.broadcast_in_dim(x, (chunk, problem.head_dim), [0]), layout)
+
     plgpu.commit_smem()  # all warps have left their part
 
     def put_rows(group, _):
@@ -437,18 +449,18 @@ def _put_together(problem, tile, share, num_others, refs, scratch):
                 is_there = number <= num_others
                 # Past the last one, this share's own again with no weight.
                 place = share + jnp.where(is_there & (number > 0), number, problem.config.num_shares)
-                part = problem.load(refs.parts.at[place, rows], layout)
-                part_maximum = problem.load(refs.stats.at[place, 0, rows], rows_layout)
-                part_total = problem.load(refs.stats.at[place, 1, rows], rows_layout)
+                part = problem.load(parts.at[place, rows], layout)
+                part_maximum = problem.load(stats.at[place, 0, rows], rows_layout)
+                part_total = problem.load(stats.at[place, 1, rows], rows_layout)
                 found.append((part, part_maximum, part_total, jnp.where(is_there, 1.0, 0.0)))
             new_maximum = maximum
             for _, part_maximum, _, _ in found:
                 new_maximum = jnp.maximum(new_maximum, part_maximum)
             keep = jnp.exp2(maximum - new_maximum)
-            acc, total = acc * lax.broadcast_in_dim(keep, acc.shape, [0]), total * keep
+            acc, total = acc * spread(keep), total * keep
             for part, part_maximum, part_total, weight in found:
                 keep = jnp.exp2(part_maximum - new_maximum) * weight
-                acc = acc + part * lax.broadcast_in_dim(keep, acc.shape, [0])
+                acc = acc + part * spread(keep)
                 total = total + part_total * keep
             return acc, new_maximum, total
 
@@ -459,15 +471,13 @@ def _put_together(problem, tile, share, num_others, refs, scratch):
         )
         acc, maximum, total = lax.fori_loop(0, lax.div(num_others, jnp.int32(unroll)) + 1, add, nothing)
         sinks = None
-        if refs.sinks is not None:
-            sinks = problem.load(refs.sinks.at[tile.index, rows], rows_layout)
-        factor, lse = _normalize(maximum, total, sinks)
-        acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-        scratch.out.at[rows][...] = acc.astype(scratch.out.dtype)
-        refs.lse.at[item, rows][...] = lse
+        if all_sinks is not None:
+            sinks = problem.load(all_sinks.at[index, rows], rows_layout)
+        factor, lse = normalize(maximum, total, sinks)
+        acc = acc * spread(factor)
+        write(rows, acc, lse)
 
-    lax.fori_loop(0, refs.parts.shape[1] // chunk, put_rows, None)
-    _copy_out(problem, item, refs, scratch)
+    lax.fori_loop(0, parts.shape[1] // chunk, put_rows, None)
 
 
 def part_rows(tile_rows: int) -> int:
@@ -476,7 +486,7 @@ def part_rows(tile_rows: int) -> int:
     return -(-tile_rows // chunk) * chunk
 
 
-def _part_layout(head_dim: int):
+def part_layout(head_dim: int):
     """Rows over warps, and columns over lanes, so that a warp reads long stretches of memory."""
     columns = next((n for n in (128, 64, 32) if head_dim % n == 0), 16)
     return plgpu.Layout.TILED(
