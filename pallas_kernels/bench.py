@@ -16,7 +16,7 @@ from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
 from pallas_kernels.grouped_matmul.bench import grouped_matmul_rows
 from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
 from pallas_kernels.latent_attention.bench import latent_attention_rows
-from pallas_kernels.layer_matmuls.bench import layer_matmuls_rows
+from pallas_kernels.layer_matmuls.bench import decode_layer_rows, layer_matmuls_rows
 from pallas_kernels.paged_attention.bench import paged_attention_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.sampling.bench import sampling_rows
@@ -25,6 +25,7 @@ from pallas_kernels.timing import Row, on_gpu
 
 OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "add_rms_norm": add_rms_norm_rows,
+    "decode_layer": decode_layer_rows,
     "expert_routing": expert_routing_rows,
     "gated_linear_unit": gated_linear_unit_rows,
     "grouped_matmul": grouped_matmul_rows,

@@ -1,5 +1,12 @@
-"""The four matmuls between the attentions of two layers, as one operation of a decode step's few rows."""
+"""A layer of a decode step of few rows: the four matmuls between two attentions, and all of it, as one operation."""
 
-from pallas_kernels.layer_matmuls.op import Implementation, Weights, layer_matmuls, supports
+from pallas_kernels.layer_matmuls.op import (
+    Implementation,
+    Weights,
+    decode_layer,
+    layer_matmuls,
+    supports,
+    supports_attention,
+)
 
-__all__ = ["Implementation", "Weights", "layer_matmuls", "supports"]
+__all__ = ["Implementation", "Weights", "decode_layer", "layer_matmuls", "supports", "supports_attention"]

@@ -5,6 +5,7 @@ Each acts as one warpgroup, and matrices of registers are [64, columns] in WGMMA
 something. The interpreter knows none of them: `interpret` swaps in what it can do.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.kernel import part_layout
 from pallas_kernels.registers import row_and_quarter
 
 ROWS = 64
@@ -48,7 +50,7 @@ def clear(counter, *, interpret: bool) -> None:
 
 
 def load_columns(ref, first, num_columns: int, *, interpret: bool):
-    """ref[:, first : first + num_columns] as float32: zeros behind its last column, its last row again below it."""
+    """ref[:, first : first + num_columns] as float32: zeros behind its last column, some of its rows again below it."""
     if interpret:
         return _load_columns_interpreted(ref, first, num_columns)
     out = plgpu.ShapeDtypeStruct((ROWS, num_columns), ref.dtype, layout=_LAYOUT)
@@ -88,6 +90,31 @@ def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
     _inline(_store_first_column, _REF, _LAYOUT, _SCALAR)(
         ref, lax.broadcast_in_dim(sums, (ROWS, _GROUP), (0,)), _splat(column)
     )
+
+
+def store_vector(ref, x, *, interpret: bool) -> None:
+    """Put the first of 64 rows' values into ref[:], as many as it has."""
+    if interpret:
+        ref[...] = x[: ref.shape[0]]
+    else:
+        _inline(_store_vector, _REF, _LAYOUT)(ref, lax.broadcast_in_dim(x, (ROWS, _GROUP), (0,)))
+
+
+def store_heads(ref, x, row, first, start, number: int, *, interpret: bool) -> None:
+    """Put rows of x[rows, D] into ref[row, first:] side by side, as row `start` and those after it of `number` rows."""
+    x = x.astype(ref.dtype)
+    size = x.shape[1]
+    if interpret:
+        for i in range(min(x.shape[0], number)):
+
+            @pl.when(start + i < number)
+            def _(i=i):
+                ref[row, pl.ds(first + (start + i) * size, size)] = x[i]
+
+        return
+    run = functools.partial(_store_heads, number=number)
+    layout = _LAYOUT if x.shape[0] == ROWS else part_layout(size)
+    _inline(run, _REF, layout, _SCALAR, _SCALAR, _SCALAR)(ref, x, _splat(row), _splat(first), _splat(start))
 
 
 def _inline(run: Callable[..., Any], *arg_types: Any, out: Any = None) -> Callable[..., Any]:
@@ -141,7 +168,7 @@ def _load_columns(ref, first, num_columns: int):
             place = column if is_there is None else arith.select(is_there, column, _i32(0))
             values = vector.load(pair, ref, [_index(row), _index(place)])
             registers[_place(group, half)] = values if is_there is None else arith.select(is_there, values, zeros)
-    return _matrix(registers)
+    return _filled(registers, ref)
 
 
 def _store_columns(_, ref, x, first) -> None:
@@ -165,7 +192,7 @@ def _load_row_sums(_, ref):
             total = arith.addf(total, vector.load(four, ref, [_index(row), _index(column)]))
         a, b, c, d = (vector.extract(total, [], [i]) for i in range(4))
         registers[_place(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
-    return _matrix(registers)
+    return _filled(registers, ref)
 
 
 def _store_first_column(_, ref, x, column) -> None:
@@ -179,14 +206,50 @@ def _store_first_column(_, ref, x, column) -> None:
             vector.store(vector.from_elements(one, [value]), ref, [_index(row), _index(column)])
 
 
+def _store_vector(_, ref, x) -> None:
+    _, quarter = row_and_quarter()
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, _i32(0))
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    [size] = ref.type.shape
+    first, _ = row_and_quarter()
+    for half in range(_num_halves(size)):
+        row = arith.addi(first, _i32(8 * half))
+        is_there = arith.cmpi(arith.CmpIPredicate.ult, row, _i32(size))
+        with mgpu.utils.when(arith.andi(is_first, is_there)):
+            value = vector.extract(x.registers[_place(0, half)], [], [0])
+            vector.store(vector.from_elements(one, [value]), ref, [_index(row)])
+
+
+def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
+    [row], [first], [start] = (value.registers.flat for value in (row, first, start))
+    for (x_row, column), (place, register) in zip(
+        x.layout.thread_idxs(x.shape), np.ndenumerate(x.registers), strict=True
+    ):
+        if x.shape[0] == ROWS and place[4] >= _num_halves(number):
+            continue
+        i32 = ir.IntegerType.get_signless(32)
+        x_row, column = (arith.index_cast(i32, index) for index in (x_row, column))
+        head = arith.addi(start, x_row)
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, head, _i32(number))):
+            place = arith.addi(first, arith.addi(arith.muli(head, _i32(x.shape[1])), column))
+            vector.store(register, ref, [_index(row), _index(place)])
+
+
 def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
-    """Of a lane, its two rows: half, the row or else the ref's last one, and whether the ref has it."""
+    """Of a lane, its two rows: half, the row or else the ref's last one, and whether the ref has it.
+
+    The second one is left out where no lane's is in the ref.
+    """
     num_rows = _i32(ref.type.shape[0])
     first, _ = row_and_quarter()
-    for half in range(2):
+    for half in range(_num_halves(ref.type.shape[0])):
         row = arith.addi(first, _i32(8 * half))
         is_there = arith.cmpi(arith.CmpIPredicate.ult, row, num_rows)
         yield half, arith.select(is_there, row, arith.subi(num_rows, _i32(1))), is_there
+
+
+def _num_halves(num_rows: int) -> int:
+    return 1 if num_rows <= 8 else 2
 
 
 def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]:
@@ -209,7 +272,10 @@ def _place(group: int, half: int) -> tuple[int, ...]:
     return 0, group, 0, 0, half, 0, 0, 0, 0
 
 
-def _matrix(registers):
+def _filled(registers, ref):
+    """A matrix whose second halves, if they were left out, are the first ones again."""
+    if _num_halves(ref.type.shape[0]) == 1:
+        registers[0, :, 0, 0, 1] = registers[0, :, 0, 0, 0]
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 

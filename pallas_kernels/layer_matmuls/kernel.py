@@ -3,7 +3,10 @@
 A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that
 all blocks take at a time are a round. Of a block, one warpgroup streams the weights of all its tiles through a ring in
 shared memory and never waits for other blocks; one copies rows, as soon as other blocks have finished them; one
-multiplies.
+multiplies. If the kernel attends, the ring first has the block's share of contexts, to which the last one attends.
+
+All that runs once a layer should be few instructions: what of them is not kept from one layer to the next comes from
+memory, see NOTES.md.
 """
 
 import functools
@@ -17,11 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.layer_matmuls import device
+from pallas_kernels.layer_matmuls import attention, device
 
 MAX_ROUNDS = 16
 """Of a matmul: each has a counter for those who wait for it."""
 
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 128
+
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 _int = jnp.int32
 
 
@@ -59,6 +65,8 @@ class Matmul(NamedTuple):
     """Of K, a step."""
     x_slots: int
     """Steps whose rows there is room for."""
+    in_flight: int
+    """Steps whose weights are on their way at most."""
 
     @property
     def steps(self) -> int:
@@ -88,6 +96,8 @@ class Problem(NamedTuple):
     w_slots: int
     activation: Callable[[Array], Array]
     eps: float
+    attention: attention.Problem | None
+    """Of the attention that makes the first matmul's rows; None: they are there."""
     interpret: bool
 
 
@@ -96,6 +106,9 @@ class Shared(NamedTuple):
 
     weights: Mapping[str, Any]
     rows: Mapping[str, Any]
+    blocks: Any
+    """Of keys or values, in the ring of weights."""
+    kv_full: Any
     w_full: Any
     w_free: Any
     x_full: Any
@@ -130,6 +143,16 @@ class _Block(NamedTuple):
             return self.gmem["last_counters"].at[round_]
         return self.gmem["counters"].at[index * MAX_ROUNDS + round_]
 
+    @property
+    def heads_counter(self) -> Any:
+        """Of the blocks that have attended to their share. Block 0 clears it when all have done the first matmul."""
+        return self.gmem["counters"].at[2 * MAX_ROUNDS]
+
+    def context(self, problem: attention.Problem) -> attention.Context:
+        """Of the attention."""
+        smem, share = self.smem, attention.share_of(self.cta)
+        return attention.Context(problem, self.gmem, smem.blocks, smem.kv_full, smem.w_free, share)
+
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
     """Each warpgroup of the mesh axis "wg", of each thread block "cta"."""
@@ -138,19 +161,36 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        num_blocks = _int(0)
+        if problem.attention is not None:
+            context = block.context(problem.attention)
+            num_blocks = attention.attend(context)
+            if problem.matmuls:
+                device.signal(block.heads_counter, interpret=problem.interpret)
+            attention.write_newest(context)
         for index, matmul in enumerate(problem.matmuls):
-            _compute(block, index, matmul)
+            _compute(block, index, matmul, num_blocks)
 
     @pl.when(warpgroup == 1)
     def _():
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        num_blocks = _int(0)
+        if problem.attention is not None:
+            num_blocks = attention.copy_contexts(block.context(problem.attention))
+        there = num_blocks
         for index, matmul in enumerate(problem.matmuls):
-            _copy_weights(block, matmul, block.first_step(index))
-        num_steps = block.first_step(len(problem.matmuls))
-        _wait_until_free(smem.w_free, problem.w_slots, num_steps, num_steps + problem.w_slots)
+            there = _copy_weights(block, index, matmul, num_blocks, there)
+        end = num_blocks + block.first_step(len(problem.matmuls))
+        _wait_until_there(block, there, end)
+        _wait_until_free(smem.w_free, problem.w_slots, end, end + problem.w_slots)
 
     @pl.when(warpgroup == 2)
     def _():
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         _clear_counters(block, len(problem.matmuls) - 2)
+        if problem.matmuls and problem.attention is not None:
+            device.wait(block.heads_counter, NUM_SMS, interpret=problem.interpret)
         for index, matmul in enumerate(problem.matmuls):
             _copy_rows(block, index, matmul)
 
@@ -166,15 +206,26 @@ def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
     lax.fori_loop(first, end, wait, None)
 
 
-def _copy_weights(block: _Block, matmul: Matmul, first_step: Any) -> None:
-    """All tiles of a matmul, as far ahead as there is room."""
-    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
-    view = smem.weights[matmul.name]
+def _wait_until_there(block: _Block, first: Any, end: Any) -> Any:
+    """For the weights of the ring's steps from `first` to `end`, which is returned, or `first` if it is larger."""
 
-    def copy(index, _):
+    def wait(step, _):
+        plgpu.barrier_wait(block.smem.w_full.at[lax.rem(step, _int(block.problem.w_slots))])
+
+    lax.fori_loop(first, end, wait, None)
+    return lax.max(first, end)
+
+
+def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, there: Any) -> Any:
+    """All tiles of a matmul, as far ahead as there is room. `there` is the ring's first step that has not been seen."""
+    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
+    view, first_step = smem.weights[matmul.name], num_blocks + block.first_step(index)
+
+    def copy(index, there):
         step = first_step + index
         slot = lax.rem(step, _int(problem.w_slots))
         _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
+        there = _wait_until_there(block, there, step - (matmul.in_flight - 1))
         first = (block.cta + lax.div(index, _int(matmul.steps)) * NUM_SMS) * matmul.width
         k = lax.rem(index, _int(matmul.steps)) * matmul.block_k
         columns = pl.ds(k, matmul.block_k)
@@ -192,8 +243,9 @@ def _copy_weights(block: _Block, matmul: Matmul, first_step: Any) -> None:
             source = weight.at[pl.ds(first, matmul.width), columns]
             plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(0, matmul.width)], smem.w_full.at[slot])
             plgpu.barrier_arrive(smem.w_full.at[slot])
+        return there
 
-    lax.fori_loop(_int(0), block.num_tiles(matmul) * matmul.steps, copy, None)
+    return lax.fori_loop(_int(0), block.num_tiles(matmul) * matmul.steps, copy, there)
 
 
 def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
@@ -210,16 +262,28 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         plgpu.copy_gmem_to_smem(x.at[rows, k], _rows(problem, smem, matmul, slot, problem.rows), smem.x_full.at[slot])
 
     num_tiles = block.num_tiles(matmul)
-    done = 0
-    if index:
+    num_steps = num_tiles * matmul.steps
+    if index == 0:
+        lax.fori_loop(_int(0), num_steps, copy, None)
+    else:
         before = problem.matmuls[index - 1]
-        for round_ in range(before.rounds):
-            is_last = round_ == before.rounds - 1
-            columns = min((round_ + 1) * NUM_SMS, before.num_tiles) * before.width
-            steps = matmul.steps if is_last else min(columns // matmul.block_k, matmul.steps)
+
+        def copy_finished(round_, done):
+            """What the blocks have finished when they have finished a round: all when it is the last."""
             device.wait(block.counter(index - 1, round_), NUM_SMS, interpret=problem.interpret)
-            lax.fori_loop(_int(done), lax.min(_int(steps), num_tiles * steps), copy, None)
-            done = steps
+            columns = lax.min((round_ + 1) * NUM_SMS, _int(before.num_tiles)) * before.width
+            end = lax.min(lax.div(columns, _int(matmul.block_k)), num_steps)
+            end = jnp.where(round_ == before.rounds - 1, num_steps, lax.min(end, _int(matmul.steps)))
+            lax.fori_loop(done, end, copy, None)
+            return end
+
+        lax.fori_loop(_int(0), _int(before.rounds), copy_finished, _int(0))
+    if index == 1 and problem.attention is not None:
+
+        @pl.when(block.cta == 0)
+        def _():
+            device.clear(block.heads_counter, interpret=problem.interpret)
+
     if index >= 2:  # All blocks have signalled what they only signal when they have waited for those.
         _clear_counters(block, index - 2)
     if index < len(problem.matmuls) - 1:
@@ -228,8 +292,6 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         def _():
             device.signal(block.counter(index, matmul.rounds - 1), interpret=problem.interpret)
 
-    num_steps = num_tiles * matmul.steps
-    lax.fori_loop(_int(done), num_steps, copy, None)
     _wait_until_free(smem.x_free, matmul.x_slots, num_steps, num_steps + matmul.x_slots)
 
 
@@ -250,9 +312,9 @@ def _rows(problem: Problem, smem: Shared, matmul: Matmul, slot: Any, num_rows: i
     return view.at[pl.ds(pl.multiple_of(slot * problem.rows, 8), num_rows)]
 
 
-def _compute(block: _Block, index: int, matmul: Matmul) -> None:
+def _compute(block: _Block, index: int, matmul: Matmul, num_blocks: Any) -> None:
     """All tiles of a matmul."""
-    first_step = block.first_step(index)
+    first_step = num_blocks + block.first_step(index)
 
     def compute_tile(round_, _):
         def signal() -> None:
@@ -272,18 +334,20 @@ def _compute(block: _Block, index: int, matmul: Matmul) -> None:
 
 def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any) -> tuple[Any, Any]:
     """The sums of a tile, and the reciprocal root mean square of its rows if they lack it."""
-    problem, smem = block.problem, block.smem
+    problem, smem, squares = block.problem, block.smem, matmul.squares
     weights = smem.weights[matmul.name]
 
     def free(k) -> None:
         plgpu.barrier_arrive(smem.w_free.at[lax.rem(w_step + k, _int(problem.w_slots))])
         plgpu.barrier_arrive(smem.x_free.at[lax.rem(x_step + k, _int(matmul.x_slots))])
 
-    def wait_for_rows(k) -> None:
-        plgpu.barrier_wait(smem.x_full.at[lax.rem(x_step + k, _int(matmul.x_slots))])
-
-    def multiply(k) -> None:
+    def step(k, rstd):
         w_slot, x_slot = lax.rem(w_step + k, _int(problem.w_slots)), lax.rem(x_step + k, _int(matmul.x_slots))
+        plgpu.barrier_wait(smem.x_full.at[x_slot])
+        if squares is not None:
+            # With its last rows all the squares of x are there.
+            load = functools.partial(_reciprocal_root_mean_square, block, squares, matmul.depth)
+            rstd = lax.cond(k == matmul.steps - 1, load, lambda: rstd)
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         rows = _rows(problem, smem, matmul, x_slot, device.ROWS)
         plgpu.wgmma(acc, rows, weights.at[w_slot, pl.ds(0, matmul.halves * matmul.width)].transpose((1, 0)))
@@ -293,18 +357,14 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
         def _():
             free(k - 1)
 
-    def step(k, _):
-        wait_for_rows(k)
-        multiply(k)
+        return rstd
 
-    last = _int(matmul.steps - 1)
-    lax.fori_loop(_int(0), last, step, None)
-    wait_for_rows(last)
-    # With its last rows all the squares of x are there.
-    rstd = None if matmul.squares is None else _reciprocal_root_mean_square(block, matmul.squares, matmul.depth)
-    multiply(last)
+    rstd = None
+    if squares is not None:
+        rstd = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), _ROW_LAYOUT)
+    rstd = lax.fori_loop(_int(0), _int(matmul.steps), step, rstd)
     sums = acc[...]
-    free(last)
+    free(_int(matmul.steps - 1))
     return sums, rstd
 
 
@@ -332,7 +392,7 @@ def _finish_sum(
 
         @pl.when(tile == 0)
         def _(padding=padding):
-            zeros = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            zeros = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), _ROW_LAYOUT)
             device.store_row_sums(squares, zeros, _int(padding), interpret=interpret)
 
     signal()

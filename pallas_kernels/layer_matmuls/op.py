@@ -1,12 +1,19 @@
-"""The public operation: from the heads of a layer's attention to what the next one's begins with."""
+"""The public operations: a layer of a decode step, and what of it comes after the attention."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layer_matmuls.sm90 import check_supported, layer_matmuls_sm90
+from pallas_kernels.kv_write import rope_and_write_kv
+from pallas_kernels.layer_matmuls.sm90 import (
+    check_attention_supported,
+    check_supported,
+    decode_layer_sm90,
+    layer_matmuls_sm90,
+)
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 
 Implementation = Literal["xla", "sm90"]
@@ -54,10 +61,8 @@ def layer_matmuls(
     "sm90" cannot do: no rows or more than 16, dtypes but bfloat16, K that is no multiple of 64, outputs that are none
     of 8, less than 64 or so many that a thread block has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    _check_shapes(heads, residual, weights, gains)
+    _check_implementation(implementation)
+    _check_shapes(heads.shape, residual, weights, gains)
     if implementation == "xla":
         x, normed = matmul_then_norm(heads, weights.o, residual=residual, gain=gains[0], eps=eps)
         inner = matmul(normed, weights.gate_up, activation=activation)
@@ -66,8 +71,102 @@ def layer_matmuls(
     return layer_matmuls_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
 
 
-def _check_shapes(heads: Array, residual: Array, weights: Weights, gains: tuple[Array, Array]) -> None:
-    (num_rows, depth), hidden = heads.shape, residual.shape[-1]
+def supports_attention(
+    qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"],
+    k_pages: Float[Array | jax.ShapeDtypeStruct, "P K S D"],
+    weights: Weights,
+    *,
+    half: int,
+) -> bool:
+    """Whether `decode_layer` has an "sm90" for them: arrays, or their shapes; rotations turn `half` pairs of a head."""
+    if not supports(_heads_of(qkv), weights):
+        return False
+    try:
+        check_attention_supported(qkv, k_pages, half)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def decode_layer(
+    qkv: Float[Array, "M K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    residual: Float[Array, "..."],
+    weights: Weights,
+    gains: tuple[Float[Array, "..."], Float[Array, "..."]],
+    *,
+    rotation: tuple[Float[Array, "M half"], Float[Array, "M half"]],
+    write_index: Int[Array, " M"],
+    block_tables: Int[Array, "M N"],
+    seq_lens: Int[Array, " M"],
+    scale: float,
+    activation: Callable[[Array], Array],
+    eps: float,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "M E"], Float[Array, "M outputs"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """Compute a whole layer of one token a row: `rope_and_write_kv`, `paged_attention`, then `layer_matmuls`.
+
+    The residual stream comes first, then the next layer's qkv or the rows after the last norm, then the changed pages.
+    `seq_lens` count the tokens of this step, whose keys and values go to `write_index`; rows of length 0 are padding,
+    whose results mean nothing. No row may attend to a place that another one writes.
+
+    "sm90" is one kernel, of which the same holds as of that of `layer_matmuls`. Raises ValueError and
+    NotImplementedError as that does, the latter for heads that are not 64 or 128 wide or partly turned, too, more than
+    64 queries a KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
+    """
+    _check_implementation(implementation)
+    _check_shapes(_heads_of(qkv).shape, residual, weights, gains)
+    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
+        raise ValueError(f"v_pages must be as k_pages, {_describe(k_pages)}, got {_describe(v_pages)}")
+    if implementation == "xla":
+        q, k_pages, v_pages = rope_and_write_kv(qkv, k_pages, v_pages, write_index, rotation=rotation)
+        heads, _ = paged_attention(
+            q[:, None], k_pages, v_pages, block_tables=block_tables, seq_lens=seq_lens, scale=scale
+        )
+        heads = heads.reshape(len(q), -1)
+        x, y = layer_matmuls(heads, residual, weights, gains, activation=activation, eps=eps)
+        return x, y, k_pages, v_pages
+    check_supported(_heads_of(qkv), weights.o, weights.gate_up, weights.down, weights.qkv)
+    check_attention_supported(qkv, k_pages, rotation[0].shape[1])
+    return decode_layer_sm90(
+        qkv,
+        k_pages,
+        v_pages,
+        residual,
+        o=weights.o,
+        gate_up=weights.gate_up,
+        down=weights.down,
+        next_qkv=weights.qkv,
+        gains=gains,
+        rotation=rotation,
+        write_index=write_index,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        scale=scale,
+        activation=activation,
+        eps=eps,
+    )
+
+
+def _heads_of(qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"]) -> jax.ShapeDtypeStruct:
+    """What the attention makes of it."""
+    num_rows, num_kv_heads, members, head_dim = qkv.shape
+    return jax.ShapeDtypeStruct((num_rows, num_kv_heads * (members - 2) * head_dim), qkv.dtype)
+
+
+def _describe(x: Array) -> str:
+    return f"{x.dtype} of shape {x.shape}"
+
+
+def _check_implementation(implementation: str) -> None:
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+
+
+def _check_shapes(heads: tuple[int, ...], residual: Array, weights: Weights, gains: tuple[Array, Array]) -> None:
+    (num_rows, depth), hidden = heads, residual.shape[-1]
     inner = weights.down.shape[-1]
     wanted = {
         "residual": (residual, (num_rows, hidden)),

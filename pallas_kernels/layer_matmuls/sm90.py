@@ -1,8 +1,9 @@
-"""`layer_matmuls` for Hopper (sm_90a), in Mosaic GPU: four matmuls in one kernel that never stops reading weights.
+"""`layer_matmuls` and `decode_layer` for Hopper (sm_90a), in Mosaic GPU: one kernel that never stops reading weights.
 
 Between kernels a GPU reads nothing for some microseconds: until the slowest thread block has its part, the next kernel
 begins and its first weights arrive. Here the weights of the next matmul are on their way while a thread block waits for
-the rows of it, which the others are about to finish, as many as its shared memory holds.
+the rows of it, which the others are about to finish, as many as its shared memory holds. In `decode_layer`, so are the
+first ones while it waits for contexts and attends to them, see attention.py.
 
 Rows, padded to the 64 of one wgmma, are operand A; weights, which lie [outputs, K] as in a checkpoint, are operand B. A
 norm between two matmuls is parts of them: the first one writes its rows times the gain and sums of their squares, the
@@ -12,21 +13,30 @@ second one divides what it has added up by the root mean square.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
+from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
 from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
+from pallas_kernels.paged_attention.kernel import Config as AttentionConfig
+from pallas_kernels.paged_attention.kernel import part_rows
+from pallas_kernels.paged_attention.plan import make_plan
 
+ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
 MAX_ROWS = 16
 """With more of them, thread blocks would read more rows from the L2 than weights."""
-MAX_X_SLOTS = 16
+BLOCK_BYTES = 16 * 1024
+"""Keys or values of a step, at most: of a part of a slot that is larger."""
+SLOT_BYTES = tuple(kib * 1024 for kib in (28, 24, 32))
+"""Smaller steps are too many to multiply as fast as weights come."""
+MAX_X_SLOTS = 8
 MAX_WIDTH = 128
 """Weight rows of a step, which has 64 columns or more of them."""
 MAX_BLOCK_K = 512
@@ -35,7 +45,7 @@ MAX_BLOCK_K = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How shared memory is used; `heuristic` picks one."""
+    """How shared memory is used; `heuristic` picks one for a layer."""
 
     slot_bytes: int
     """Weights of a step, in multiples of 1024."""
@@ -43,13 +53,8 @@ class Config:
     """Steps in the ring of weights."""
     x_bytes: int
     """Room for rows, in multiples of 1024."""
-
-
-def heuristic(num_rows: int) -> Config:
-    """Room for the rows that are on their way from the L2, and all else for weights: measured, see NOTES.md."""
-    x_bytes = (32 if num_rows <= 8 else 48) * 1024
-    slot_bytes = 16 * 1024
-    return Config(slot_bytes=slot_bytes, w_slots=(SHARED_MEMORY - x_bytes) // slot_bytes, x_bytes=x_bytes)
+    bytes_in_flight: int = 56 * 1024
+    """Of weights: with more of them on their way, all else that reads memory waits for longer."""
 
 
 def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
@@ -75,6 +80,20 @@ def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> No
             raise NotImplementedError(f"at most {MAX_ROUNDS} rounds of tiles, got {name} of shape {array.shape}")
 
 
+def check_attention_supported(qkv: Any, k_pages: Any, half: int) -> None:
+    """Raises NotImplementedError with the reason if the kernel cannot attend: arrays, or their shapes."""
+    _, _, members, head_dim = qkv.shape
+    block_size = k_pages.shape[2]
+    if head_dim not in (64, 128) or half != head_dim // 2:
+        raise NotImplementedError(f"whole heads of 64 or 128, got {head_dim} of which {2 * half} are turned")
+    if members - 2 > attention.ROWS:
+        raise NotImplementedError(f"at most {attention.ROWS} queries a KV head, got {members - 2}")
+    if k_pages.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"bfloat16, got pages of {k_pages.dtype}")
+    if block_size not in (8, 16, 32, 64):
+        raise NotImplementedError(f"pages of 8, 16, 32 or 64 tokens, got {block_size}")
+
+
 class _Product(NamedTuple):
     """One of the four, not yet cut; see `Matmul`."""
 
@@ -95,6 +114,7 @@ def _cut(product: _Product, rows: int, config: Config) -> Matmul:
     # Views of a slot have all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
     limit = min(config.slot_bytes // (2 * width * num_halves), MAX_BLOCK_K, max(depth // 3, 64))
     block_k = max(k for k in range(64, limit + 1, 64) if config.slot_bytes % (16 * k) == 0)
+    step_bytes = 2 * num_halves * width * block_k
     return Matmul(
         name=product.name,
         x=product.x,
@@ -107,7 +127,29 @@ def _cut(product: _Product, rows: int, config: Config) -> Matmul:
         width=width,
         block_k=block_k,
         x_slots=min(config.x_bytes // (rows * block_k * 2), MAX_X_SLOTS),
+        in_flight=min(max(round(config.bytes_in_flight / step_bytes), 1), config.w_slots),
     )
+
+
+def heuristic(rows: int, products: Sequence[_Product]) -> Config:
+    """Room for the rows that are on their way from the L2, and all else for weights: measured, see NOTES.md.
+
+    Steps of the size that holds the most weights: of a slot, a tile's rows take what a multiple of 64 columns takes.
+    """
+    x_bytes = (28 if rows <= 8 else 56) * 1024
+
+    def bytes_held(config: Config) -> float:
+        """On average over the time that weights take."""
+        matmuls = [_cut(product, rows, config) for product in products]
+        sizes = [product.weight.size for product in products]
+        held = [config.w_slots * 2 * matmul.halves * matmul.width * matmul.block_k for matmul in matmuls]
+        return sum(size * bytes_ for size, bytes_ in zip(sizes, held, strict=True)) / sum(sizes)
+
+    configs = [
+        Config(slot_bytes=slot_bytes, w_slots=(SHARED_MEMORY - x_bytes) // slot_bytes, x_bytes=x_bytes)
+        for slot_bytes in SLOT_BYTES
+    ]
+    return max(configs, key=bytes_held)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
@@ -131,30 +173,120 @@ def layer_matmuls_sm90(
     `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks: each matmul is a kernel then.
     """
     check_supported(heads, o, gate_up, down, qkv)
-    num_rows = heads.shape[0]
-    rows = -(-num_rows // 8) * 8
-    config = config or heuristic(num_rows)
-    pad = ((0, rows - num_rows if num_rows > 8 else 0), (0, 0))  # TMA cuts off rows of one group of 8 only.
+    values = {"heads": _pad_rows(heads), "o": o, "gate_up": gate_up, "down": down, "qkv": qkv}
+    results = _run_all(
+        None, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret
+    )
+    return results["residual"], results["y"]
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "activation", "eps", "config", "interpret"))
+def decode_layer_sm90(
+    qkv: Float[Array, "M K members D"],
+    k_pages: Float[Array, "P K S D"],
+    v_pages: Float[Array, "P K S D"],
+    residual: Float[Array, "M E"],
+    *,
+    o: Float[Array, "E A"],
+    gate_up: Float[Array, "2 F E"],
+    down: Float[Array, "E F"],
+    next_qkv: Float[Array, "N E"] | None,
+    gains: tuple[Float[Array, " E"], Float[Array, " E"]],
+    rotation: tuple[Float[Array, "M half"], Float[Array, "M half"]],
+    write_index: Int[Array, " M"],
+    block_tables: Int[Array, "M pages"],
+    seq_lens: Int[Array, " M"],
+    scale: float,
+    activation: Callable[[Array], Array],
+    eps: float,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M E"], Float[Array, "M N"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+    """See `decode_layer`."""
+    _, num_kv_heads, members, head_dim = qkv.shape
+    block_bytes = BLOCK_BYTES if config is None else min(config.slot_bytes, BLOCK_BYTES)
+    problem = attention.Problem(
+        config=AttentionConfig(block_kv=block_bytes // (2 * head_dim), stages=1, streams=1),
+        head_dim=head_dim,
+        block_size=k_pages.shape[2],
+        num_tiles=num_kv_heads,
+        tiles_per_head=1,
+        tile_rows=members - 2,
+        queries_per_token=members - 2,
+        num_queries=1,
+        scale=scale,
+        sliding_window=None,
+        soft_cap=None,
+        interpret=interpret,
+    )
+    shares, lens, arrivals = make_plan(
+        seq_lens,
+        jnp.ones_like(seq_lens),
+        num_tiles=num_kv_heads,
+        num_shares=problem.config.num_shares,
+        block_kv=problem.config.block_kv,
+        sliding_window=None,
+    )
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
     values = {
-        "heads": jnp.pad(heads, pad),
-        "stream": jnp.pad(residual, pad),
-        "mlp_gain": gains[0].reshape(1, -1),
-        "next_gain": gains[1].reshape(1, -1),
+        "qkv_rows": qkv,
+        "cos": rotation[0],
+        "sin": rotation[1],
+        "places": write_index,
+        "k_pages": k_ref,
+        "v_pages": v_ref,
+        "tables": block_tables,
+        "shares": shares,
+        "lens": lens,
+        "arrivals": arrivals,
         "o": o,
         "gate_up": gate_up,
         "down": down,
-        "qkv": qkv,
-        "counters": jnp.zeros((2 * MAX_ROUNDS, 32), jnp.int32),
+        "qkv": next_qkv,
+    }
+    results = _run_all(
+        problem, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret
+    )
+    return results["residual"], results["y"], jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
+    """TMA cuts off rows of one group of 8 only."""
+    return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % 8), (0, 0)))
+
+
+def _run_all(
+    of_heads: attention.Problem | None,
+    values: dict[str, Any],
+    residual: Float[Array, "M E"],
+    gains: tuple[Float[Array, " E"], Float[Array, " E"]],
+    *,
+    activation: Callable[[Array], Array],
+    eps: float,
+    config: Config | None,
+    interpret: bool,
+) -> dict[str, Array]:
+    """The residual stream and "y", of the heads or what makes them."""
+    if residual.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"bfloat16, got residual of {residual.dtype}")
+    num_rows = len(residual)
+    rows = -(-num_rows // 8) * 8
+    values = values | {
+        "stream": _pad_rows(residual),
+        "mlp_gain": gains[0].reshape(1, -1),
+        "next_gain": gains[1].reshape(1, -1),
+        "counters": jnp.zeros((2 * MAX_ROUNDS + 1, 32), jnp.int32),
     }
     norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
     norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
     products = [
-        _Product("o", "heads", "x1", o, norm=norm1),
-        _Product("gate_up", "normed1", "inner", gate_up, squares="squares1"),
-        _Product("down", "inner", "residual", down, norm=norm2),
+        _Product("o", "heads", "x1", values["o"], norm=norm1),
+        _Product("gate_up", "normed1", "inner", values["gate_up"], squares="squares1"),
+        _Product("down", "inner", "residual", values["down"], norm=norm2),
     ]
-    if qkv is not None:
-        products.append(_Product("qkv", "normed", "y", qkv, squares="squares"))
+    if values["qkv"] is not None:
+        products.append(_Product("qkv", "normed", "y", values["qkv"], squares="squares"))
+    config = config or heuristic(rows, products)
     matmuls = [_cut(product, rows, config) for product in products]
     make_problem = functools.partial(
         Problem,
@@ -165,10 +297,15 @@ def layer_matmuls_sm90(
         eps=eps,
         interpret=interpret,
     )
-    for part in [[matmul] for matmul in matmuls] if interpret else [matmuls]:
-        values |= _run(make_problem(matmuls=tuple(part)), values)
-    y = values["y"] if qkv is not None else _divide(values["normed"], values["squares"], eps)
-    return values["residual"][:num_rows], y[:num_rows]
+    parts: list[tuple[attention.Problem | None, list[Matmul]]] = [(of_heads, matmuls)]
+    if interpret:
+        parts = [(None, [matmul]) for matmul in matmuls]
+        if of_heads is not None:
+            parts.insert(0, (of_heads, []))
+    for heads, part in parts:
+        values |= _run(make_problem(matmuls=tuple(part), attention=heads), values, len(values["stream"]))
+    y = values["y"] if values["qkv"] is not None else _divide(values["normed"], values["squares"], eps)
+    return {"residual": values["residual"][:num_rows], "y": y[:num_rows]}
 
 
 def _divide(normed: Float[Array, "R E"], squares: Float[Array, "R P"], eps: float) -> Float[Array, "R E"]:
@@ -177,11 +314,21 @@ def _divide(normed: Float[Array, "R E"], squares: Float[Array, "R P"], eps: floa
     return (normed.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)).astype(normed.dtype)
 
 
-def _run(problem: Problem, values: dict[str, Any]) -> dict[str, Array]:
-    """What the matmuls of a problem write, of what is there before them."""
-    num_rows, dtype = values["heads"].shape[0], values["heads"].dtype
+def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, Array]:
+    """What the kernel of a problem writes, of what is there before it."""
+    dtype = values["stream"].dtype
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     inputs: dict[str, Array] = {}
+    heads = problem.attention
+    if heads is not None:
+        inputs |= {name: values[name] for name in ATTENTION_INPUTS}
+        num_parts, rows = 2 * heads.config.num_shares, part_rows(heads.tile_rows)
+        width = heads.num_tiles * heads.tile_rows * heads.head_dim
+        outputs |= {
+            "heads": jax.ShapeDtypeStruct((num_rows, width), dtype),
+            "parts": jax.ShapeDtypeStruct((num_parts, rows, heads.head_dim), jnp.float32),
+            "stats": jax.ShapeDtypeStruct((num_parts, 2, rows), jnp.float32),
+        }
     for matmul in problem.matmuls:
         read = [matmul.x, matmul.name]
         outputs_of = {matmul.y: jax.ShapeDtypeStruct((num_rows, matmul.outputs), dtype)}
@@ -206,15 +353,18 @@ def _run(problem: Problem, values: dict[str, Any]) -> dict[str, Array]:
         weights = {matmul.name: ring[where["weights", matmul.name]][1] for matmul in problem.matmuls}
         rows = {matmul.name: ring[where["rows", matmul.name]] for matmul in problem.matmuls}
         gmem = dict(zip([*inputs, *outputs], arrays, strict=True))
-        kernel(problem, gmem, Shared(weights, rows, *barriers))
+        blocks = ring[where["blocks"]][1] if heads is not None else None
+        kernel(problem, gmem, Shared(weights, rows, blocks, *barriers))
 
-    x_slots = max(matmul.x_slots for matmul in problem.matmuls)
+    x_slots = max([matmul.x_slots for matmul in problem.matmuls], default=1)
+    pages_per_block = 1 if heads is None else heads.config.block_kv // heads.block_size
     results = plgpu.kernel(
         body,
         kernel_name="layer_matmuls",
         out_type=tuple(outputs.values()),
         scratch_types=(
             tuple(views) if problem.interpret else plgpu.RefUnion(*views),
+            plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=pages_per_block),
             plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=2),
             plgpu.Barrier(num_barriers=problem.w_slots),
             plgpu.Barrier(num_barriers=x_slots),
@@ -233,13 +383,18 @@ def _run(problem: Problem, values: dict[str, Any]) -> dict[str, Array]:
     return dict(zip(outputs, results, strict=True))
 
 
-def _views(problem: Problem, dtype: Any) -> tuple[list[Any], dict[tuple[str, str], int]]:
+def _views(problem: Problem, dtype: Any) -> tuple[list[Any], dict[Any, int]]:
     """Views of the same shared memory, rows and then weights, and which is whose."""
     # Any: pyright takes them for abstract classes.
     transforms = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
-    x_bytes = max(matmul.x_slots * problem.rows * matmul.block_k * 2 for matmul in problem.matmuls)
+    x_bytes = max([matmul.x_slots * problem.rows * matmul.block_k * 2 for matmul in problem.matmuls], default=1024)
     views: list[Any] = []
-    where: dict[tuple[str, str], int] = {}
+    where: dict[Any, int] = {}
+    heads = problem.attention
+    if heads is not None:
+        where["blocks"] = len(views)
+        blocks = (problem.w_slots, problem.slot_bytes // (2 * heads.head_dim), heads.head_dim)
+        views.append((plgpu.SMEM((x_bytes,), jnp.int8), plgpu.SMEM(blocks, dtype, transforms=transforms)))
     for matmul in problem.matmuls:
         weights = (problem.w_slots, problem.slot_bytes // (2 * matmul.block_k), matmul.block_k)
         where["weights", matmul.name] = len(views)
