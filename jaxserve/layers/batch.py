@@ -44,7 +44,8 @@ class Batch:
     num_rows: Int[Array, ""]
     is_decode_only: bool = flax.struct.field(pytree_node=False, default=False)
     """Static: no row has more than one token and there are as many places for rows as for tokens, so that row b is
-    token b. A step compiled for that needs nothing of what longer rows need.
+    token b. A step compiled for that needs nothing of what longer rows need. In blocks of more than one token, no row
+    attends to a place that another row of the step writes, so that a layer may write and attend in any order.
     """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""

@@ -16,7 +16,10 @@ Why late writes do no harm. The device runs steps in order, and a row writes onl
 blocks that, when it was scheduled, its request alone held and that were not cached (`check_integrity`). If the request
 loses such a block while the row is in flight, whoever gets it next writes in a later step. A block enters the cache
 only when the step that fills it is scheduled and its tokens are known, so that whatever is still in flight for it is
-what it stands for; rows of the same step may read it too: a layer writes all K and V of a step before it attends.
+what it stands for. Rows of the same step may read it too if some row has several tokens: a layer then writes all K and
+V of a step before it attends. In a step of one token a row no row attends to what another writes, in blocks of more
+than one token: a token that fills a block is not indexed before the next step, unless the budget cut its row off
+there, and then nobody is admitted after it.
 
 Why blocks out of a window can go while the request runs. They go when a step is planned, before anyone in it gets
 blocks, and are those that no token from there on attends to. Steps in flight that still do come before the step in

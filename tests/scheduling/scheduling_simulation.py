@@ -135,6 +135,10 @@ class Device:
         self.tables: dict[int, list[list[int]]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.nodes: dict[int, list[int]] = {}
+        self.num_shared_decodes = 0
+        """Steps of one token a row in which two rows read one place."""
+        self.num_cut_decodes = 0
+        """Steps of one token a row in which the budget left a chunk no more than that."""
 
     def execute(self, plan: StepPlan, poisoned_requests: set[Request]) -> tuple[list[int], list[bool]]:
         for request in plan.admitted:
@@ -166,6 +170,8 @@ class Device:
             for group, position in self._reads(row):
                 held = self.memory.get(self._place(row, group, position))
                 assert held == (group, nodes[position]), "a row reads somebody else's KV"
+        if plan.num_decode_rows == len(plan.rows):
+            self._check_decode_only(plan)
         failed = self._spread_poison(plan, poisoned_requests)
 
         token_ids = []
@@ -176,6 +182,18 @@ class Device:
                 tokens.append(next_token(tokens, row.request.request.seed))
             token_ids.append(tokens[-1] if row.samples else -1)
         return token_ids, [row.request not in failed for row in plan.rows]
+
+    def _check_decode_only(self, plan: StepPlan) -> None:
+        """What Batch.is_decode_only promises, of blocks of more than one token."""
+        assert all(row.num_tokens == 1 for row in plan.rows)
+        writes = [{self._place(row, *place) for place in self._writes(row)} for row in plan.rows]
+        reads = [{self._place(row, *place) for place in self._reads(row)} for row in plan.rows]
+        if self.block_size > 1:
+            for own, attended in zip(writes, reads, strict=True):
+                others = set().union(*writes) - own
+                assert others.isdisjoint(attended), "a row attends to what another writes in a step of one token a row"
+        self.num_shared_decodes += sum(map(len, reads)) > len(set().union(*reads))
+        self.num_cut_decodes += not all(row.samples for row in plan.rows)
 
     def _spread_poison(self, plan: StepPlan, requests: set[Request]) -> set[Request]:
         failed = {row.request for row in plan.rows if row.request in requests}

@@ -145,3 +145,30 @@ def test_saturating_traffic(policy, num_in_flight, num_blocks, windows):
     stats = simulation.scheduler.stats()
     assert stats.prefix_cache_hits > 0
     assert stats.num_preemptions > 0 or num_blocks == 40
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+@pytest.mark.parametrize("block_size", [2, 4, 8])
+def test_steps_of_one_token_a_row(block_size, num_in_flight):
+    """Prompts that go on, by one token, from where somebody else is: the device checks what their rows attend to."""
+    rng = random.Random(f"{block_size} {num_in_flight}")
+    devices = []
+    for budget in (1, 2, 3, 4, 6, 8):
+        limits = make_limits(
+            num_blocks=rng.choice([80, 160]) // block_size,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            policy=rng.choice(["fcfs", "priority"]),
+        )
+        simulation = Simulation(limits)
+        devices.append(simulation.device)
+        for index in range(60):
+            if len(simulation.unfinished) < 6:
+                text = rng.choice([request.token_ids for request in simulation.unfinished] or STEMS)
+                prompt = text[: rng.choice([len(text), rng.randint(1, 3) * block_size])][:40]
+                max_tokens, priority = rng.randint(1, 12), rng.randrange(2)
+                simulation.add(make_request(f"{index}", [*prompt, rng.randrange(VOCAB)], max_tokens, priority=priority))
+            simulation.step(num_in_flight)
+        simulation.drain(num_in_flight)
+    assert sum(device.num_shared_decodes for device in devices) > 40
+    assert sum(device.num_cut_decodes for device in devices) > 40
