@@ -1,5 +1,5 @@
-"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU: between two attentions there is one kernel
-for the fewest, else four, which do little but read weights.
+"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU. A layer of the fewest is one kernel; others
+have one kernel or four between two attentions, which do little but read weights.
 
 Norms, activations and additions are parts of the matmuls around them. `decoder` goes this way where `supports` says so;
 the result is the same up to rounding.
@@ -20,6 +20,7 @@ from jaxserve.layers.linear import linear, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rotation
 from pallas_kernels import add_rms_norm, layer_matmuls, small_matmul
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
@@ -66,21 +67,96 @@ def decode_layers(
     kv_cache: KVCache,
     *,
     attends: Sequence[AttendHeads],
+    rotation: Rotation | None,
+    sliding_windows: Sequence[int | None],
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values; `attends` has one a layer."""
+    """Hidden states after the final norm, and the cache with this step's keys and values; `attends` has one a layer.
+
+    `attends` know `rotation` and `sliding_windows`, too, but they say which layers are one kernel, attention included.
+    """
     layers = params["layers"]
     y = linear(rms_norm(x, layers[0]["attention_norm"], eps), layers[0]["attention"]["qkv"])
     for index, (layer, following, attend) in enumerate(zip(layers, [*layers[1:], None], attends, strict=True)):
+        after = {"layer": layer, "following": following, "final_norm": params["norm"]}
+        after |= {"activation": activation, "eps": eps}
+        own, pools = batch.of_layer(index), kv_cache.of_layer(index)
         with jax.named_scope(f"layer_{index}"):
-            heads, *pools = attend(layer["attention"], y, *kv_cache.of_layer(index))
-            x, y = _after_attention(
-                heads, x, layer, following, params["norm"], activation=activation, eps=eps, kernels=batch.kernels
-            )
+            if rotation is not None and _is_one_kernel(
+                y, pools, own, layer, following, rotation, sliding_windows[index]
+            ):
+                x, y, *pools = _whole_layer(y, pools, x, own, rotation, **after)
+            else:
+                heads, *pools = attend(layer["attention"], y, *pools)
+                x, y = _after_attention(heads, x, **after, kernels=batch.kernels)
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
     return y, kv_cache
+
+
+def _is_one_kernel(
+    qkv: Float[Array, "T K members D"],
+    pools: tuple[Array, Array],
+    batch: Batch,
+    layer: Params,
+    following: Params | None,
+    rotation: Rotation,
+    sliding_window: int | None,
+) -> bool:
+    """Whether the layer needs nothing that the kernel of whole layers has not."""
+    if not batch.is_decode_only or sliding_window is not None or layer["attention"].keys() != {"qkv", "out"}:
+        return False
+    if any(_spec(pools[0])):
+        return False
+    matrices = _as_matrices(_weights(layer), None if following is None else _weights(following)["qkv"])
+    return layer_matmuls.supports_attention(qkv, pools[0], matrices, half=rotation[0].shape[1])
+
+
+def _whole_layer(
+    qkv: Float[Array, "T K members D"],
+    pools: tuple[Array, Array],
+    x: Float[Array, "T E"],
+    batch: Batch,
+    rotation: Rotation,
+    *,
+    layer: Params,
+    following: Params | None,
+    final_norm: Float[Array, " E"],
+    activation: Callable[[Array], Array],
+    eps: float,
+) -> tuple[Array, Array, Array, Array]:
+    """What `_after_attention` gives, and the changed pools."""
+    next_qkv = None if following is None else _weights(following)["qkv"]
+    gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
+    of_rows = {
+        "rotation": rotation,
+        "write_index": batch.write_index,
+        "block_tables": batch.block_tables,
+        "seq_lens": batch.seq_lens,
+    }
+
+    def run(
+        qkv: Array, pools: tuple[Array, Array], x: Array, weights: Any, gains: tuple[Array, Array], of_rows: Any
+    ) -> Any:
+        return layer_matmuls.decode_layer(
+            qkv,
+            *pools,
+            x,
+            weights,
+            gains,
+            **of_rows,
+            scale=qkv.shape[-1] ** -0.5,
+            activation=activation,
+            eps=eps,
+            implementation=batch.kernels,
+        )
+
+    if not jax.typeof(x).sharding.mesh.empty:  # of one device, or the same on each
+        everywhere = PartitionSpec()
+        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    x, y, *changed = run(qkv, pools, x, _as_matrices(_weights(layer), next_qkv), gains, of_rows)
+    return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), *changed
 
 
 def _after_attention(
@@ -116,10 +192,7 @@ def _after_attention(
             return add_rms_norm.add_rms_norm(x, update, gain, **norm)
 
         heads = heads.reshape(len(heads), -1)
-        matrices = layer_matmuls.Weights(
-            *(_as_matrix(name, weights[name]) for name in ("o", "gate_up", "down")),
-            qkv=None if qkv is None else _as_matrix("qkv", qkv),
-        )
+        matrices = _as_matrices(weights, qkv)
         if all(axis is None for axis in axes.values()) and layer_matmuls.supports(heads, matrices):
             x, y = layer_matmuls.layer_matmuls(
                 heads, x, matrices, gains, activation=activation, eps=eps, implementation=kernels
@@ -147,6 +220,12 @@ def _after_attention(
 def _weights(layer: Params) -> dict[str, Array]:
     attention, mlp = layer["attention"], layer["mlp"]
     return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
+
+
+def _as_matrices(weights: Params, qkv: Float[Array, "K members D E"] | None) -> layer_matmuls.Weights:
+    """Of a layer, and the next one's qkv."""
+    matrices = (_as_matrix(name, weights[name]) for name in ("o", "gate_up", "down"))
+    return layer_matmuls.Weights(*matrices, qkv=None if qkv is None else _as_matrix("qkv", qkv))
 
 
 def _as_matrix(name: str, weight: Float[Array, "..."]) -> Float[Array, "... N K"]:

@@ -132,7 +132,8 @@ def decoder(
     """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
 
     `x` are the embedded tokens; `sliding_windows` has an entry a layer, by default None for each; `routing` is for the
-    layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it.
+    layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it. With
+    kernels "sm90" some layers of a decode step are one kernel, which attends by itself instead of through `attention`.
     """
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
@@ -148,6 +149,8 @@ def decoder(
             batch,
             kv_cache,
             attends=attends,
+            rotation=rotation,
+            sliding_windows=windows,
             activation=ACTIVATIONS[activation],
             eps=config.norm_eps,
         )

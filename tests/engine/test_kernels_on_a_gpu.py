@@ -61,16 +61,18 @@ SMALL = LLAMA_100M | {
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape):
+@pytest.mark.parametrize(
+    ("shape", "max_num_seqs"), [*((shape, 32) for shape in SHAPES), ("llama", 12), ("many heads", 12)]
+)
+def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     """Chunks, prefix hits, many rows and few: each greedy token is the likeliest in plain XLA too, up to rounding."""
     folder = str(write_config(byte_level(tmp_path / "model"), SMALL | SHAPES[shape]))
     rng = random.Random(0)
     shared = [rng.randrange(1000) for _ in range(40)]
     prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]
     prompts += [shared + prompt for prompt in prompts[:10]]
-    options = {"load_format": "dummy", "max_num_batched_tokens": 256, "max_num_seqs": 32, "warmup": False}
-    options |= {"kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
+    options = {"load_format": "dummy", "max_num_batched_tokens": 256, "warmup": False}
+    options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 
     with LLM(folder, kernels="sm90", **options) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -32,20 +32,22 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
 def make_batch(lens, kernels="xla"):
-    num_rows = len(lens)
+    """Rows of length 0, behind all others, are padding."""
+    num_rows, num_real = len(lens), np.count_nonzero(lens)
     tables = np.arange(num_rows * 3, dtype=np.int32).reshape(num_rows, 3)
-    positions = np.array(lens, np.int32) - 1
+    tables[num_real:] = 0
+    positions = np.maximum(np.array(lens, np.int32) - 1, 0)
+    write_index = tables[np.arange(num_rows), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    write_index[num_real:] = NUM_BLOCKS * BLOCK_SIZE + np.arange(num_rows - num_real)
     return Batch(
         token_ids=jnp.arange(num_rows, dtype=jnp.int32),
         positions=jnp.asarray(positions),
-        write_index=jnp.asarray(
-            tables[np.arange(num_rows), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        ),
-        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        write_index=jnp.asarray(write_index),
+        query_starts=jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), num_real),
         seq_lens=jnp.asarray(lens, jnp.int32),
         block_tables=jnp.asarray(tables),
-        num_decode_rows=jnp.int32(num_rows),
-        num_rows=jnp.int32(num_rows),
+        num_decode_rows=jnp.int32(num_real),
+        num_rows=jnp.int32(num_real),
         is_decode_only=True,
         kernels=kernels,
     )
@@ -70,15 +72,24 @@ def split(params, family, config, mesh):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_devices", "kernels_a_layer"),
-    [("llama", None, 4), ("llama", 1, 4), ("qwen3", 2, 4), ("llama", 4, 4), ("qwen3", None, 1), ("llama", 1, 1)],
+    ("model_type", "num_devices", "kernel"),
+    [
+        ("llama", None, "matmul"),
+        ("llama", 1, "matmul"),
+        ("qwen3", 2, "matmul"),
+        ("llama", 4, "matmul"),
+        ("qwen3", None, "layer_matmuls"),
+        ("llama", 1, "layer_matmuls"),
+        ("llama", None, "decode_layer"),
+        ("llama", 1, "decode_layer"),
+    ],
 )
-def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernels_a_layer):
+def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
     shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
     pools = [tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3)) for _ in range(2)]
-    batch = make_batch([5, 1, 12, 8])
+    batch = make_batch([5, 1, 12, 8, 0])
     given = params, batch, KVCache(*pools)
     mesh = None
     if num_devices is not None:
@@ -98,14 +109,16 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernels_a_laye
 
     want = run()
     calls = []
-    module, name = (layer_matmuls, "layer_matmuls") if kernels_a_layer == 1 else (small_matmul, "matmul")
-    plain = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
+    module = small_matmul if kernel == "matmul" else layer_matmuls
+    plain = getattr(module, kernel)
+    monkeypatch.setattr(module, kernel, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
-    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: kernels_a_layer == 1)
+    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: kernel == "layer_matmuls")
+    monkeypatch.setattr(layer_matmuls, "supports_attention", lambda *_, **__: kernel == "decode_layer")
     got = run()
     assert calls
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(got[0][:4], want[0][:4], atol=2e-5)  # of padding they mean nothing
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_raises(
         AssertionError, np.testing.assert_allclose, got[1].k[1], pools[0][1]
@@ -129,6 +142,44 @@ def test_what_it_takes():
     biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(128, jnp.bfloat16)}} for layer in layers]
     assert not supports(biased, x, batch)
     assert not supports(layers, x, batch, activation="relu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({}, True),
+        ({"is_last": True}, True),
+        ({"num_devices": 1}, True),
+        ({"num_devices": 2}, False),
+        ({"is_decode_only": False}, False),
+        ({"sliding_window": 8}, False),
+        ({"norms": ("q_norm", "k_norm")}, False),
+        ({"norms": ("q_norm",)}, False),
+        ({"norms": ("k_norm",)}, False),
+        ({"half": 16}, False),
+    ],
+    ids=str,
+)
+def test_which_layers_are_one_kernel(changes, takes):
+    options = {"is_last": False, "num_devices": None, "is_decode_only": True, "sliding_window": None}
+    options |= {"norms": (), "half": 32} | changes
+    _, _, params = make_model("llama", hidden_size=128, head_dim=64)
+    layer, following, *_ = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
+    layer["attention"] |= dict.fromkeys(options["norms"], jnp.ones(64, jnp.bfloat16))
+    pool = jnp.zeros((NUM_BLOCKS, 2, 8, 64), jnp.bfloat16)
+    if (num_devices := options["num_devices"]) is not None:
+        spec = PartitionSpec(None, "tensor" if num_devices > 1 else None)
+        pool = jax.device_put(pool, NamedSharding(make_mesh(num_devices), spec))
+    got = decode_layer._is_one_kernel(
+        jnp.zeros((4, 2, 4, 64), jnp.bfloat16),
+        (pool, pool),
+        make_batch([1, 2, 3, 4], "sm90").replace(is_decode_only=options["is_decode_only"]),
+        layer,
+        None if options["is_last"] else following,
+        (jnp.ones((4, options["half"])), jnp.zeros((4, options["half"]))),
+        options["sliding_window"],
+    )
+    assert got == takes
 
 
 @pytest.mark.parametrize(
