@@ -56,7 +56,7 @@ def test_kernels_that_another_process_has_lowered():
         block_size=16,
         max_model_len=512,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=128,
         has_special_steps=True,
     )
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
