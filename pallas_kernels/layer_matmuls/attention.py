@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import device
 from pallas_kernels.paged_attention import device as parts_device
-from pallas_kernels.paged_attention.kernel import (
+from pallas_kernels.paged_attention.tiles import (
     LOG2E,
     LOWEST,
     ROWS,

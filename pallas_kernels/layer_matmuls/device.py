@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.kernel import part_layout
+from pallas_kernels.paged_attention.tiles import part_layout
 from pallas_kernels.registers import row_and_quarter
 
 ROWS = 64

@@ -4,9 +4,7 @@ without a pause between them, the other computes, with a running softmax (Dao et
 The queries that share a KV head are the rows of one 64-row tile, padded.
 """
 
-import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,123 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.paged_attention import device
-from pallas_kernels.paged_attention.plan import BLOCK_COST, TILE_COST, block_range
-
-ROWS = 64  # of a tile: what one wgmma instruction multiplies
-LOG2E = math.log2(math.e)
-# Maxima begin here and not at -inf, so that what was masked so far has weights of 1, which the first key that is not
-# takes away again, and not of NaN.
-LOWEST = -1e30
+from pallas_kernels.paged_attention.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the kernel is cut; `heuristic` picks one."""
-
-    block_kv: int
-    """Keys a step."""
-    stages: int
-    """Blocks of keys, and as many of values, in shared memory."""
-    streams: int
-    """Of a CTA: pairs of a copying and a computing warpgroup, each with a share of its own."""
-    num_ctas: int = NUM_SMS
-    """Thread blocks."""
-
-    @property
-    def num_shares(self) -> int:
-        """Into which a step's work is cut."""
-        return self.num_ctas * self.streams
-
-    def shared_memory(self, head_dim: int) -> int:
-        """Bytes a CTA."""
-        queries_and_result = 3 * ROWS * head_dim * 2
-        return self.streams * (queries_and_result + 2 * self.stages * self.block_kv * head_dim * 2)
-
-
-class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
-
-    config: Config
-    head_dim: int
-    block_size: int
-    num_tiles: int
-    """Of a row."""
-    tiles_per_head: int
-    tile_rows: int
-    """In use, of ROWS."""
-    queries_per_token: int
-    """Query heads that share a KV head."""
-    num_queries: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    interpret: bool
-
-    def cast(self, x, layout):
-        """With a layout, which the interpreter has none of; so are the next two."""
-        return x if self.interpret else plgpu.layout_cast(x, layout)
-
-    def iota(self, shape, dimension):
-        """Indices along a dimension."""
-        if self.interpret:
-            return lax.broadcasted_iota(jnp.int32, shape, dimension)
-        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=_LAYOUT)
-
-    def load(self, ref, layout):
-        """What a ref holds."""
-        return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)
-
-
-class _Tile(NamedTuple):
-    """The part of a tile that this CTA computes: the blocks [first, end) of the context, of [row_first, row_end)."""
-
-    row: Any
-    index: Any
-    begin: Any
-    seq_len: Any
-    query_len: Any
-    row_first: Any
-    row_end: Any
-    first: Any
-    end: Any
-    is_begun: Any
-    """Whether the part has the tile's first block, if there is any: so this CTA writes the result."""
-
-
-def for_each_tile(problem, shares, rows, share, visit, carry):
-    """`carry = visit(tile, carry)` over a share."""
-    share_begin, share_end = shares[share, 3], shares[share, 4]
-
-    def blocks_before(unit):
-        return lax.div(lax.max(unit, jnp.int32(0)) + (BLOCK_COST - 1), jnp.int32(BLOCK_COST))
-
-    def step(state):
-        row, index, begin, *carry = state
-        seq_len, query_len = rows[row, 0], rows[row, 1]
-        row_first, row_end = block_range(
-            seq_len, query_len, block_kv=problem.config.block_kv, sliding_window=problem.sliding_window
-        )
-        first = lax.min(row_first + blocks_before(share_begin - begin), row_end)
-        end = lax.min(row_first + blocks_before(share_end - begin), row_end)
-        tile = _Tile(
-            row, index, begin, seq_len, query_len, row_first, row_end, first, end, is_begun=begin >= share_begin
-        )
-        carry = visit(tile, carry)
-        is_last = index == problem.num_tiles - 1
-        return (
-            jnp.where(is_last, row + 1, row),
-            jnp.where(is_last, jnp.int32(0), index + 1),
-            begin + (row_end - row_first) * BLOCK_COST + TILE_COST,
-            *carry,
-        )
-
-    start = (shares[share, 0], shares[share, 1], shares[share, 2], *carry)
-    return lax.while_loop(lambda state: state[2] < share_end, step, start)[3:]
 
 
 def copy(problem, share, refs, scratch):
@@ -397,18 +283,6 @@ def _write_result(problem, tile, refs, scratch, acc, maximum, total):
     _copy_out(problem, item, refs, scratch)
 
 
-def normalize(maximum, total, sinks):
-    """What the sum of values is to be multiplied with, and the LSE."""
-    is_nothing = maximum <= LOWEST / 2
-    keep = jnp.ones_like(maximum)
-    if sinks is not None:
-        with_sink = jnp.maximum(maximum, sinks * LOG2E)
-        keep = jnp.exp2(maximum - with_sink)
-        maximum, total = with_sink, total * keep + jnp.exp2(sinks * LOG2E - with_sink)
-    factor = jnp.where(is_nothing, jnp.zeros_like(total), keep / total)
-    return factor, jnp.where(is_nothing, jnp.full_like(total, -jnp.inf), maximum * math.log(2) + jnp.log(total))
-
-
 def _copy_out(problem, item, refs, scratch):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
@@ -422,79 +296,6 @@ def _leave_part(problem, place, refs, acc, maximum, total):
     device.store_first_rows(refs.parts.at[place], acc, interpret=problem.interpret)
     refs.stats.at[place, 0][...] = maximum
     refs.stats.at[place, 1][...] = total
-
-
-def put_together(problem, index, share, num_others, parts, stats, all_sinks, write):
-    """The result of the tile `index` of a row, from this share's part and those of the `num_others` shares after it:
-    `write(rows, result, lse)` for each of its stretches of rows.
-    """
-    layout = part_layout(problem.head_dim)
-    rows_layout = layout.reduce(1)
-    chunk = min(16, parts.shape[1])  # rows
-    unroll = min(20, 120 // (chunk * problem.head_dim // 128 + 2))  # parts on their way at the same time
-
-    def spread(x):
-        return problem.cast(lax.broadcast_in_dim(x, (chunk, problem.head_dim), [0]), layout)
-
-    plgpu.commit_smem()  # all warps have left their part
-
-    def put_rows(group, _):
-        rows = pl.ds(group * chunk, chunk)
-
-        def add(i, state):
-            acc, maximum, total = state
-            found = []
-            for j in range(unroll):
-                number = i * unroll + j
-                is_there = number <= num_others
-                # Past the last one, this share's own again with no weight.
-                place = share + jnp.where(is_there & (number > 0), number, problem.config.num_shares)
-                part = problem.load(parts.at[place, rows], layout)
-                part_maximum = problem.load(stats.at[place, 0, rows], rows_layout)
-                part_total = problem.load(stats.at[place, 1, rows], rows_layout)
-                found.append((part, part_maximum, part_total, jnp.where(is_there, 1.0, 0.0)))
-            new_maximum = maximum
-            for _, part_maximum, _, _ in found:
-                new_maximum = jnp.maximum(new_maximum, part_maximum)
-            keep = jnp.exp2(maximum - new_maximum)
-            acc, total = acc * spread(keep), total * keep
-            for part, part_maximum, part_total, weight in found:
-                keep = jnp.exp2(part_maximum - new_maximum) * weight
-                acc = acc + part * spread(keep)
-                total = total + part_total * keep
-            return acc, new_maximum, total
-
-        nothing = (
-            problem.cast(jnp.zeros((chunk, problem.head_dim), jnp.float32), layout),
-            problem.cast(jnp.full((chunk,), LOWEST, jnp.float32), rows_layout),
-            problem.cast(jnp.zeros((chunk,), jnp.float32), rows_layout),
-        )
-        acc, maximum, total = lax.fori_loop(0, lax.div(num_others, jnp.int32(unroll)) + 1, add, nothing)
-        sinks = None
-        if all_sinks is not None:
-            sinks = problem.load(all_sinks.at[index, rows], rows_layout)
-        factor, lse = normalize(maximum, total, sinks)
-        acc = acc * spread(factor)
-        write(rows, acc, lse)
-
-    lax.fori_loop(0, parts.shape[1] // chunk, put_rows, None)
-
-
-def part_rows(tile_rows: int) -> int:
-    """Rows that a part has room for: chunks of 4, 8 or 16."""
-    chunk = 4 if tile_rows <= 4 else 8 if tile_rows <= 8 else 16
-    return -(-tile_rows // chunk) * chunk
-
-
-def part_layout(head_dim: int):
-    """Rows over warps, and columns over lanes, so that a warp reads long stretches of memory."""
-    columns = next((n for n in (128, 64, 32) if head_dim % n == 0), 16)
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4, columns), (max(1, columns // 32),))),
-        warp_dims=(-3,),
-        lane_dims=(-2,) if columns >= 32 else (-2, plgpu.Replicated(2)),
-        vector_dim=-1,
-    )
 
 
 def swizzle_bytes(head_dim: int) -> int:

@@ -17,18 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.paged_attention.kernel import (
-    ROWS,
-    Config,
-    Problem,
-    Refs,
-    Scratch,
-    compute,
-    copy,
-    part_rows,
-    swizzle_bytes,
-)
+from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
 from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paged_attention.tiles import ROWS, Config, Problem, part_rows
 from pallas_kernels.paging.checks import check_pages_for_sm90
 
 
