@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
@@ -37,14 +38,15 @@ def test_a_program_without_any():
     assert kernels_of(jax.jit(jnp.sin).lower(1.0)) == set()
 
 
-def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it():
-    mesh = h200_mesh()
-    program = lower(mesh, 3712)
+@pytest.mark.parametrize(("num_devices", "width"), [(1, 3712), (2, 4480)])
+def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it(num_devices, width):
+    mesh = h200_mesh((num_devices,))
+    program = lower(mesh, width)
     with without_cache():
         for kernel in kernels_of(program):
             compile_kernel(kernel, mesh)
     assert compile_lowered(lambda: program).kernels == ()
-    assert len(compile_lowered(lambda: lower(mesh, 3712, 3840)).kernels) == 2
+    assert len(compile_lowered(lambda: lower(mesh, width, width + 128)).kernels) == 2
 
 
 def test_kernels_that_another_process_has_lowered():
