@@ -1,0 +1,49 @@
+"""The public operation: what stands between two blocks of a layer whose weights several devices share."""
+
+from typing import Literal, get_args
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm import supports as add_rms_norm_supports
+from pallas_kernels.all_reduce.peers import PeerBuffers
+from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90
+
+Implementation = Literal["xla", "sm90"]
+
+
+def all_reduce_add_rms_norm(
+    x: Float[Array, "T E"],
+    part: Float[Array, "T E"],
+    weight: Float[Array, " E"],
+    peers: PeerBuffers | None,
+    *,
+    axis_name: str,
+    eps: float,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """`add_rms_norm` of x and the sum of the parts that the devices along a mesh axis have, in `jax.shard_map`.
+
+    x is the same on all of them, and so are the results, bit by bit. "xla" adds up as `jax.lax.psum` does. "sm90", for
+    the GPUs of one process, sends the parts to the `peers`, whose memory it needs for that, and adds them up in float32
+    in the order of the devices; the devices must call it equally often, with as many rows, one call after the other.
+    Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for dtypes and
+    sizes that "sm90" cannot do.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if peers is not None and peers.axis_name != axis_name:
+        raise ValueError(f"a sum over {axis_name!r}, and peers along {peers.axis_name!r}")
+    if implementation == "sm90":
+        return all_reduce_add_rms_norm_sm90(x, part, weight, peers, eps=eps)
+    return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps)
+
+
+def supports(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers) -> bool:
+    """Whether "sm90" takes such rows, with these buffers: arrays, or their shapes."""
+    *_, num_rows, size = peers.inbox.shape
+    fits = x.shape[0] <= num_rows and x.shape[1] == size and x.dtype == peers.inbox.dtype
+    return fits and add_rms_norm_supports(size, x.dtype)

@@ -1,0 +1,102 @@
+"""Memory of a device that the other devices of its mesh axis write into, and where they find it.
+
+XLA's collectives meet on the host in each step and, inside command buffers, are recorded anew in each; ours are kernels
+like others, which know the addresses of their peers' memory from an array. It stays where it is for as long as the
+arrays of a `PeerBuffers` live: they are never donated, and kernels write into them behind XLA's back.
+"""
+
+import dataclasses
+import math
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Int64
+
+NUM_TURNS = 2
+"""Places for a row in turn. A device is at most one call ahead of its peers, since it waits for what they send."""
+
+
+@no_type_check  # it has shapes and shardings for leaves, too
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerBuffers:
+    """Of D devices, groups of N of which are peers: what each has room for, R rows of E values from each peer.
+
+    In `jax.shard_map` each device has its own: D is 1.
+    """
+
+    inbox: Float[Array, "D turns N R E"]
+    """What a device's peers have sent, the device itself too."""
+    arrived: Int[Array, "D N R"]
+    """How many calls' rows have arrived from each peer, modulo 2^32."""
+    calls: Int[Array, "D R"]
+    """How many calls of a device have had each row, modulo 2^32."""
+    ranks: Int[Array, " D"]
+    """The device's place among its peers."""
+    offsets: Int[Array, "D 2 N words"]
+    """Bytes from the device's own inbox, and from its own `arrived`, to those of each peer: int64 in two words."""
+
+    axis_name: str = dataclasses.field(metadata={"static": True})
+    """Of the mesh, along which peers are."""
+
+    @property
+    def num_peers(self) -> int:
+        """N."""
+        return self.inbox.shape[2]
+
+
+def abstract_peer_buffers(
+    mesh: Mesh | AbstractMesh, axis_name: str, *, num_rows: int, size: int, dtype: jax.typing.DTypeLike
+) -> PeerBuffers:
+    """Shapes and shardings: peers are the devices along `axis_name`, which send up to `num_rows` rows of `size`."""
+    num_peers, devices = mesh.shape[axis_name], math.prod(mesh.shape.values())
+    sharding = NamedSharding(mesh, peer_buffers_spec(mesh))
+
+    def of_each_device(shape: tuple[int, ...], dtype: Any) -> Any:  # stands in for an array
+        return jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=sharding)
+
+    return PeerBuffers(
+        inbox=of_each_device((NUM_TURNS, num_peers, num_rows, size), dtype),
+        arrived=of_each_device((num_peers, num_rows), jnp.int32),
+        calls=of_each_device((num_rows,), jnp.int32),
+        ranks=of_each_device((), jnp.int32),
+        offsets=of_each_device((2, num_peers, 2), jnp.int32),
+        axis_name=axis_name,
+    )
+
+
+def peer_buffers_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How `PeerBuffers` lie: each device has its own, on all axes."""
+    return PartitionSpec(mesh.axis_names)
+
+
+def allocate_peer_buffers(shapes: PeerBuffers) -> PeerBuffers:
+    """Make what `abstract_peer_buffers` has declared, on GPUs of one process that reach each other's memory."""
+    sharding = shapes.inbox.sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    inbox, arrived, calls = (
+        jnp.zeros(x.shape, x.dtype, device=sharding) for x in (shapes.inbox, shapes.arrived, shapes.calls)
+    )
+    axis = sharding.mesh.axis_names.index(shapes.axis_name)
+    ranks = np.indices(sharding.mesh.devices.shape, np.int32)[axis].reshape(-1)
+    offsets = np.stack([_offsets(x, sharding.mesh, axis) for x in (inbox, arrived)], axis=1)
+    return PeerBuffers(
+        inbox=inbox,
+        arrived=arrived,
+        calls=calls,
+        ranks=jax.device_put(ranks, sharding),
+        offsets=jax.device_put(offsets.view(np.int32).reshape(shapes.offsets.shape), sharding),
+        axis_name=shapes.axis_name,
+    )
+
+
+def _offsets(x: Array, mesh: Mesh, axis: int) -> Int64[np.ndarray, "D N"]:
+    """For each device, in the mesh's order, bytes from its part of x to those of its peers."""
+    address_of = {shard.device: shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+    addresses = np.vectorize(address_of.__getitem__, otypes=[np.int64])(mesh.devices)
+    peers = np.expand_dims(np.moveaxis(addresses, axis, -1), axis)
+    return (peers - addresses[..., None]).reshape(addresses.size, -1)
