@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.batch import Batch, Kernels, Tables
 from jaxserve.scheduling.plan import StepPlan
+from pallas_kernels.all_reduce import PeerBuffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,7 @@ def make_batch(
     is_decode_only: bool,
     is_launched_in_parts: bool,
     kernels: Kernels,
+    peers: PeerBuffers | None,
 ) -> Batch:
     """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph.
 
@@ -190,6 +192,7 @@ def make_batch(
         is_decode_only=is_decode_only,
         is_launched_in_parts=is_launched_in_parts,
         kernels=kernels,
+        peers=peers,
     )
     if len(groups) == 1:
         return batch

@@ -34,6 +34,7 @@ from jaxserve.execution.step import (
     step,
 )
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.norm import peer_buffers
 from jaxserve.layers.params import abstract_params
 from jaxserve.models import get_family, with_context
 from jaxserve.sampling.logprobs import Logprobs
@@ -150,6 +151,7 @@ class StepBuilder:
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._hidden_size = model_config.hidden_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.peers = peer_buffers(mesh, size=self._hidden_size, dtype=dtype) if kernels != "xla" else None
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
         self._admissions = self.replicate(pack_admissions([], **self.table_sizes))
         self._has_special_steps = has_special_steps
@@ -161,8 +163,9 @@ class StepBuilder:
 
     @property
     def slot_bytes(self) -> int:
-        """What the slots take on a device."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.slots))
+        """What the slots take on a device, and what its peers send it."""
+        leaves = jax.tree.leaves((self.slots, self.peers))
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def expected_step_memory(self) -> int:
@@ -278,7 +281,7 @@ class StepBuilder:
         kv_cache = self.kv_cache(num_blocks=num_blocks)
         return _Declaration(
             function,
-            (self._params, kv_cache, self.slots, self._packed(bucket), *more),
+            (self._params, kv_cache, self.slots, self.peers, self._packed(bucket), *more),
             donated=(1, 2),
             results=(kv_cache, self.slots, outputs),
         )

@@ -28,6 +28,7 @@ from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
 from jaxserve.scheduling.plan import StepPlan
+from pallas_kernels.all_reduce import PeerBuffers, allocate_peer_buffers
 
 
 class HostLogprobs:
@@ -110,6 +111,7 @@ class Runner:
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
+        self._peers: PeerBuffers | None = None
         self._no_admissions: jax.Array | None = None
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
@@ -169,6 +171,8 @@ class Runner:
             self._kv_cache = init_kv_cache(self.builder.kv_cache(num_blocks=self.num_blocks))
             # By jit: never two of them at once.
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
+            if self.builder.peers is not None:
+                self._peers = allocate_peer_buffers(self.builder.peers)
             nobody = pack_admissions([], **self.builder.table_sizes)
             self._no_admissions = jax.device_put(nobody, self.builder.replicated)
         jax.block_until_ready((self._kv_cache, self._slots))
@@ -257,13 +261,14 @@ class Runner:
             case PromptLogprobs():
                 return executable(self.params, *arguments)
             case _:
-                self._kv_cache, self._slots, made = executable(self.params, self._kv_cache, self._slots, *arguments)
+                state = self._kv_cache, self._slots
+                self._kv_cache, self._slots, made = executable(self.params, *state, self._peers, *arguments)
                 return made
 
     def close(self) -> None:
         """Free the device memory now instead of when the last reference goes."""
         self._close_lowering()
-        for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots, self._no_admissions)):
+        for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots, self._peers, self._no_admissions)):
             leaf.delete()
 
     def _close_lowering(self) -> None:

@@ -24,6 +24,7 @@ from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
+from pallas_kernels.all_reduce import PeerBuffers
 
 CORRUPTED = -1
 """Stands for the token of a row whose logits were no numbers."""
@@ -73,6 +74,7 @@ def step(
     params: Any,
     kv_cache: KVCache,
     slots: Slots,
+    peers: PeerBuffers | None,
     packed: Int[Array, " packed"],
     *,
     family: ModuleType,
@@ -88,6 +90,7 @@ def step(
         params,
         kv_cache,
         slots,
+        peers,
         packed,
         family=family,
         config=config,
@@ -104,6 +107,7 @@ def forward(
     params: Any,
     kv_cache: KVCache,
     slots: Slots,
+    peers: PeerBuffers | None,
     packed: Int[Array, " packed"],
     admissions: Int[Array, "rows width"] | None = None,
     *,
@@ -141,6 +145,7 @@ def forward(
         is_decode_only=is_decode_only,
         is_launched_in_parts=is_launched_in_parts,
         kernels=kernels,
+        peers=peers,
     )
 
     hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))

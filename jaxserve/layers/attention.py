@@ -125,7 +125,7 @@ def paged_attention(
         out_specs=(heads, of_heads, of_heads),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch)
+    return island(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch.same_on_each_device())
 
 
 def attend_over_pages(
@@ -268,13 +268,14 @@ def self_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
+    leaves_shares: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
     """One attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
 
     `params` are the weights of `attention_specs`: q and k go through norms if it has weights among them ("q_norm",
     "k_norm"), biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with a gain
     for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scale` is by
-    default D^-1/2.
+    default D^-1/2, and `leaves_shares` is the last `linear`'s.
     """
     with jax.named_scope("attention"):
         heads, k_pages, v_pages = attend_heads(
@@ -292,7 +293,8 @@ def self_attention(
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
         )
-        return linear(heads, params["out"], params.get("out_bias")), k_pages, v_pages
+        y = linear(heads, params["out"], params.get("out_bias"), leaves_shares=leaves_shares)
+        return y, k_pages, v_pages
 
 
 def attend_heads(

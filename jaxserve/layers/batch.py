@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, no_type_check
 import flax.struct
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.all_reduce import PeerBuffers
+
 Kernels = Literal["xla", "sm90"]
 """Implementations of the operations in `pallas_kernels`: plain XLA, and kernels for Hopper GPUs."""
 
@@ -51,6 +53,8 @@ class Batch:
     """Static: what layers run where they have a choice."""
     is_launched_in_parts: bool = flax.struct.field(pytree_node=False, default=False)
     """Static: see `layers.launch`."""
+    peers: PeerBuffers | None = None
+    """What kernels add up the devices' shares of a sum through; None where no devices share a sum."""
     groups: tuple[Tables, ...] = ()
     """Of a model whose layers keep their blocks in several groups: `write_index` and `block_tables`, which are None
     here, of each group.
@@ -64,6 +68,10 @@ class Batch:
             return self
         tables = self.groups[self.group_of_layer[index]]
         return dataclasses.replace(self, **tables._asdict(), groups=(), group_of_layer=())
+
+    def same_on_each_device(self) -> "Batch":
+        """The Batch without what each device has of its own."""
+        return dataclasses.replace(self, peers=None)
 
 
 @no_type_check

@@ -21,7 +21,7 @@ from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rotation
-from pallas_kernels import add_rms_norm, layer_matmuls, small_matmul
+from pallas_kernels import all_reduce, layer_matmuls, small_matmul
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
@@ -43,7 +43,7 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
         and layer["attention"].keys() <= ATTENTION_PARTS
         and layer["mlp"].keys() == MLP_PARTS
         and all(_supports_share(name, weight, x) for name, weight in _weights(layer).items())
-        and _supports_norms(layer, x)
+        and _supports_sums(layer, x, batch)
         for layer in layers
     )
 
@@ -53,11 +53,12 @@ def _supports_share(name: str, weight: Float[Array, "..."], x: Float[Array, "T E
     return small_matmul.supports(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
 
 
-def _supports_norms(layer: Params, x: Float[Array, "T E"]) -> bool:
-    """Whether those have a kernel that are no part of a matmul: see `_after_attention`."""
+def _supports_sums(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
+    """Whether sums of which devices have shares can be added up: see `_after_attention`."""
     weights = _weights(layer)
-    apart = any(_spec(weights[name])[1] is not None for name in ("o", "down"))
-    return not apart or add_rms_norm.supports(x.shape[1], x.dtype)
+    if all(_spec(weights[name])[1] is None for name in ("o", "down")):
+        return True
+    return batch.peers is not None and all_reduce.supports(x, batch.peers)
 
 
 def decode_layers(
@@ -89,7 +90,7 @@ def decode_layers(
                 x, y, *pools = _whole_layer(y, pools, x, own, rotation, **after)
             else:
                 heads, *pools = attend(layer["attention"], y, *pools)
-                x, y = _after_attention(heads, x, **after, kernels=batch.kernels)
+                x, y = _after_attention(heads, x, **after, kernels=batch.kernels, peers=batch.peers)
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
     return y, kv_cache
@@ -169,6 +170,7 @@ def _after_attention(
     activation: Callable[[Array], Array],
     eps: float,
     kernels: Kernels,
+    peers: all_reduce.PeerBuffers | None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
     """The residual stream after the layer, and the next layer's qkv: of the last layer, the hidden states.
 
@@ -179,7 +181,14 @@ def _after_attention(
     gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     axes = {name: _spec(weights[name])[1] for name in ("o", "down")}
 
-    def run(heads: Array, x: Array, weights: Params, gains: tuple[Array, Array], qkv: Array | None) -> Any:
+    def run(
+        heads: Array,
+        x: Array,
+        weights: Params,
+        gains: tuple[Array, Array],
+        qkv: Array | None,
+        peers: all_reduce.PeerBuffers | None,
+    ) -> Any:
         def multiply(rows: Rows, name: str, weight: Array, activation: Callable[[Array], Array] | None = None) -> Array:
             matrix = _as_matrix(name, weight)
             return small_matmul.matmul(rows, matrix, activation=activation, implementation=kernels)
@@ -188,8 +197,8 @@ def _after_attention(
             weight, norm = weights[name], {"eps": eps, "implementation": kernels}
             if axes[name] is None:
                 return small_matmul.matmul_then_norm(rows, _as_matrix(name, weight), residual=x, gain=gain, **norm)
-            update = jax.lax.psum(multiply(rows, name, weight), axes[name])
-            return add_rms_norm.add_rms_norm(x, update, gain, **norm)
+            part = multiply(rows, name, weight)
+            return all_reduce.all_reduce_add_rms_norm(x, part, gain, peers, axis_name=axes[name], **norm)
 
         heads = heads.reshape(len(heads), -1)
         matrices = _as_matrices(weights, qkv)
@@ -205,16 +214,24 @@ def _after_attention(
             return x, multiply(normed, "qkv", qkv).reshape(len(x), *qkv.shape[:-1])
         return x, normed.rows() if isinstance(normed, small_matmul.Normed) else normed
 
-    if not jax.typeof(x).sharding.mesh.empty:
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.empty:
         everywhere = PartitionSpec()
         weight_specs, qkv_spec = jax.tree.map(_spec, (weights, qkv))
         run = jax.shard_map(
             run,
-            in_specs=(_spec(heads), everywhere, weight_specs, everywhere, qkv_spec),
+            in_specs=(
+                _spec(heads),
+                everywhere,
+                weight_specs,
+                everywhere,
+                qkv_spec,
+                all_reduce.peer_buffers_spec(mesh),
+            ),
             out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv_spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-    return run(heads, x, weights, gains, qkv)
+    return run(heads, x, weights, gains, qkv, peers)
 
 
 def _weights(layer: Params) -> dict[str, Array]:

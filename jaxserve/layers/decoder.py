@@ -16,11 +16,13 @@ from jaxserve.layers.attention import AttentionFn, attend_heads, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
+from jaxserve.layers.linear import summed
 from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
 from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
+from pallas_kernels import all_reduce
 
 Attend = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights, input, k_pages, v_pages) -> (output, k_pages, v_pages)"""
@@ -155,16 +157,30 @@ def decoder(
             eps=config.norm_eps,
         )
 
-    mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels)
+    leaves_shares = _adds_up_shares(params["layers"], x, batch)
+    mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels, leaves_shares=leaves_shares)
     if routing is not None:
         mlp = functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation)
-    add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels)
+    add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels, peers=batch.peers)
 
+    shared["leaves_shares"] = leaves_shares
     attends = [functools.partial(self_attention, **view, **shared) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache
+
+
+def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
+    """Whether what devices have of a sum is left to `add_rms_norm`, which has a kernel for that."""
+    if batch.peers is None or not all_reduce.supports(x, batch.peers):
+        return False
+    return all(
+        layer.keys() == {*PRE_NORMS, "attention", "mlp"}
+        and "out_bias" not in layer["attention"]
+        and layer["mlp"].keys() == {"gate_up", "down"}
+        for layer in layers
+    )
 
 
 def run_layers(
@@ -177,7 +193,7 @@ def run_layers(
             x, update, *pools = block(layer, x, update, *kv_cache.of_layer(index))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
-    return x if update is None else x + update, kv_cache
+    return x if update is None else x + summed(update), kv_cache
 
 
 def sequential_block(

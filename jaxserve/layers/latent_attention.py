@@ -115,7 +115,7 @@ def paged_latent_attention(
         out_specs=(heads, whole),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(q, stored, pages, batch)
+    return island(q, stored, pages, batch.same_on_each_device())
 
 
 def latent_attention_specs(

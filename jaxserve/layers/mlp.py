@@ -101,15 +101,21 @@ def gated_mlp_specs(
 
 
 def gated_mlp(
-    params: Params, x: Float[Array, "T E"], activation: str | Gate, *, kernels: Kernels = "xla"
+    params: Params,
+    x: Float[Array, "T E"],
+    activation: str | Gate,
+    *,
+    kernels: Kernels = "xla",
+    leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights.
+    The first includes the activation where `kernels` has one for such rows and weights. `leaves_shares` is the last
+    `linear`'s.
     """
     with jax.named_scope("mlp"):
         inner = _gated_linear_unit(params["gate_up"], params.get("gate_up_bias"), x, activation, kernels=kernels)
-        return linear(inner, params["down"], params.get("down_bias"))
+        return linear(inner, params["down"], params.get("down_bias"), leaves_shares=leaves_shares)
 
 
 def _gated_linear_unit(

@@ -14,6 +14,7 @@ from jaxserve.layers import decode_layer
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
+from jaxserve.layers.norm import peer_buffers
 from jaxserve.layers.params import init_params, layouts
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
@@ -195,7 +196,12 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
     x = jax.device_put(jnp.zeros((16, hidden_size), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
-    assert decode_layer.supports(params["layers"], x, make_batch([1, 2, 3, 4] * 4, "sm90"), activation="silu") == takes
+    peers = peer_buffers(mesh, size=hidden_size, dtype=jnp.dtype(jnp.bfloat16))
+    assert (peers is None) == (num_devices == 1)
+    batch = make_batch([1, 2, 3, 4] * 4, "sm90")
+    supports = functools.partial(decode_layer.supports, params["layers"], x, activation="silu")
+    assert supports(batch=batch.replace(peers=peers)) == takes
+    assert supports(batch=batch) == (takes and num_devices == 1)
 
 
 @pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))
