@@ -1,0 +1,60 @@
+"""Bench rows of `all_reduce_add_rms_norm`: between the blocks of a Llama-3-8B layer, on all GPUs of this machine."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.all_reduce.op import Implementation, all_reduce_add_rms_norm
+from pallas_kernels.all_reduce.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
+from pallas_kernels.timing import Row, measure, on_gpu
+
+AXIS = "tensor"
+CALLS = 16
+"""In a program, each with what the one before has made."""
+
+
+def all_reduce_rows() -> Iterator[Row]:
+    """A row for each number of tokens and implementation, where there are several devices."""
+    num_devices = jax.device_count()
+    if num_devices == 1:
+        yield Row("several devices", "sm90", None, note="there is one")
+        return
+    mesh = jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,))
+    size, everywhere, by_device = 4096 if on_gpu() else 512, PartitionSpec(), PartitionSpec(AXIS)
+    buffers = abstract_peer_buffers(mesh, AXIS, num_rows=256, size=size, dtype=jnp.bfloat16)
+    peers = allocate_peer_buffers(buffers)
+    for num_tokens in (1, 16, 64, 256) if on_gpu() else (1, 64):
+        shapes = [
+            ((num_tokens, size), everywhere),
+            ((num_devices * num_tokens, size), by_device),
+            ((size,), everywhere),
+        ]
+        inputs = [
+            tuple(
+                jax.device_put(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), NamedSharding(mesh, spec))
+                for shape, spec in shapes
+            )
+            for seed in range(2)
+        ]
+        for implementation in ("sm90", "xla") if on_gpu() else ("xla",):
+            call = functools.partial(_layers(mesh, implementation), peers=peers)
+            yield Row(f"{num_tokens} x {size}, {num_devices} devices", implementation, measure(call, inputs) / CALLS)
+
+
+def _layers(mesh: Mesh, implementation: Implementation):
+    """So many sums one after the other: the norm of each is a device's part of the next one."""
+    everywhere, by_device = PartitionSpec(), PartitionSpec(AXIS)
+
+    def run(x, part, weight, peers):
+        for _ in range(CALLS):
+            x, part = all_reduce_add_rms_norm(
+                x, part, weight, peers, axis_name=AXIS, eps=1e-5, implementation=implementation
+            )
+        return x
+
+    specs = everywhere, by_device, everywhere, peer_buffers_spec(mesh)
+    island = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
+    return lambda x, part, weight, peers: island(x, part, weight, peers)
