@@ -6,6 +6,7 @@ What is exported is a function of lists of arrays: whoever calls it puts the pyt
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -38,6 +39,9 @@ from jaxserve.layers.norm import peer_buffers
 from jaxserve.layers.params import abstract_params
 from jaxserve.models import get_family, with_context
 from jaxserve.sampling.logprobs import Logprobs
+from pallas_kernels.all_reduce import can_reach_each_other
+
+logger = logging.getLogger(__name__)
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """What steps call besides what jax promises to keep. It need not be kept: an export is for one version of jax."""
@@ -63,6 +67,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         has_special_steps: of `StepShapes`; then forward passes of prompts also admit requests.
+        has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
     """
 
     model: dict[str, Any]
@@ -73,6 +78,15 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     has_special_steps: bool
+    has_peers: bool = True
+
+
+def has_peers(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh reach each other's memory. Says so if they do not."""
+    if mesh.size == 1 or can_reach_each_other(list(mesh.devices.flat)):
+        return True
+    logger.warning("these devices do not reach each other's memory: XLA adds up what they share, which takes longer")
+    return False
 
 
 def build(spec: StepSpec, mesh: Mesh | AbstractMesh) -> "StepBuilder":
@@ -94,6 +108,7 @@ def build(spec: StepSpec, mesh: Mesh | AbstractMesh) -> "StepBuilder":
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         has_special_steps=spec.has_special_steps,
+        has_peers=spec.has_peers,
     )
 
 
@@ -126,6 +141,7 @@ class StepBuilder:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         has_special_steps: bool,
+        has_peers: bool,
     ):
         """`params`: the weights, or their shapes."""
         self.mesh = mesh
@@ -151,7 +167,8 @@ class StepBuilder:
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._hidden_size = model_config.hidden_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self.peers = peer_buffers(mesh, size=self._hidden_size, dtype=dtype) if kernels != "xla" else None
+        adds_up_with_peers = kernels != "xla" and has_peers
+        self.peers = peer_buffers(mesh, size=self._hidden_size, dtype=dtype) if adds_up_with_peers else None
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
         self._admissions = self.replicate(pack_admissions([], **self.table_sizes))
         self._has_special_steps = has_special_steps

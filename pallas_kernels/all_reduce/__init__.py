@@ -5,6 +5,7 @@ from pallas_kernels.all_reduce.peers import (
     PeerBuffers,
     abstract_peer_buffers,
     allocate_peer_buffers,
+    can_reach_each_other,
     peer_buffers_spec,
 )
 
@@ -14,6 +15,7 @@ __all__ = [
     "abstract_peer_buffers",
     "all_reduce_add_rms_norm",
     "allocate_peer_buffers",
+    "can_reach_each_other",
     "peer_buffers_spec",
     "supports",
 ]

@@ -5,8 +5,11 @@ like others, which know the addresses of their peers' memory from an array. It s
 arrays of a `PeerBuffers` live: they are never donated, and kernels write into them behind XLA's back.
 """
 
+import ctypes
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import jax
@@ -71,6 +74,21 @@ def abstract_peer_buffers(
 def peer_buffers_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How `PeerBuffers` lie: each device has its own, on all axes."""
     return PartitionSpec(mesh.axis_names)
+
+
+def can_reach_each_other(devices: Sequence[jax.Device]) -> bool:
+    """Whether these GPUs are of this process, and none of them is known not to reach the memory of another."""
+    if any(device.process_index != jax.process_index() for device in devices):
+        return False
+    try:
+        can_access_peer = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
+    except (OSError, AttributeError):  # nobody knows
+        return True
+    for own, peer in itertools.permutations([device.local_hardware_id for device in devices], 2):
+        can = ctypes.c_int()
+        if can_access_peer(ctypes.byref(can), own, peer) == 0 and not can.value:
+            return False
+    return True
 
 
 def allocate_peer_buffers(shapes: PeerBuffers) -> PeerBuffers:

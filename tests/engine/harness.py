@@ -62,6 +62,7 @@ class Model:
             max_num_batched_tokens=32,
             kernels="xla",
             has_special_steps=has_special_steps,
+            has_peers=False,
         )
         self.runner = Runner(builder, self.params)
         self.runner.set_num_blocks(num_blocks)

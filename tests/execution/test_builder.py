@@ -39,3 +39,28 @@ def test_draws_take_what_forward_passes_make(name):
         return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
     assert shapes((forwarded.logits, forwarded.rows, forwarded.hidden)) == shapes((logits, rows, hidden))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "num_devices", "has_peers", "expected"),
+    [("sm90", 2, True, True), ("sm90", 2, False, False), ("sm90", 1, True, False), ("xla", 2, True, False)],
+)
+def test_who_has_peers(kernels, num_devices, has_peers, expected):
+    """What they need of memory counts as slots do, on each device."""
+    spec = StepSpec(
+        model=load_config(GOLDENS / ONE_OF_EACH["llama"]),
+        dtype="bfloat16",
+        kernels=kernels,
+        block_size=4,
+        max_model_len=32,
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        has_special_steps=True,
+        has_peers=has_peers,
+    )
+    mesh = with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
+    builder = build(spec, mesh)
+    assert (builder.peers is not None) == expected
+    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
+    sent = builder.peers.inbox.size * 2 // num_devices if expected else 0
+    assert sent <= builder.slot_bytes - slots <= 1.2 * sent

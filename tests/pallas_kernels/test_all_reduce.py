@@ -4,6 +4,7 @@ are not there, and run on two where there are two.
 
 import functools
 import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from pallas_kernels.all_reduce import (
     abstract_peer_buffers,
     all_reduce_add_rms_norm,
     allocate_peer_buffers,
+    can_reach_each_other,
     peer_buffers_spec,
     supports,
 )
+from pallas_kernels.all_reduce import peers as peers_module
 from pallas_kernels.deviceless import compile_for_h200, h200_mesh
 
 EPS = 1e-5
@@ -92,6 +95,36 @@ def test_where_peers_have_their_buffers():
             found = [address_of[own] + offset for offset in offsets[place, index].tolist()]
             assert found == [address_of[peer] for peer in mesh.devices[device[0]]]
     assert not any(np.asarray(x).any() for x in (peers.arrived, peers.calls))
+
+
+@pytest.mark.parametrize("separate", [None, (0, 1), (3, 2)])
+def test_whether_devices_reach_each_other(monkeypatch, separate):
+    """As the driver says, asked of each pair in both directions; a machine without one is given the benefit."""
+    devices = [SimpleNamespace(process_index=0, local_hardware_id=index) for index in (3, 0, 1, 2)]
+    asked = []
+
+    def can_access_peer(result, own, peer):
+        asked.append((own, peer))
+        result._obj.value = (own, peer) != separate
+        return 0
+
+    driver = SimpleNamespace(cuDeviceCanAccessPeer=can_access_peer)
+    monkeypatch.setattr(peers_module.ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
+    can_reach = inspect.unwrap(can_reach_each_other)  # these are no devices to the test suite's type check
+    assert can_reach(devices) == (separate is None)
+    if separate is None:
+        assert sorted(asked) == [(a, b) for a in range(4) for b in range(4) if a != b]
+    elsewhere = SimpleNamespace(process_index=1, local_hardware_id=0)
+    assert not can_reach([*devices, elsewhere])
+
+
+def test_no_driver_to_ask(monkeypatch):
+    def fail(_):
+        raise OSError
+
+    monkeypatch.setattr(peers_module.ctypes, "CDLL", fail)
+    devices = [SimpleNamespace(process_index=0, local_hardware_id=index) for index in range(2)]
+    assert inspect.unwrap(can_reach_each_other)(devices)
 
 
 @pytest.mark.parametrize(("num_devices", "num_rows", "size"), [(2, 1, 4096), (2, 64, 896), (8, 16, 16384)])
