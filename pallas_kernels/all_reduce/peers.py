@@ -76,8 +76,8 @@ def peer_buffers_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     return PartitionSpec(mesh.axis_names)
 
 
-def can_reach_each_other(devices: Sequence[jax.Device]) -> bool:
-    """Whether these GPUs are of this process, and none of them is known not to reach the memory of another."""
+def can_reach_each_other(devices: Sequence[Any]) -> bool:
+    """Whether these `jax.Device`s are GPUs of this process of which none is known not to reach another one's memory."""
     if any(device.process_index != jax.process_index() for device in devices):
         return False
     try:
