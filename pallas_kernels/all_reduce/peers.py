@@ -3,6 +3,10 @@
 XLA's collectives meet on the host in each step and, inside command buffers, are recorded anew in each; ours are kernels
 like others, which know the addresses of their peers' memory from an array. It stays where it is for as long as the
 arrays of a `PeerBuffers` live: they are never donated, and kernels write into them behind XLA's back.
+
+A device waits in its kernel until its peers are in theirs, so that all of them must run programs with such kernels in
+one order. For the steps of an engine, which one thread starts, they do; of two engines on the same devices only where
+XLA's own collectives are in the programs, too, for whose sake it starts a program on all devices before the next one.
 """
 
 import ctypes

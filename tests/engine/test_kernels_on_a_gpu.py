@@ -73,7 +73,7 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
 @pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 32), ("many heads", 12), ("experts", 32)])
 def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, max_num_seqs):
     # Of few tokens: larger steps have XLA's sums over devices, which are not what is new with two.
-    options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
+    options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 128}
     compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, **options)
 
 
