@@ -103,6 +103,7 @@ def allocate_peer_buffers(shapes: PeerBuffers) -> PeerBuffers:
     inbox, arrived, calls = (
         jnp.zeros(x.shape, x.dtype, device=sharding) for x in (shapes.inbox, shapes.arrived, shapes.calls)
     )
+    jax.block_until_ready((inbox, arrived, calls))  # a device that was ahead would write into what is yet to be zero
     axis = sharding.mesh.axis_names.index(shapes.axis_name)
     ranks = np.indices(sharding.mesh.devices.shape, np.int32)[axis].reshape(-1)
     offsets = np.stack([_offsets(x, sharding.mesh, axis) for x in (inbox, arrived)], axis=1)

@@ -126,6 +126,14 @@ def test_no_driver_to_ask(monkeypatch):
     assert can_reach_each_other(devices)
 
 
+def test_no_device_gets_buffers_before_all_are_zero(monkeypatch):
+    """Else one could count a call for a peer whose counters become zero only then, and which would wait for ever."""
+    mesh, awaited = make_mesh(2), []
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.extend(jax.tree.leaves(tree)))
+    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=3, size=128, dtype=jnp.bfloat16))
+    assert {id(x) for x in (peers.inbox, peers.arrived, peers.calls)} <= {id(x) for x in awaited}
+
+
 @pytest.mark.parametrize(("num_devices", "num_rows", "size"), [(2, 1, 4096), (2, 64, 896), (8, 16, 16384)])
 def test_on_h200s_it_is_one_kernel_that_xla_takes_for_any_other(num_devices, num_rows, size):
     """In one command buffer, without spills, and with the peers' buffers where they are."""
