@@ -37,6 +37,7 @@ from jaxserve.execution.step import (
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.norm import peer_buffers
 from jaxserve.layers.params import abstract_params
+from jaxserve.layers.sharding import mesh_axis
 from jaxserve.models import get_family, with_context
 from jaxserve.sampling.logprobs import Logprobs
 from pallas_kernels.all_reduce import can_reach_each_other
@@ -82,8 +83,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_peers(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh reach each other's memory. Says so if they do not."""
-    if mesh.size == 1 or can_reach_each_other(list(mesh.devices.flat)):
+    """Whether the devices of a mesh reach each other's memory, if they share sums. Says so if they do not."""
+    if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
         return True
     logger.warning("these devices do not reach each other's memory: XLA adds up what they share, which takes longer")
     return False

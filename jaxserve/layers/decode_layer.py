@@ -58,7 +58,7 @@ def _supports_sums(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
     weights = _weights(layer)
     if all(_spec(weights[name])[1] is None for name in ("o", "down")):
         return True
-    return batch.peers is not None and all_reduce.supports(x, batch.peers)
+    return all_reduce.supports(x, batch.peers)
 
 
 def decode_layers(

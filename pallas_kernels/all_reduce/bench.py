@@ -1,7 +1,6 @@
 """Bench rows of `all_reduce_add_rms_norm`: between the blocks of a Llama-3-8B layer, on all GPUs of this machine."""
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from pallas_kernels.timing import Row, measure, on_gpu
 
 AXIS = "tensor"
 CALLS = 16
-"""In a program, each with what the one before has made."""
+"""Of a set of inputs."""
 
 
 def all_reduce_rows() -> Iterator[Row]:
@@ -24,27 +23,22 @@ def all_reduce_rows() -> Iterator[Row]:
         return
     mesh = jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,))
     size, everywhere, by_device = 4096 if on_gpu() else 512, PartitionSpec(), PartitionSpec(AXIS)
-    buffers = abstract_peer_buffers(mesh, AXIS, num_rows=256, size=size, dtype=jnp.bfloat16)
-    peers = allocate_peer_buffers(buffers)
+    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, AXIS, num_rows=256, size=size, dtype=jnp.bfloat16))
     for num_tokens in (1, 16, 64, 256) if on_gpu() else (1, 64):
-        shapes = [
-            ((num_tokens, size), everywhere),
-            ((num_devices * num_tokens, size), by_device),
-            ((size,), everywhere),
-        ]
-        inputs = [
-            tuple(
-                jax.device_put(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), NamedSharding(mesh, spec))
-                for shape, spec in shapes
-            )
-            for seed in range(2)
-        ]
+
+        def put(num_rows: int, spec: PartitionSpec, seed: int) -> jax.Array:
+            x = jax.random.normal(jax.random.key(seed), (num_rows, size), jnp.bfloat16)
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
+        weight = put(1, everywhere, 0)[0]
+        inputs = [(put(num_devices * num_tokens, by_device, seed), weight, peers) for seed in range(2)]
         for implementation in ("sm90", "xla") if on_gpu() else ("xla",):
-            call = functools.partial(_layers(mesh, implementation), peers=peers)
-            yield Row(f"{num_tokens} x {size}, {num_devices} devices", implementation, measure(call, inputs) / CALLS)
+            x = put(num_tokens, everywhere, 2)
+            took = measure(_layers(mesh, implementation), inputs, carry=x) / CALLS
+            yield Row(f"{num_tokens} x {size}, {num_devices} devices", implementation, took)
 
 
-def _layers(mesh: Mesh, implementation: Implementation):
+def _layers(mesh: Mesh, implementation: Implementation) -> Callable[..., jax.Array]:
     """So many sums one after the other: the norm of each is a device's part of the next one."""
     everywhere, by_device = PartitionSpec(), PartitionSpec(AXIS)
 
@@ -56,5 +50,4 @@ def _layers(mesh: Mesh, implementation: Implementation):
         return x
 
     specs = everywhere, by_device, everywhere, peer_buffers_spec(mesh)
-    island = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
-    return lambda x, part, weight, peers: island(x, part, weight, peers)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)

@@ -26,9 +26,10 @@ def all_reduce_add_rms_norm(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`add_rms_norm` of x and the sum of the parts that the devices along a mesh axis have, in `jax.shard_map`.
 
-    x is the same on all of them, and so are the results, bit by bit. "xla" adds up as `jax.lax.psum` does. "sm90", for
-    the GPUs of one process, sends the parts to the `peers`, whose memory it needs for that, and adds them up in float32
-    in the order of the devices; the devices must call it equally often, with as many rows, one call after the other.
+    x is the same on all of them, and so are the results, bit by bit. "xla" adds up as `jax.lax.psum` does, and so does
+    "sm90" without `peers`. With them, for the GPUs of one process, it sends the parts to the peers and adds them up in
+    float32 in the order of the devices; the devices must call it equally often, with as many rows, one call after the
+    other, and the buffers must be arguments of their program: as its constants they would be others.
     Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for dtypes and
     sizes that "sm90" cannot do.
     """
@@ -37,13 +38,15 @@ def all_reduce_add_rms_norm(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if peers is not None and peers.axis_name != axis_name:
         raise ValueError(f"a sum over {axis_name!r}, and peers along {peers.axis_name!r}")
-    if implementation == "sm90":
+    if implementation == "sm90" and peers is not None:
         return all_reduce_add_rms_norm_sm90(x, part, weight, peers, eps=eps)
-    return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps)
+    return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps, implementation=implementation)
 
 
-def supports(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers) -> bool:
+def supports(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | None) -> bool:
     """Whether "sm90" takes such rows, with these buffers: arrays, or their shapes."""
+    if peers is None:
+        return add_rms_norm_supports(x.shape[1], x.dtype)
     *_, num_rows, size = peers.inbox.shape
     fits = x.shape[0] <= num_rows and x.shape[1] == size and x.dtype == peers.inbox.dtype
     return fits and add_rms_norm_supports(size, x.dtype)

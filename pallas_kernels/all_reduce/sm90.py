@@ -23,13 +23,11 @@ def all_reduce_add_rms_norm_sm90(
     x: Float[Array, "T E"],
     part: Float[Array, "T E"],
     weight: Float[Array, " E"],
-    peers: PeerBuffers | None,
+    peers: PeerBuffers,
     *,
     eps: float,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """See `all_reduce_add_rms_norm`. Raises NotImplementedError for what `supports` does not."""
-    if peers is None:
-        raise NotImplementedError("the kernel sends through peers' buffers, got none")
     num_rows, size = peers.inbox.shape[-2:]
     if x.shape[0] > num_rows or x.shape[1] != size or not x.dtype == part.dtype == peers.inbox.dtype:
         raise NotImplementedError(

@@ -201,7 +201,7 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
     batch = make_batch([1, 2, 3, 4] * 4, "sm90")
     supports = functools.partial(decode_layer.supports, params["layers"], x, activation="silu")
     assert supports(batch=batch.replace(peers=peers)) == takes
-    assert supports(batch=batch) == (takes and num_devices == 1)
+    assert supports(batch=batch) == takes
 
 
 @pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))
