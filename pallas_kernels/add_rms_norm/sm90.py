@@ -4,6 +4,8 @@ XLA makes two or three kernels of it, which read the sum again; a decode step ha
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +37,13 @@ def supports(size: int, dtype: jnp.dtype) -> bool:
 @functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel
 def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
     num_rows, size = x.shape
-    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)  # values a load
-    layout = plgpu.Layout.WG_STRIDED((size,), vector)
+    load = functools.partial(plgpu.load, layout=row_layout(size))
 
     def body(x, update, weight, total, normed):
         row = lax.axis_index("row")
-        value = plgpu.load(x.at[row], layout=layout) + plgpu.load(update.at[row], layout=layout)
+        value = load(x.at[row]) + load(update.at[row])
         total[row] = value
-        wide = value.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
-        gain = plgpu.load(weight, layout=layout).astype(jnp.float32)
-        normed[row] = (wide * scale * gain).astype(normed.dtype)
+        normed[row] = norm(value, functools.partial(load, weight), eps=eps)
 
     run = plgpu.kernel(
         body,
@@ -56,3 +54,17 @@ def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Arra
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run(x, update, weight)
+
+
+def row_layout(size: int) -> Any:
+    """How a warpgroup has a row in its registers: as many values a load as there may be."""
+    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)
+    return plgpu.Layout.WG_STRIDED((size,), vector)
+
+
+def norm(row, load_gain: Callable[[], Any], *, eps: float):
+    """The RMS norm of a row in registers, in its dtype, times the gain, which is loaded when it is needed."""
+    wide = row.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
+    gain = load_gain().astype(jnp.float32)
+    return (wide * scale * gain).astype(row.dtype)

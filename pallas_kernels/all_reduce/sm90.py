@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import THREADS, supports
+from pallas_kernels.add_rms_norm.sm90 import norm, row_layout, supports
 from pallas_kernels.all_reduce import device
 from pallas_kernels.all_reduce.peers import NUM_TURNS, PeerBuffers
 
@@ -41,10 +41,8 @@ def all_reduce_add_rms_norm_sm90(
 
 @functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel
 def _kernel(x: Array, part: Array, weight: Array, peers: PeerBuffers, *, eps: float) -> tuple[Array, Array]:
-    size = x.shape[1]
-    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)  # values a load
     run = plgpu.kernel(
-        functools.partial(_body, layout=plgpu.Layout.WG_STRIDED((size,), vector), eps=eps),
+        functools.partial(_body, layout=row_layout(x.shape[1]), eps=eps),
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * 2,
         grid=(x.shape[0],),
         grid_names=("row",),
@@ -70,6 +68,4 @@ def _body(x, part, weight, inbox, arrived, calls, ranks, offsets, total, normed,
     )
     value += update.astype(value.dtype)
     total[row] = value
-    wide = value.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
-    normed[row] = (wide * scale * load(weight).astype(jnp.float32)).astype(normed.dtype)
+    normed[row] = norm(value, functools.partial(load, weight), eps=eps)
