@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decode_cases import BLOCK_SIZE, NUM_BLOCKS, make_batch, make_mesh, make_model, split
 from jax.sharding import NamedSharding, PartitionSpec
-from test_decode_layer import BLOCK_SIZE, NUM_BLOCKS, make_batch, make_mesh, make_model, split
 
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache

@@ -1,0 +1,61 @@
+"""Tiny models and decode steps of them, on one device or several."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bench.workloads import LLAMA_100M
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.params import init_params, layouts
+from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.models import get_family
+
+FIELDS = LLAMA_100M | {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+def make_batch(lens, kernels="xla"):
+    """Rows of length 0, behind all others, are padding."""
+    num_rows, num_real = len(lens), np.count_nonzero(lens)
+    tables = np.arange(num_rows * 3, dtype=np.int32).reshape(num_rows, 3)
+    tables[num_real:] = 0
+    positions = np.maximum(np.array(lens, np.int32) - 1, 0)
+    write_index = tables[np.arange(num_rows), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    write_index[num_real:] = NUM_BLOCKS * BLOCK_SIZE + np.arange(num_rows - num_real)
+    return Batch(
+        token_ids=jnp.arange(num_rows, dtype=jnp.int32),
+        positions=jnp.asarray(positions),
+        write_index=jnp.asarray(write_index),
+        query_starts=jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), num_real),
+        seq_lens=jnp.asarray(lens, jnp.int32),
+        block_tables=jnp.asarray(tables),
+        num_decode_rows=jnp.int32(num_real),
+        num_rows=jnp.int32(num_real),
+        is_decode_only=True,
+        kernels=kernels,
+    )
+
+
+def make_model(model_type, **changes):
+    fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    params = init_params(family.param_specs(config), dtype=np.dtype("float32"), mesh=mesh, seed=1)
+    params = jax.tree.map(lambda x: jax.device_get(x) * np.float32(3), params)  # so that no layer does next to nothing
+    return family, config, jax.tree.map(jnp.asarray, params)
+
+
+def make_mesh(num_devices):
+    return with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
+
+
+def split(params, family, config, mesh):
+    return jax.tree.map(lambda x, layout: layout.put(np.asarray(x)), params, layouts(family.param_specs(config), mesh))
