@@ -120,7 +120,8 @@ def forward(
     is_launched_in_parts: bool = False,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """From a packed plan to the logits of its rows; also writes KV and block tables, and what `slots.pack_admissions`
-    has packed of new requests. `kv_cache` and `slots` are donated; the keyword arguments are static.
+    has packed of new requests. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments are
+    static.
 
     `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts`: see
     `layers.launch`.

@@ -54,7 +54,7 @@ class Batch:
     is_launched_in_parts: bool = flax.struct.field(pytree_node=False, default=False)
     """Static: see `layers.launch`."""
     peers: PeerBuffers | None = None
-    """What kernels add up the devices' shares of a sum through; None where no devices share a sum."""
+    """What kernels add up the devices' shares of a sum through; None where none are shared, or XLA adds them up."""
     groups: tuple[Tables, ...] = ()
     """Of a model whose layers keep their blocks in several groups: `write_index` and `block_tables`, which are None
     here, of each group.
