@@ -18,7 +18,7 @@ from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND, BandwidthMeter
 from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
-from jaxserve.execution.builder import StepSpec, build, has_peers
+from jaxserve.execution.builder import StepSpec, build, reaches_peers
 from jaxserve.execution.compile import enable_persistent_cache
 from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
 from jaxserve.execution.lowering import Lowering
@@ -109,7 +109,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         has_special_steps=not is_cpu,
-        has_peers=kernels != "xla" and has_peers(mesh),
+        has_peers=kernels != "xla" and reaches_peers(mesh),
     )
     builder = build(spec, mesh)
     weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))

@@ -79,10 +79,10 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     has_special_steps: bool
-    has_peers: bool = True
+    has_peers: bool
 
 
-def has_peers(mesh: Mesh) -> bool:
+def reaches_peers(mesh: Mesh) -> bool:
     """Whether the devices of a mesh reach each other's memory, if they share sums. Says so if they do not."""
     if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
         return True
@@ -180,20 +180,20 @@ class StepBuilder:
         self.has_kernels = kernels != "xla"
 
     @property
-    def slot_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """What the slots take on a device, and what its peers send it."""
         leaves = jax.tree.leaves((self.slots, self.peers))
         return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def expected_step_memory(self) -> int:
-        """Bytes that steps should take per device besides weights and KV: slots, some copies of the logits of all rows
-        and of a chunk of a prompt, and some of the hidden states. To be compared with what they do take.
+        """Bytes that steps should take per device besides weights and KV: slots, peers' rows, some copies of the logits
+        of all rows and of a chunk of a prompt, and some of the hidden states. To be compared with what they do take.
         """
         largest = self.shapes.largest.bucket
         logits = (largest.num_rows + PROMPT_LOGPROBS_CHUNK) * self.vocab_size * 4
         hidden = largest.num_tokens * self._hidden_size * jnp.dtype(self._dtype).itemsize
-        return self.slot_bytes + COPIES_OF_LOGITS * logits + COPIES_OF_HIDDEN * hidden
+        return self.state_bytes + COPIES_OF_LOGITS * logits + COPIES_OF_HIDDEN * hidden
 
     def init_slots(self) -> Slots:
         """Empty slots."""

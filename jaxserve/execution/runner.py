@@ -127,8 +127,8 @@ class Runner:
         return self.steps.num_recompiles_after_warmup + self._admissions.num_recompiles_after_warmup
 
     def step_memory(self) -> int:
-        """Bytes that steps take per device besides weights and KV: slots, and what the largest of them makes, whose
-        programs are compiled for it.
+        """Bytes that steps take per device besides weights and KV: slots, peers' rows, and what the largest of them
+        makes, whose programs are compiled for it.
         """
         step = self.builder.shapes.step_for(
             self.builder.shapes.largest.bucket.num_tokens,
@@ -142,7 +142,7 @@ class Runner:
             forward, *rest = map(_memory, pool.map(self.steps.__getitem__, filter(None, step)))
         # Logits and hidden states are there until the others have run, one after the other.
         used = max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
-        return self.builder.slot_bytes + forward.made + used
+        return self.builder.state_bytes + forward.made + used
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """How many blocks the KV pools will have, for which steps are compiled. Before `allocate`."""

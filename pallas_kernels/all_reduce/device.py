@@ -40,7 +40,7 @@ def store(counter, value) -> None:
 
 
 def _send(_, place, offsets, row) -> None:
-    """As many bytes a store as there are in a register: on an H200, stores of 2 bytes take ten times as long."""
+    """As many bytes a store as a register has: LLVM takes vectors apart if it is not told an address's alignment."""
     pointer, size = llvm.PointerType.get(1), row.layout.vec_size * mgpu.bitwidth(row.mlir_dtype) // 8
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(THREADS, ir.IntegerType.get_signless(32)))
     own = arith.muli(arith.extui(_i64(), thread), mgpu.c(size, _i64()))

@@ -31,6 +31,7 @@ SPEC = StepSpec(
     max_num_seqs=4,
     max_num_batched_tokens=8,
     has_special_steps=True,
+    has_peers=True,
 )
 NUM_BLOCKS = 60
 KINDS = [

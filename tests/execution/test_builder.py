@@ -28,6 +28,7 @@ def test_draws_take_what_forward_passes_make(name):
         max_num_seqs=2,
         max_num_batched_tokens=4,
         has_special_steps=True,
+        has_peers=False,
     )
     builder = build(spec, with_explicit_axes(jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])))
     forward = builder.shapes.largest
@@ -63,4 +64,4 @@ def test_who_has_peers(kernels, num_devices, has_peers, expected):
     assert (builder.peers is not None) == expected
     slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
     sent = builder.peers.inbox.size * 2 // num_devices if expected else 0
-    assert sent <= builder.slot_bytes - slots <= 1.2 * sent
+    assert sent <= builder.state_bytes - slots <= 1.2 * sent

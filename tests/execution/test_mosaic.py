@@ -60,6 +60,7 @@ def test_kernels_that_another_process_has_lowered():
         max_num_seqs=8,
         max_num_batched_tokens=128,
         has_special_steps=True,
+        has_peers=True,
     )
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
     builder = build(spec, mesh)

@@ -30,6 +30,7 @@ def make_spec(fields):
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         has_special_steps=True,
+        has_peers=True,
     )
 
 
@@ -152,7 +153,7 @@ def test_steps_take_no_more_than_expected(fields):
         memory = compile_lowered(functools.partial(builder.lower, program, NUM_BLOCKS)).compiled.memory_analysis()
         made.append(memory.output_size_in_bytes - memory.alias_size_in_bytes)
         temporary.append(memory.temp_size_in_bytes)
-    needed = builder.slot_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
+    needed = builder.state_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
     assert needed < builder.expected_step_memory < needed + 2**30
 
 
