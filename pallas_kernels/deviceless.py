@@ -28,8 +28,8 @@ TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
 PLUGIN_FOLDER = pathlib.Path(sys.prefix) / "deviceless"
 """Where `make deviceless` puts the plugin."""
 
-CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile"}
-"""Thunks that do nothing but hold others."""
+CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile", "kAsyncStart", "kAsyncDone"}
+"""Thunks that do nothing but hold others, or make one stream wait for another."""
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
@@ -65,6 +65,14 @@ class DevicelessExecutable(NamedTuple):
         memory = self.compiled.memory_analysis()
         assert memory is not None, "XLA for GPUs always has one"
         return memory.temp_size_in_bytes
+
+    @property
+    def host_outputs(self) -> list[str]:
+        """Type and shape of each output that the program itself copies to the host, as "s32[64]"."""
+        text = self.compiled.as_text()
+        assert text is not None, "XLA for GPUs always has one"
+        _, outputs = text.splitlines()[0].split("->")
+        return re.findall(r"(\w+\[[\d,]*\])\{[\d,]*:[^}]*S\(5\)", outputs)
 
     def copies_of(self, shape: tuple[int, ...]) -> list[str]:
         """The instructions that copy an array of this shape: a donated KV pool should have none."""
