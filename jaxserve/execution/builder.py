@@ -67,7 +67,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From what steps are built, as plain data: the model's config.json, and the sizes of the engine.
 
     Attributes:
-        has_special_steps: of `StepShapes`; then forward passes of prompts also admit requests.
+        has_special_steps: of `StepShapes`; then forward passes of prompts also admit requests, and programs that draw
+            leave the tokens in memory of the host.
         has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
     """
 
@@ -173,6 +174,7 @@ class StepBuilder:
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
         self._admissions = self.replicate(pack_admissions([], **self.table_sizes))
         self._has_special_steps = has_special_steps
+        self.has_tokens_on_host = has_special_steps
         self._model = {"family": family, "config": model_config}
         self._with_layers = {**self._model, "kernels": kernels, "group_of_layer": self.layout.group_of_layer}
         self._kernels: Kernels = kernels
@@ -263,7 +265,9 @@ class StepBuilder:
         match program:
             case PlainDecode(bucket):
                 more = ()
-                function = functools.partial(step, **self._with_layers, bucket=bucket)
+                function = functools.partial(
+                    step, **self._with_layers, bucket=bucket, has_tokens_on_host=self.has_tokens_on_host
+                )
                 outputs = _drawn(has_logprobs=False)
             case Forward(bucket, is_decode_only):
                 more = (self._admissions,) if self.carries_admissions(program) else ()
@@ -277,7 +281,13 @@ class StepBuilder:
                 outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):
                 return _Declaration(
-                    functools.partial(draw, kernels=self._kernels, is_plain=False, has_logprobs=has_logprobs),
+                    functools.partial(
+                        draw,
+                        kernels=self._kernels,
+                        is_plain=False,
+                        has_logprobs=has_logprobs,
+                        has_tokens_on_host=self.has_tokens_on_host,
+                    ),
                     (self.slots, self._array((num_rows, self.vocab_size), jnp.float32), self._drawing_rows(num_rows)),
                     donated=(0,),
                     results=(self.slots, _drawn(has_logprobs=has_logprobs)),

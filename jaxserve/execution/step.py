@@ -66,7 +66,7 @@ class Drawn:
     """
 
     token_ids: Int[Array, " R"]
-    """CORRUPTED where logits were no numbers."""
+    """CORRUPTED where logits were no numbers. In memory of the host, if the program is to copy them there."""
     logprobs: Logprobs | None
 
 
@@ -82,6 +82,7 @@ def step(
     kernels: Kernels,
     group_of_layer: tuple[int, ...],
     bucket: Bucket,
+    has_tokens_on_host: bool,
 ) -> tuple[KVCache, Slots, Drawn]:
     """`forward`, then `draw`, of plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
     arguments are static.
@@ -99,7 +100,15 @@ def step(
         bucket=bucket,
         is_decode_only=True,
     )
-    slots, drawn = draw(slots, forwarded.logits, forwarded.rows, kernels=kernels, is_plain=True, has_logprobs=False)
+    slots, drawn = draw(
+        slots,
+        forwarded.logits,
+        forwarded.rows,
+        kernels=kernels,
+        is_plain=True,
+        has_logprobs=False,
+        has_tokens_on_host=has_tokens_on_host,
+    )
     return kv_cache, slots, drawn
 
 
@@ -172,10 +181,13 @@ def draw(
     kernels: Kernels,
     is_plain: bool,
     has_logprobs: bool,
+    has_tokens_on_host: bool,
 ) -> tuple[Slots, Drawn]:
     """The next token of each row, also written into its slot. `slots` is donated; the keyword arguments are static.
 
     `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features.
+    `has_tokens_on_host` makes the copy of the tokens to pinned memory of the host a part of the program: one that is
+    asked for from outside begins only when the host has learned that the program is done, a third of a millisecond.
     """
     with jax.named_scope("sample"):
         sampled = sample(
@@ -199,7 +211,12 @@ def draw(
     written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
     last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
     slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
-    return slots, Drawn(jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids), logprobs)
+    token_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids)
+    if has_tokens_on_host:
+        # Behind all else: XLA leaves copies to the host out of command buffers, and one in the middle would part them.
+        token_ids, slots, logprobs = jax.lax.optimization_barrier((token_ids, slots, logprobs))
+        token_ids = jax.device_put(token_ids, jax.memory.Space.Host)
+    return slots, Drawn(token_ids, logprobs)
 
 
 def prompt_logprobs(
