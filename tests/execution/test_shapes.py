@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from jaxserve.execution.batch import make_buckets
+from jaxserve.execution.lowering import MAX_WORKERS
 from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
 
 NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
@@ -41,6 +42,7 @@ def test_few_programs_on_a_gpu():
     assert draws == [Draw(num_rows, has_logprobs) for num_rows in (256, 128, 64, 16) for has_logprobs in (True, False)]
     with_layers = shapes.programs[: len(plain + decode + mixed)]
     assert all(isinstance(program, PlainDecode | Forward) for program in with_layers)
+    assert len(with_layers) == MAX_WORKERS
     assert len(shapes.programs) == 43
 
 
