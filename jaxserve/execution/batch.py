@@ -50,9 +50,15 @@ class Bucket:
 
 
 def make_buckets(
-    *, max_num_batched_tokens: int, max_num_seqs: int, block_size: int, num_groups: int = 1
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    block_size: int,
+    num_groups: int = 1,
+    has_finer_sizes: bool = False,
 ) -> list[Bucket]:
     """Every size that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every request.
+    With `has_finer_sizes` there are more where steps are bound by arithmetic, so that padding costs as tokens do.
 
     Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
     A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most
@@ -61,8 +67,32 @@ def make_buckets(
     sizes = [1]
     while sizes[-1] < max_num_batched_tokens:
         sizes.append(min(sizes[-1] * (4 if sizes[-1] < 16 else 2), max_num_batched_tokens))
-    sizes = sorted({*sizes, min(max_num_seqs, max_num_batched_tokens)})
+    max_num_rows = min(max_num_seqs, max_num_batched_tokens)
+    sizes = sorted({*sizes, max_num_rows})
+    if has_finer_sizes:
+        sizes = _finer(sizes, max_num_rows)
     return [Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows + size // block_size)) for size in sizes]
+
+
+def _finer(sizes: list[int], max_num_rows: int) -> list[int]:
+    """These sizes and some between powers of two: the mean from 512 on, quarters from 4096 on, and the mean of 128 and
+    256, and of 256 and 512, as far as there may be more rows, for decode steps.
+
+    A size less than 10% from the largest or from `max_num_rows` is left out: below it, it would save little, and above
+    it few steps would have it. Powers of two up to 256 stay, for steps in which rows may have several tokens.
+    """
+    limits = (max_num_rows, sizes[-1])
+    between: list[int] = []
+    for power in (size for size in sizes if size >= 128 and size.bit_count() == 1):
+        quarters = (5, 6, 7) if power >= 4096 else (6,)
+        limit = limits[power >= 512]
+        between += [size for quarter in quarters if (size := power * quarter // 4) < limit]
+
+    def is_near_a_limit(size: int) -> bool:
+        return any(10 * abs(size - limit) < min(size, limit) for limit in limits)
+
+    kept = [size for size in sizes if size <= 256 or size in limits]
+    return sorted({*kept, *(size for size in sizes + between if not is_near_a_limit(size))})
 
 
 def pack_nothing(bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:

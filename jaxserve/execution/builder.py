@@ -67,8 +67,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From what steps are built, as plain data: the model's config.json, and the sizes of the engine.
 
     Attributes:
-        has_special_steps: of `StepShapes`; then forward passes of prompts also admit requests, and programs that draw
-            leave the tokens in memory of the host.
+        has_special_steps: of `StepShapes`, with the finer sizes of `make_buckets`; then forward passes of prompts also
+            admit requests, and programs that draw leave the tokens in memory of the host.
         has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
     """
 
@@ -159,6 +159,7 @@ class StepBuilder:
             max_num_seqs=max_num_seqs,
             block_size=block_size,
             num_groups=num_groups,
+            has_finer_sizes=has_special_steps,
         )
         self.shapes = StepShapes(self.buckets, has_special_steps=has_special_steps)
         pools = {"block_size": block_size, "dtype": dtype, "mesh": mesh}

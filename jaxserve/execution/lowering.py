@@ -1,6 +1,6 @@
 """The steps of a model as lowered programs, made by other processes or found on disk.
 
-To lower a step takes seconds of Python under the GIL, most of it for its kernels, and some twenty programs have these.
+To lower a step takes seconds of Python under the GIL, most of it for its kernels, and some 25 programs have these.
 So processes without a device do it (`lowering_worker`), which start while weights load; what they return is kept beside
 XLA's cache of compiled programs, under a hash of all that it was made from.
 """
@@ -32,8 +32,10 @@ from jaxserve.execution.shapes import Program
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 18
-"""As many as a dense model has programs with layers at the default sizes: all are lowered at once, not in two turns."""
+MAX_WORKERS = 25
+"""As many as a dense model has programs with layers at the default sizes: 20 processors lower all at once, not in two
+turns.
+"""
 MAX_KEPT_BYTES = 2 << 30
 """Of lowered steps on disk. Those that no start has used for longest make room."""
 

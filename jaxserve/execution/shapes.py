@@ -3,7 +3,8 @@
 On a GPU a branch whose body sorts or loops would break a program's command buffer and make the host wait for the
 device, and a kernel that finds nothing to do still has to be launched: so what few rows need is apart. Up to some 256
 tokens a step is bound by reading the weights; so a program that few steps run needs few sizes, and none has to be
-small.
+small. Beyond, a step takes as long as it has tokens, those of padding included; so the sizes of forward passes that
+many steps run lie closer.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ SMALLEST_GENERAL = 16
 """Tokens of the smallest forward pass of decode steps that do more than draw from filtered distributions."""
 
 MIXED = (64, 128, 256)
-"""Tokens of the smaller forward passes in which rows may have several tokens; above them there are all buckets."""
+"""Tokens of the smaller forward passes in which rows may have several tokens. Above them there are all buckets, except
+those between powers of two that have fewer rows than there may be: they would need a draw of their own.
+"""
 
 
 class PlainDecode(msgspec.Struct, frozen=True, tag=True):
@@ -79,9 +82,15 @@ class StepShapes:
             self._plain = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
             general = [bucket for bucket in self._plain if bucket.num_tokens >= SMALLEST_GENERAL] or self._plain[-1:]
             self._decode = list(_sparse(general))
-            self._mixed = [
+            # Between powers of two, those with fewer rows than there may be are for plain decode, which draws itself.
+            mixed = [
                 bucket
                 for bucket in buckets
+                if bucket.num_tokens.bit_count() == 1 or bucket.num_rows == buckets[-1].num_rows
+            ]
+            self._mixed = [
+                bucket
+                for bucket in mixed
                 if bucket.num_tokens in MIXED or bucket.num_tokens > MIXED[-1] or bucket is buckets[-1]
             ]
             self._with_hidden = list(_sparse(self._mixed))

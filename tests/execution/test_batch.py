@@ -1,8 +1,12 @@
 """The packed upload: what the host writes is what the device reads."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.execution.batch import make_batch, make_buckets, pack, unpack
 from jaxserve.request import EngineRequest, Request, SamplingParams
@@ -39,6 +43,63 @@ def test_the_largest_bucket_is_the_budget(budget):
     buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=4, block_size=16)
     assert buckets[-1].num_tokens == budget
     assert len({bucket.num_tokens for bucket in buckets}) == len(buckets)
+
+
+def sizes_of(budget, max_num_seqs, *, has_finer_sizes):
+    buckets = make_buckets(
+        max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, block_size=16, has_finer_sizes=has_finer_sizes
+    )
+    assert [bucket.num_rows for bucket in buckets] == [min(bucket.num_tokens, max_num_seqs) for bucket in buckets]
+    return [bucket.num_tokens for bucket in buckets]
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_num_seqs", "expected"),
+    [
+        (512, 64, []),
+        (512, 512, [192, 384]),
+        (2048, 256, [192, 768, 1536]),
+        (8192, 512, [192, 384, 768, 1536, 3072, 5120, 6144, 7168]),
+        (16384, 64, [768, 1536, 3072, 5120, 6144, 7168, 10240, 12288, 14336]),
+        (5000, 300, [192, 768, 1536, 3072]),
+        (7000, 250, [192, 768, 1536, 3072, 5120, 6144]),  # and 256, of which no other mixed step is near
+    ],
+)
+def test_sizes_between_powers_of_two(budget, max_num_seqs, expected):
+    doubling = sizes_of(budget, max_num_seqs, has_finer_sizes=False)
+    assert sizes_of(budget, max_num_seqs, has_finer_sizes=True) == sorted(doubling + expected)
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_num_seqs", "left_out", "kept"),
+    [
+        (8192, 200, 192, 128),
+        (8192, 180, 192, 128),
+        (7500, 64, 7168, 6144),
+        (8200, 64, 8192, 7168),
+        (8192, 1000, 1024, 768),
+        (8192, 1100, 1024, 768),
+    ],
+)
+def test_no_size_near_the_largest_of_tokens_or_rows(budget, max_num_seqs, left_out, kept):
+    sizes = sizes_of(budget, max_num_seqs, has_finer_sizes=True)
+    assert left_out not in sizes
+    assert {kept, max_num_seqs, budget} <= set(sizes)
+
+
+@given(budget=st.integers(1, 40_000), max_num_seqs=st.integers(1, 2000))
+def test_finer_sizes_waste_less_and_are_not_too_many(budget, max_num_seqs):
+    sizes = sizes_of(budget, max_num_seqs, has_finer_sizes=True)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == budget
+    limits = {budget, min(budget, max_num_seqs)}
+    for smaller, larger in itertools.pairwise(sizes):
+        if smaller > 256 and not {smaller, larger} <= limits:
+            assert larger >= 1.1 * smaller
+        if smaller >= 512:
+            assert larger <= 1.5 * 1.1 * smaller
+        if smaller >= 4096:
+            assert larger <= 1.25 * 1.1 * smaller
 
 
 def test_a_mixed_step():

@@ -65,3 +65,21 @@ def test_who_has_peers(kernels, num_devices, has_peers, expected):
     slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
     sent = builder.peers.inbox.size * 2 // num_devices if expected else 0
     assert sent <= builder.state_bytes - slots <= 1.2 * sent
+
+
+@pytest.mark.parametrize(("has_special_steps", "between"), [(True, [192, 768]), (False, [])])
+def test_sizes_lie_closer_on_a_gpu_only(has_special_steps, between):
+    spec = StepSpec(
+        model=load_config(GOLDENS / ONE_OF_EACH["llama"]),
+        dtype="bfloat16",
+        kernels="xla",
+        block_size=4,
+        max_model_len=32,
+        max_num_seqs=256,
+        max_num_batched_tokens=1024,
+        has_special_steps=has_special_steps,
+        has_peers=False,
+    )
+    builder = build(spec, with_explicit_axes(jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])))
+    sizes = [bucket.num_tokens for bucket in builder.buckets]
+    assert sizes == sorted([1, 4, 16, 32, 64, 128, 256, 512, 1024, *between])

@@ -5,13 +5,19 @@ import itertools
 import pytest
 
 from jaxserve.execution.batch import make_buckets
+from jaxserve.execution.lowering import MAX_WORKERS
 from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
 
 NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
 
 
 def make_shapes(budget, max_num_seqs, *, has_special_steps=True):
-    buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, block_size=16)
+    buckets = make_buckets(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        block_size=16,
+        has_finer_sizes=has_special_steps,
+    )
     return StepShapes(buckets, has_special_steps=has_special_steps)
 
 
@@ -28,14 +34,42 @@ def test_few_programs_on_a_gpu():
     shapes = make_shapes(8192, 256)
     plain, decode = sizes(shapes, PlainDecode), sizes(shapes, Forward, is_decode_only=True)
     mixed = sizes(shapes, Forward, is_decode_only=False)
-    assert plain == [256, 128, 64, 32, 16, 4, 1]
+    assert plain == [256, 192, 128, 64, 32, 16, 4, 1]
     assert decode == [256, 64, 16]
-    assert mixed == [8192, 4096, 2048, 1024, 512, 256, 128, 64]
+    assert mixed == [8192, 7168, 6144, 5120, 4096, 3072, 2048, 1536, 1024, 768, 512, 256, 128, 64]
     assert sizes(shapes, PromptLogprobs) == sizes(shapes, Embed) == [8192, 4096, 1024, 256, 64]
     draws = [program for program in shapes.programs if isinstance(program, Draw)]
     assert draws == [Draw(num_rows, has_logprobs) for num_rows in (256, 128, 64, 16) for has_logprobs in (True, False)]
     with_layers = shapes.programs[: len(plain + decode + mixed)]
     assert all(isinstance(program, PlainDecode | Forward) for program in with_layers)
+    assert len(with_layers) == MAX_WORKERS
+    assert len(shapes.programs) == 43
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "decode", "hidden", "draws"),
+    [
+        (512, [16, 64, 256, 512], [64, 256, 1024, 4096, 8192], [16, 64, 128, 256, 512]),
+        (1024, [16, 64, 256, 1024], [64, 256, 1024, 4096, 8192], [16, 64, 128, 256, 512, 1024]),
+        (300, [16, 64, 256, 300], [64, 256, 1024, 4096, 8192], [16, 64, 128, 256, 300]),
+    ],
+)
+def test_finer_sizes_add_no_program_for_what_few_rows_need(max_num_seqs, decode, hidden, draws):
+    shapes = make_shapes(8192, max_num_seqs)
+    assert sizes(shapes, Forward, is_decode_only=True) == decode[::-1]
+    assert sizes(shapes, PromptLogprobs) == sizes(shapes, Embed) == hidden[::-1]
+    num_rows = [program.num_rows for program in shapes.programs if isinstance(program, Draw)]
+    assert num_rows[::2] == num_rows[1::2] == draws[::-1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_decode_only", "expected"),
+    [(137, True, 192), (137, False, 256), (600, False, 768), (4164, False, 5120), (7200, False, 8192)],
+)
+def test_a_step_has_little_padding(num_tokens, is_decode_only, expected):
+    nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
+    step = make_shapes(8192, 256).step_for(num_tokens, is_plain=True, is_decode_only=is_decode_only, **nothing)
+    assert step.forward.bucket.num_tokens == expected
 
 
 def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
@@ -54,7 +88,8 @@ def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
 
 @pytest.mark.parametrize("has_special_steps", [True, False])
 @pytest.mark.parametrize(
-    ("budget", "max_num_seqs"), [(1, 1), (2, 1), (5, 4), (32, 8), (64, 100), (100, 100), (300, 100), (1000, 300)]
+    ("budget", "max_num_seqs"),
+    [(1, 1), (2, 1), (5, 4), (32, 8), (64, 100), (100, 100), (300, 100), (1000, 300), (1000, 1000)],
 )
 def test_every_plan_has_a_step(budget, max_num_seqs, has_special_steps):
     shapes = make_shapes(budget, max_num_seqs, has_special_steps=has_special_steps)

@@ -78,9 +78,10 @@ def forward_of_512_tokens(builder):
 
 
 # One row and the most whose layers are one kernel, the most whose matmuls are all our own, and the most there are,
-# where gate and up are (XLA's are untuned: some split a sum in two).
+# where gate and up are (XLA's are untuned: some split a sum in two), as they are at a size between powers of two.
 @pytest.mark.parametrize(
-    ("num_rows", "launches_per_layer", "num_layers"), [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 6, FEW), (256, 11, FEW)]
+    ("num_rows", "launches_per_layer", "num_layers"),
+    [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 6, FEW), (192, 11, FEW), (256, 11, FEW)],
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
     builder = llama(num_layers)
@@ -146,9 +147,11 @@ def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_dev
     [
         (lambda builder: Forward(bucket_of(builder, 16), is_decode_only=True), {"kCommandBuffer": 1}),
         (forward_of_512_tokens, {"kCommandBuffer": 1}),
+        (lambda builder: Forward(bucket_of(builder, 768), is_decode_only=False), {"kCommandBuffer": 1}),
+        (lambda builder: Forward(bucket_of(builder, 5120), is_decode_only=False), {"kCommandBuffer": 1}),
         (draw_of_64_rows, DRAWING),
     ],
-    ids=["forward of one token a row", "forward", "draw"],
+    ids=["forward of one token a row", "forward", "forward of 768", "forward of 5120", "draw"],
 )
 def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
     """Else the host would wait for the device in the middle of every step of prompts. KV and slots stay in place."""
