@@ -52,8 +52,8 @@ COPIES_OF_HIDDEN = 10
 """What steps are expected to hold at a time."""
 
 CUBLAS_TOKENS = 128
-"""From so many tokens on, matrix products are left to cuBLAS. XLA makes some of its own and tries them out, for
-seconds, but where rows are many cuBLAS's win.
+"""From so many tokens on, matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
+tries out all, for seconds, but where rows are many it finds nothing better.
 """
 
 _LEAF: Any = 0
@@ -221,8 +221,16 @@ class StepBuilder:
 
     def compiler_options(self, program: Program) -> dict[str, Any]:
         """XLA's options for a program."""
-        is_large = isinstance(program, PlainDecode | Forward) and program.bucket.num_tokens >= CUBLAS_TOKENS
-        return {"xla_gpu_enable_triton_gemm": False} if self.has_kernels and is_large else {}
+        match program:
+            case PlainDecode(bucket) | Forward(bucket):
+                num_rows = bucket.num_tokens
+            case PromptLogprobs(bucket):
+                num_rows = min(PROMPT_LOGPROBS_CHUNK, bucket.num_tokens)
+            case _:
+                return {}
+        if not self.has_kernels or num_rows < CUBLAS_TOKENS:
+            return {}
+        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
     def carries_admissions(self, program: Program) -> bool:
         """Whether a program also admits requests, as far as one upload has room for them. On a CPU one forward pass is

@@ -161,7 +161,7 @@ def forward(
     hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
     last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
-        logits = family.logits(params, config, last_tokens)
+        logits = family.logits(params, config, last_tokens, kernels)
 
     rows = DrawingRows(
         slots=pieces["slots"],
@@ -240,7 +240,12 @@ def prompt_logprobs(
     padding = -num_tokens % chunk
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
     following = jnp.pad(following, (0, padding)).reshape(-1, chunk)
-    chunks = jax.lax.map(lambda xs: _logprobs(family.logits(params, config, xs[0]), xs[1]), (hidden, following))
+
+    def of_chunk(xs: tuple[Array, Array]) -> Logprobs:
+        hidden, following = xs
+        return _logprobs(family.logits(params, config, hidden, "xla"), following)
+
+    chunks = jax.lax.map(of_chunk, (hidden, following))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.linear import linear, share_of
+from jaxserve.layers.linear import linear_of_few_rows, share_of
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
@@ -78,7 +78,8 @@ def decode_layers(
     `attends` know `rotation` and `sliding_windows`, too, but they say which layers are one kernel, attention included.
     """
     layers = params["layers"]
-    y = linear(rms_norm(x, layers[0]["attention_norm"], eps), layers[0]["attention"]["qkv"])
+    y = rms_norm(x, layers[0]["attention_norm"], eps)
+    y = linear_of_few_rows(y, layers[0]["attention"]["qkv"], kernels=batch.kernels)
     for index, (layer, following, attend) in enumerate(zip(layers, [*layers[1:], None], attends, strict=True)):
         after = {"layer": layer, "following": following, "final_norm": params["norm"]}
         after |= {"activation": activation, "eps": eps}

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import linear
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.params import ParamSpec
 
 
@@ -47,12 +48,19 @@ def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
 
 
 def unembed(
-    table: Float[Array, "V E"], hidden: Float[Array, "N E"], bias: Float[Array, " V"] | None = None
+    table: Float[Array, "V E"],
+    hidden: Float[Array, "N E"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    kernels: Kernels,
 ) -> Float[Array, "N V"]:
     """Logits, float32 and replicated."""
     with jax.named_scope("lm_head"):
-        wide = None if bias is None else bias.astype(jnp.float32)
-        logits = linear(hidden, table, wide, output_dtype=jnp.dtype(jnp.float32))
+        float32 = jnp.dtype(jnp.float32)
+        if bias is None:
+            logits = linear_of_few_rows(hidden, table, kernels=kernels, output_dtype=float32)
+        else:
+            logits = linear(hidden, table, bias.astype(jnp.float32), output_dtype=float32)
         mesh = jax.typeof(logits).sharding.mesh
         if mesh.empty:
             return logits

@@ -2,9 +2,9 @@
 
 Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
 `param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache, attention)` and
-`logits(params, config, hidden)`; all functions are pure. Where windows may differ, a layer attends with the batch that
-`batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of the config
-tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`.
+`logits(params, config, hidden, kernels)`; all functions are pure. Where windows may differ, a layer attends with the
+batch that `batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of
+the config tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`.
 """
 
 import dataclasses

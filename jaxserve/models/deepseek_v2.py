@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import KVSpec
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.latent_attention import LatentAttentionFn, LatentHeads, latent_attention_specs, latent_decoder
@@ -154,6 +154,6 @@ def forward(
     )
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

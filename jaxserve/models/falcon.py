@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import PRE_NORMS, Names, decoder_specs, parallel_block, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
@@ -178,6 +178,6 @@ def forward(
     return norm(x, params["norm"]), kv_cache
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, soft_cap, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
@@ -144,7 +144,7 @@ def forward(
     return norm(x, params["norm"]), kv_cache
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32, bent to stay within the cap if there is one."""
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return soft_cap(unembed(table, hidden), config.logit_soft_cap)
+    return soft_cap(unembed(table, hidden, kernels=kernels), config.logit_soft_cap)

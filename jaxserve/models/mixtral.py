@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, Names, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
@@ -79,6 +79,6 @@ def forward(
     return decoder(params, config, x, batch, kv_cache, attention, sliding_windows=windows, routing=config.routing)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, embedding_spec, position_spec, unembed
 from jaxserve.layers.linear import linear
@@ -156,8 +156,8 @@ def _norm_after_block(
     return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), None, k_pages, v_pages
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32."""
     if "project_out" in params:
         hidden = linear(hidden, params["project_out"])
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden)
+    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, run_layers
 from jaxserve.layers.embedding import embed, lm_head_bias_spec, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
@@ -98,6 +98,8 @@ def forward(
     return norm(x, params["norm"]), kv_cache
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"]) -> Float[Array, "N V"]:
+def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"])
+    return unembed(
+        params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"], kernels=kernels
+    )

@@ -148,6 +148,7 @@ def _run(
         weight.shape[-2],
         is_gated=activation is not None,
         output_bytes=jnp.dtype(output_dtype or rows.values.dtype).itemsize,
+        num_results=1 + (gain is not None) + (residual is not None),
     )
     y, values, squares_of_y = matmul_sm90(
         rows.values,

@@ -130,11 +130,16 @@ def check_supported(
         )
 
 
-def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int = 2) -> Config:
-    """Tiles that give each SM an equal share, in a ring as deep as fits: measured with Llama's shapes, see NOTES.md."""
+def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int = 2, num_results: int = 3) -> Config:
+    """Tiles that give each SM an equal share, in a ring as deep as fits: measured with Llama's shapes, see NOTES.md.
+
+    `num_results` of a tile have room in shared memory.
+    """
     rows, halves = -(-num_rows // 8) * 8, 1 + is_gated
+    is_wide = outputs * halves > NUM_SMS * MAX_TILE // 2
+    is_head = is_wide and not is_gated
     # Two CTAs on an SM read while one of them begins or ends; but half as large tiles read the rows twice as often.
-    ctas_per_sm = 2 if outputs * halves > NUM_SMS * MAX_TILE // 2 else 1
+    ctas_per_sm = 2 if is_wide and not is_head else 1
     max_ctas = NUM_SMS * ctas_per_sm
 
     def balance(share: int) -> float:
@@ -143,13 +148,13 @@ def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int 
         return outputs / (rounds * max_ctas * share)
 
     # Less than 6% of imbalance is not worth smaller tiles.
-    limit = MAX_TILE // (2 * ctas_per_sm)
+    limit = MAX_TILE if is_head and rows > 32 else MAX_TILE // (2 * ctas_per_sm)
     share = max(range(8, limit + 1, 8), key=lambda n: (min(balance(n), 0.94), n))
     cluster = 1
     if share * NUM_SMS >= outputs:
         while cluster < 4 and share * halves * cluster < rows and share * cluster * 2 <= outputs:
             cluster *= 2
-    epilogue = MAX_ROWS * share * 3 * output_bytes
+    epilogue = MAX_ROWS * share * (num_results if is_head else 3) * output_bytes
     if cluster > 1:
         epilogue += MAX_ROWS * share * cluster * halves * 4
     for block_k in (256, 128, 64):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import pytest
@@ -77,6 +78,12 @@ def forward_of_512_tokens(builder):
     return Forward(bucket_of(builder, 512), is_decode_only=False)
 
 
+def assert_no_matmul_is_tried_out(program):
+    """As XLA does with its own, which took most of the time of a cold start."""
+    text = program.compiled.as_text()
+    assert not re.search(r" dot\(|gemm", text)
+
+
 # One row and the most whose layers are one kernel, the most whose matmuls are all our own, and the most there are,
 # where gate and up are (XLA's are untuned: some split a sum in two), as they are at a size between powers of two.
 @pytest.mark.parametrize(
@@ -93,6 +100,8 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
     # Logits in float32, a copy of them, and some vectors a row.
     assert program.temp_bytes < 2**20 + num_rows * (2 * 128_256 * 4 + 200_000)
     assert 0 < len(program.kernels) <= 10  # not one for each layer
+    if num_rows <= 64:
+        assert_no_matmul_is_tried_out(program)
 
 
 def test_short_prompts_have_the_layers_of_decode_steps():
@@ -104,6 +113,7 @@ def test_short_prompts_have_the_layers_of_decode_steps():
     assert program.compiled.as_text().count('"known_trip_count":{"n":"2"}') == 2
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
+    assert_no_matmul_is_tried_out(program)
     assert program.num_launches <= 8 * NUM_LAYERS + 70  # attention to one query a row, to several, and a choice of both
 
 
