@@ -268,8 +268,10 @@ def test_norm_between_matmuls_on_a_gpu(num_rows, depth):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-def test_float32_logits_on_a_gpu():
-    x, weight, options, want = make_case(3, 32_000, 256)
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 29, 33, 64])
+@pytest.mark.parametrize(("vocab_size", "depth"), [(32_000, 256), (50_264, 4096), (17_000, 576)])
+def test_float32_logits_on_a_gpu(num_rows, vocab_size, depth):
+    x, weight, options, want = make_case(num_rows, vocab_size, depth)
     got = run(x, weight, options, implementation="sm90", output_dtype=jnp.float32)
     assert got.dtype == jnp.float32
     check(got, want)
