@@ -129,7 +129,7 @@ class Lowering:
     ):
         """`folder`: where lowered steps are kept, if they are."""
         assert isinstance(builder.mesh, Mesh)
-        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus() * 5 // 4)
+        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus() * 8 // 5)
         self.num_found = 0
         self.num_made = 0
         self._builder = builder

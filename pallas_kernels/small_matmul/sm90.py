@@ -10,6 +10,7 @@ tile that is `cluster` times as wide; each gets the others' sums for its slice o
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -147,9 +148,14 @@ def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int 
         rounds = -(-outputs // (share * max_ctas))
         return outputs / (rounds * max_ctas * share)
 
+    def is_stored(share: int) -> bool:
+        """TMA stores tiles in groups of columns, as many as 128 bytes hold, of which there must be a whole number."""
+        return outputs % math.gcd(share, 128 // output_bytes) == 0
+
     # Less than 6% of imbalance is not worth smaller tiles.
     limit = MAX_TILE if is_head and rows > 32 else MAX_TILE // (2 * ctas_per_sm)
-    share = max(range(8, limit + 1, 8), key=lambda n: (min(balance(n), 0.94), n))
+    shares = filter(is_stored, range(40 if is_head else 8, limit + 1, 8))
+    share = max(shares, key=lambda n: (min(balance(n), 0.94), n))
     cluster = 1
     if share * NUM_SMS >= outputs:
         while cluster < 4 and share * halves * cluster < rows and share * cluster * 2 <= outputs:

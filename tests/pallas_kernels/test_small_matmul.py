@@ -220,6 +220,9 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
         {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
         {"outputs": 14336, "depth": 4096, "is_gated": True},
         {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
+        {"outputs": 50264, "depth": 4096, "output_dtype": jnp.float32},  # no multiple of 16
+        {"outputs": 18992, "depth": 3584, "output_dtype": jnp.float32},  # none of 32
+        {"outputs": 65544, "depth": 576, "dtype": jnp.float16},
     ],
     ids=str,
 )
