@@ -9,7 +9,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, linear_of_few_rows
+from pallas_kernels import small_matmul
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,43 @@ def test_linear_over_split_outputs_and_split_inputs(mesh):
     assert y.sharding.is_fully_replicated
     expected = np.einsum("tkd,ekd->te", np.einsum("te,kde->tkd", x, up), down) + bias
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [None, (), ("tensor",), (None, None, "tensor")], ids=str)
+@pytest.mark.parametrize("output_dtype", [None, jnp.dtype(jnp.float32)])
+def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
+    """Each device multiplies by its outputs; where they share inputs, all is left to XLA."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in [(3, 256), (4, 80, 256)])
+    shapes, plain = [], small_matmul.matmul
+
+    def matmul(x, weight, *, output_dtype, implementation):
+        assert implementation == "sm90"
+        shapes.append(weight.shape)
+        return plain(x, weight, output_dtype=output_dtype)
+
+    monkeypatch.setattr("jaxserve.layers.linear.small_matmul.matmul", matmul, raising=True)
+    want = linear(x, weight, output_dtype=output_dtype)
+    run = jax.jit(lambda x, w: linear_of_few_rows(x, w, kernels="sm90", output_dtype=output_dtype))
+    if spec is None:
+        got = run(x, weight)
+    else:
+        with jax.set_mesh(mesh):
+            got = run(put(x, mesh), put(weight, mesh, *spec))
+    assert shapes == ([] if spec == (None, None, "tensor") else [(80 if spec == ("tensor",) else 320, 256)])
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=0.2
+    )  # shares of sums are rounded
+
+
+@pytest.mark.parametrize("size", [252, 256])
+def test_few_rows_that_the_kernel_does_not_take(monkeypatch, size):
+    """Whose inputs are no multiple of 64, or that are in float32."""
+    monkeypatch.delattr("jaxserve.layers.linear.small_matmul.matmul")
+    dtype = jnp.bfloat16 if size % 64 else jnp.float32
+    x, weight = jnp.ones((3, size), dtype), jnp.ones((64, size), dtype)
+    np.testing.assert_array_equal(linear_of_few_rows(x, weight, kernels="sm90"), linear(x, weight))
 
 
 def test_linear_without_a_mesh_and_in_bfloat16():
