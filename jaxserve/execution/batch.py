@@ -81,17 +81,17 @@ def _finer(sizes: list[int], max_num_rows: int) -> list[int]:
     A size less than 10% from the largest or from `max_num_rows` is left out: below it, it would save little, and above
     it few steps would have it. Powers of two up to 256 stay, for steps in which rows may have several tokens.
     """
-    limits = (max_num_rows, sizes[-1])
+    budget = sizes[-1]
     between: list[int] = []
     for power in (size for size in sizes if size >= 128 and size.bit_count() == 1):
         quarters = (5, 6, 7) if power >= 4096 else (6,)
-        limit = limits[power >= 512]
+        limit = max_num_rows if power < 512 else budget
         between += [size for quarter in quarters if (size := power * quarter // 4) < limit]
 
     def is_near_a_limit(size: int) -> bool:
-        return any(10 * abs(size - limit) < min(size, limit) for limit in limits)
+        return any(10 * abs(size - limit) < min(size, limit) for limit in (max_num_rows, budget))
 
-    kept = [size for size in sizes if size <= 256 or size in limits]
+    kept = [size for size in sizes if size <= 256 or size in (max_num_rows, budget)]
     return sorted({*kept, *(size for size in sizes + between if not is_near_a_limit(size))})
 
 

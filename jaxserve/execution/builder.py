@@ -223,12 +223,10 @@ class StepBuilder:
         """XLA's options for a program."""
         match program:
             case PlainDecode(bucket) | Forward(bucket):
-                num_rows = bucket.num_tokens
-            case PromptLogprobs(bucket):
-                num_rows = min(PROMPT_LOGPROBS_CHUNK, bucket.num_tokens)
-            case _:
-                return {}
-        if not self.has_kernels or num_rows < CUBLAS_TOKENS:
+                is_left_to_cublas = bucket.num_tokens >= CUBLAS_TOKENS
+            case _:  # of which few steps run any with a matrix product
+                is_left_to_cublas = True
+        if not self.has_kernels or not is_left_to_cublas:
             return {}
         return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 

@@ -33,7 +33,7 @@ from jaxserve.execution.shapes import Program
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 25
-"""As many as a dense model has programs with layers at the default sizes: 20 processors lower all at once, not in two
+"""As many as a dense model has programs with layers at the default sizes: 16 processors lower all at once, not in two
 turns.
 """
 MAX_KEPT_BYTES = 2 << 30

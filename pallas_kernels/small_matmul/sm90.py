@@ -131,7 +131,7 @@ def check_supported(
         )
 
 
-def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int = 2, num_results: int = 3) -> Config:
+def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int, num_results: int) -> Config:
     """Tiles that give each SM an equal share, in a ring as deep as fits: measured with Llama's shapes, see NOTES.md.
 
     `num_results` of a tile have room in shared memory.

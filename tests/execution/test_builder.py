@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxserve.execution.builder import StepSpec, build
-from jaxserve.execution.shapes import Draw, PromptLogprobs
+from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
 
@@ -17,20 +17,19 @@ ONE_OF_EACH = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
-def test_draws_take_what_forward_passes_make(name):
+def make_builder(model="llama", num_devices=1, **changes):
+    options = {"kernels": "xla", "max_num_seqs": 2, "max_num_batched_tokens": 4}
+    options |= {"has_special_steps": True, "has_peers": False} | changes
     spec = StepSpec(
-        model=load_config(GOLDENS / name),
-        dtype="bfloat16",
-        kernels="xla",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=2,
-        max_num_batched_tokens=4,
-        has_special_steps=True,
-        has_peers=False,
+        model=load_config(GOLDENS / ONE_OF_EACH[model]), dtype="bfloat16", block_size=4, max_model_len=32, **options
     )
-    builder = build(spec, with_explicit_axes(jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])))
+    mesh = with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
+    return build(spec, mesh)
+
+
+@pytest.mark.parametrize("model", ONE_OF_EACH)
+def test_draws_take_what_forward_passes_make(model):
+    builder = make_builder(model)
     forward = builder.shapes.largest
     _, _, forwarded = builder.lower(forward, 8).out_info
     _, logits, rows = builder.arguments(Draw(2, has_logprobs=False), 8)
@@ -48,19 +47,7 @@ def test_draws_take_what_forward_passes_make(name):
 )
 def test_who_has_peers(kernels, num_devices, has_peers, expected):
     """What they need of memory counts as slots do, on each device."""
-    spec = StepSpec(
-        model=load_config(GOLDENS / ONE_OF_EACH["llama"]),
-        dtype="bfloat16",
-        kernels=kernels,
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=2,
-        max_num_batched_tokens=4,
-        has_special_steps=True,
-        has_peers=has_peers,
-    )
-    mesh = with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
-    builder = build(spec, mesh)
+    builder = make_builder(kernels=kernels, num_devices=num_devices, has_peers=has_peers)
     assert (builder.peers is not None) == expected
     slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
     sent = builder.peers.inbox.size * 2 // num_devices if expected else 0
@@ -69,17 +56,15 @@ def test_who_has_peers(kernels, num_devices, has_peers, expected):
 
 @pytest.mark.parametrize(("has_special_steps", "between"), [(True, [192, 768]), (False, [])])
 def test_sizes_lie_closer_on_a_gpu_only(has_special_steps, between):
-    spec = StepSpec(
-        model=load_config(GOLDENS / ONE_OF_EACH["llama"]),
-        dtype="bfloat16",
-        kernels="xla",
-        block_size=4,
-        max_model_len=32,
-        max_num_seqs=256,
-        max_num_batched_tokens=1024,
-        has_special_steps=has_special_steps,
-        has_peers=False,
-    )
-    builder = build(spec, with_explicit_axes(jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])))
+    builder = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, has_special_steps=has_special_steps)
     sizes = [bucket.num_tokens for bucket in builder.buckets]
     assert sizes == sorted([1, 4, 16, 32, 64, 128, 256, 512, 1024, *between])
+
+
+def test_xla_tries_out_matmuls_of_few_tokens_only():
+    builder = make_builder(kernels="sm90", max_num_seqs=256, max_num_batched_tokens=1024)
+    programs = [program for program in builder.shapes.programs if not builder.compiler_options(program)]
+    assert {type(program) for program in programs} == {PlainDecode, Forward}
+    assert sorted({program.bucket.num_tokens for program in programs}) == [1, 4, 16, 32, 64]
+    on_cpu = make_builder(max_num_seqs=256, max_num_batched_tokens=1024)
+    assert not any(map(on_cpu.compiler_options, on_cpu.shapes.programs))
