@@ -130,18 +130,27 @@ def _call(problem, num_items, dtype, operands):
         scratch = scratch._replace(
             q_in=scratch.q_in.at[stream], q=scratch.q.at[stream], out=scratch.out.at[stream], stream=stream
         )
-        # Started first: those whose parts others wait for.
-        share = config.num_shares - 1 - (lax.axis_index("cta") * config.streams + stream)
 
-        @pl.when(warpgroup < config.streams)
-        def _():
+        def own_share():
+            # Started first: those whose parts others wait for.
+            return config.num_shares - 1 - (lax.axis_index("cta") * config.streams + stream)
+
+        def computing(share):
             plgpu.set_max_registers(216 if config.streams > 1 else 256, action="increase")
             compute(problem, share, gmem, scratch)
 
-        @pl.when(warpgroup >= config.streams)
-        def _():
+        def copying(share):
             plgpu.set_max_registers(40, action="decrease")
             copy(problem, share, gmem, scratch)
+
+        if problem.num_queries == 1:
+            share = own_share()
+            pl.when(warpgroup < config.streams)(lambda: computing(share))
+            pl.when(warpgroup >= config.streams)(lambda: copying(share))
+        else:
+            # All blocks are masked, which takes so many registers that a computing warpgroup has none to keep for a
+            # branch after its own.
+            lax.cond(warpgroup < config.streams, lambda: computing(own_share()), lambda: copying(own_share()))
 
     columns = swizzle_bytes(head_dim) // 2
     # Any: pyright takes them for abstract classes.

@@ -1,5 +1,5 @@
-"""What the Hopper kernel needs and Pallas does not offer: masks and ALiBi's biases at no register a column, rows stored
-from registers, rows cleared.
+"""What the Hopper kernel needs and Pallas does not offer: masks and ALiBi's biases at no register a column, reciprocals
+at none at all, rows stored from registers, rows cleared.
 
 From an iota, LLVM would keep all column numbers in registers for the whole kernel, which then spills. Acts as one
 warpgroup; `interpret` swaps in what the interpreter can do.
@@ -58,6 +58,14 @@ def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bo
         return jnp.where((ago < window) & ((ago >= 0) | (not is_causal)), scores, -jnp.inf)
     run = _inline(functools.partial(_mask_window, window=window, is_causal=is_causal), _LAYOUT, _SCALAR, like=scores)
     return run(scores, jnp.full((128,), distance))
+
+
+def reciprocal(x, *, interpret: bool):
+    """1 / x for a float32 matrix in WGMMA layout, with subnormals taken for 0 and an error of 1 ulp.
+
+    One instruction, where a division needs some to scale what is near an end of the range, and registers for them.
+    """
+    return 1.0 / x if interpret else _inline(_reciprocal, _LAYOUT, like=x)(x)
 
 
 def widen(x, *, interpret: bool):
@@ -146,6 +154,18 @@ def _mask(scores, distance, is_in: Callable[[ir.Value, ir.Value], ir.Value]):
             score = arith.select(is_in(ago, mgpu.c(keys, i32)), score, out)
             registers[place] = vector.insert(score, registers[place], [], [i])
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+
+
+def _reciprocal(_, x):
+    f32 = ir.F32Type.get()
+    registers = x.registers.copy()
+    for place, pair in np.ndenumerate(registers):
+        for i in range(2):
+            value = vector.extract(pair, [], [i])
+            value = llvm.inline_asm(f32, [value], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+            pair = vector.insert(value, pair, [], [i])
+        registers[place] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
 def _widen(_, x):

@@ -113,13 +113,15 @@ INTERPRETED = {
         "soft_cap": 4.0,
         "dtype": jnp.float16,
     },
+    "Gemma 2": {"chunks": [(70, 150)], "heads": (2, 1, 256), "sliding_window": 90, "soft_cap": 4.0},
 }
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
-    block_kv, q_slots = 64 if case == "runs of tokens" else 128, 1 if case == "cap" else 2
+    block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
+    q_slots = 1 if case in ("cap", "Gemma 2") else 2
     config = Config(block_kv=block_kv, k_stages=3, v_stages=2, q_slots=q_slots, num_blocks=2)
     run = functools.partial(ragged_prefill_attention_sm90, **layout, **options, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
@@ -140,6 +142,7 @@ ON_A_GPU = {
     "pages of 256": {"chunks": MIX, "heads": (8, 2, 128), "block_size": 256},
     "head_dim 256": {"chunks": MIX, "heads": (16, 4, 256), "block_size": 128},
     "head_dim 256, alone": {"chunks": MIX, "heads": (3, 3, 256), "sliding_window": 200, "soft_cap": 30.0},
+    "Gemma 2": {"chunks": MIX, "heads": (16, 8, 256), "sliding_window": 200, "soft_cap": 30.0},
     "head_dim 96": {"chunks": MIX, "heads": (16, 2, 96), "sliding_window": 100},
     "head_dim 80": {"chunks": MIX, "heads": (7, 1, 80), "soft_cap": 5.0},
     "float16": {"chunks": MIX, "heads": (16, 2, 128), "dtype": jnp.float16},
@@ -206,6 +209,9 @@ COMPILED: dict[str, dict[str, Any]] = {
     "head_dim 32": {"heads": (8, 2, 32)},
     "head_dim 256": {"heads": (16, 4, 256)},
     "head_dim 256, window": {"heads": (3, 3, 256), "sliding_window": 200},
+    "Gemma 2": {"heads": (16, 8, 256), "sliding_window": 4096, "soft_cap": 50.0},
+    "Gemma 2, pages of 8": {"heads": (8, 4, 256), "block_size": 8, "sliding_window": 4096, "soft_cap": 50.0},
+    "Gemma 2, an odd number of heads": {"heads": (3, 3, 256), "sliding_window": 200, "soft_cap": 30.0},
 }
 
 
