@@ -106,8 +106,9 @@ MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.convert", "jaxserve.llm", "jaxserve.overview"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.llm"},
-    "jaxserve.bench.engine_run": {"jaxserve.engine.local"},
+    "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
+    "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.host": {"jaxserve.engine.startup"},
     "jaxserve.bench.load": {
         "jax",

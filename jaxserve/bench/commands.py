@@ -7,9 +7,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from jaxserve.bench import bits_per_byte, host, latency, load, throughput
+from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, mixed_jobs, write_config
+from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import Parser, add_config_flags, given, parse_size
@@ -50,16 +50,7 @@ def add_commands(parser: Parser) -> None:
     _add_number(step, "--num-steps", 200, "steps to measure")
 
     batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
-    batch.add_flag(
-        "workload",
-        "--batches",
-        nargs="+",
-        metavar="B:IN:OUT",
-        help="requests submitted together, prompt and output length; default: the peer's, or 1:128:128",
-    )
-    batch.add_flag(
-        "workload", "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model"
-    )
+    _add_batches(batch, default="the peer's, or 1:128:128")
     batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
     batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
     batch.add_flag(
@@ -67,6 +58,13 @@ def add_commands(parser: Parser) -> None:
     )
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
     add_config_flags(batch, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+
+    each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
+    _add_batches(each, default="1:128:128")
+    each.add_flag(
+        "workload", "--profile", action="store_true", help="list the GPU's kernels in the second half of a run"
+    )
+    add_config_flags(each, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
@@ -122,6 +120,19 @@ def add_commands(parser: Parser) -> None:
     )
 
 
+def _add_batches(parser: Parser, *, default: str) -> None:
+    parser.add_flag(
+        "workload",
+        "--batches",
+        nargs="+",
+        metavar="B:IN:OUT",
+        help=f"requests submitted together, prompt and output length; default: {default}",
+    )
+    parser.add_flag(
+        "workload", "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model"
+    )
+
+
 def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
     def number(given: str) -> int:
         if (value := int(given)) < at_least:
@@ -155,16 +166,27 @@ def _host(args: argparse.Namespace) -> None:
 
 def _latency(args: argparse.Namespace) -> None:
     peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
-    batches = [latency.BatchShape.parse(text) for text in args.batches or ()]
-    batches = batches or [latency.BatchShape(row.B, row.i, row.o) for row in peer] or [latency.BatchShape(1, 128, 128)]
+    batches = [BatchShape.parse(text) for text in args.batches or ()]
+    batches = batches or [BatchShape(row.B, row.i, row.o) for row in peer] or [BatchShape(1, 128, 128)]
+    bandwidth = args.bandwidth and args.bandwidth * 1e12
     with tempfile.TemporaryDirectory() as folder:
-        given_config = given(args, _ENGINE_FIELDS)
-        if args.shape:
-            path = write_config(pathlib.Path(folder), SHAPES[args.shape])
-            given_config |= {"model": str(path), "load_format": "dummy"}
-        bandwidth = args.bandwidth and args.bandwidth * 1e12
-        config = EngineConfig(**given_config)
+        config = _config_of_batches(args, folder)
         print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+
+
+def _steps(args: argparse.Namespace) -> None:
+    batches = [BatchShape.parse(text) for text in args.batches or ["1:128:128"]]
+    with tempfile.TemporaryDirectory() as folder:
+        print(steps.run(_config_of_batches(args, folder), batches, profile=args.profile))
+
+
+def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
+    """Of a model, or of a shape, whose config.json goes into the folder."""
+    given_config = given(args, _ENGINE_FIELDS)
+    if args.shape:
+        path = write_config(pathlib.Path(folder), SHAPES[args.shape])
+        given_config |= {"model": str(path), "load_format": "dummy"}
+    return EngineConfig(**given_config)
 
 
 def _server(args: argparse.Namespace) -> None:

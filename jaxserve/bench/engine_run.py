@@ -5,18 +5,24 @@ Prints one JSON line: an EngineRun.
 
 import pathlib
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from jaxserve.bench.workloads import Job
+from jaxserve.bench.workloads import BatchShape, Job
 from jaxserve.config import EngineConfig
 from jaxserve.request import EngineOutput, EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient, EngineStats
+    from jaxserve.engine.profile import Work
+
+NUM_WARMUPS = 3
+"""Runs of a batch before the timed one: XLA on a GPU compiles for the first and records its graphs in the next two."""
 
 _SAMPLING_INTERVAL = 0.02
 
@@ -70,8 +76,14 @@ def run(spec: RunSpec) -> EngineRun:
     )
 
 
-def complete(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[EngineStats]":
-    """Run these jobs to their end and return snapshots taken on the way.
+def complete(
+    client: "EngineClient",
+    jobs: list[Job],
+    *,
+    prefix: str,
+    heard: Callable[[list[EngineOutput]], object] = lambda _: None,
+) -> "list[EngineStats]":
+    """Run these jobs to their end and return snapshots taken on the way. `heard` gets the outputs of each step.
 
     Raises RuntimeError if a job ends early.
     """
@@ -80,6 +92,7 @@ def complete(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[E
     done = threading.Event()
 
     def receive(outputs: list[EngineOutput]) -> None:
+        heard(outputs)
         for output in outputs:
             unfinished[output.request_id] -= len(output.new_token_ids)
             if output.finish_reason is not None:
@@ -97,6 +110,27 @@ def complete(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[E
     if failures:
         raise RuntimeError("; ".join(failures))
     return snapshots
+
+
+def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[Job]:
+    """Run a batch until nothing is compiled for it any more. Returns one like it to be measured."""
+    for run in range(NUM_WARMUPS):
+        jobs = shape.jobs(seed=10 + run, vocab_size=client.info.vocab_size)
+        complete(client, jobs, prefix=f"{prefix}-warmup-{run}")
+    return shape.jobs(seed=1, vocab_size=client.info.vocab_size)
+
+
+def traced(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[Work]":
+    """What GPUs run while these jobs are."""
+    from jaxserve.engine.profile import read_profile
+
+    with tempfile.TemporaryDirectory() as folder:
+        client.start_profile(folder)
+        try:
+            complete(client, jobs, prefix=prefix)
+        finally:
+            client.stop_profile()
+        return read_profile(pathlib.Path(folder))
 
 
 def engine_request(request_id: str, job: Job) -> EngineRequest:

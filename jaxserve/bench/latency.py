@@ -3,23 +3,19 @@
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxserve.bench.engine_run import complete
+from jaxserve.bench.engine_run import complete, traced, warm_up
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import Job, equal_jobs
+from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
-
-NUM_WARMUPS = 3
-"""Runs of a batch before the timed one: XLA on a GPU compiles for the first and records its graphs in the next two."""
 
 HEADER = (
     *("requests", "prefill tok/s", "peer's", "output tok/s", "peer's"),
@@ -36,22 +32,6 @@ class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tok_s: float | None = None
     out_tok_s: float | None = None
     tpot_ms: float | None = None
-
-
-class BatchShape(msgspec.Struct, frozen=True):
-    """What is submitted together."""
-
-    batch_size: int
-    input_len: int
-    output_len: int
-
-    @classmethod
-    def parse(cls, text: str) -> "BatchShape":
-        """From B:IN:OUT. Raises ConfigError."""
-        sizes = text.split(":")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
-        return cls(*map(int, sizes))
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,13 +85,10 @@ def run(
 
 
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
-    def warm_up(shape: BatchShape, name: str) -> list[Job]:
-        for run in range(NUM_WARMUPS):
-            complete(client, _jobs(client, shape, seed=10 + run), prefix=f"{name}-warmup-{run}")
-        return _jobs(client, shape, seed=1)
+    from jaxserve.engine.profile import busy_share
 
     def seconds(length: int, name: str) -> float:
-        jobs = warm_up(BatchShape(shape.batch_size, shape.input_len, length), name)
+        jobs = warm_up(client, BatchShape(shape.batch_size, shape.input_len, length), prefix=name)
         start = time.perf_counter()
         complete(client, jobs, prefix=name)
         return time.perf_counter() - start
@@ -123,27 +100,10 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
     total = seconds(shape.output_len, f"{name}-total")
     busy = None
     if profile:
-        jobs = warm_up(BatchShape(shape.batch_size, 1, min(shape.output_len, 33)), f"{name}-short")
-        busy = _busy(client, jobs, prefix=f"{name}-traced")
+        jobs = warm_up(client, BatchShape(shape.batch_size, 1, min(shape.output_len, 33)), prefix=f"{name}-short")
+        busy = busy_share(traced(client, jobs, prefix=f"{name}-traced"))
     per_token = (total - prefill) / (shape.output_len - 1)
     return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
-
-
-def _jobs(client: "LocalEngineClient", shape: BatchShape, *, seed: int) -> list[Job]:
-    lengths = {"input_len": shape.input_len, "output_len": shape.output_len}
-    return equal_jobs(shape.batch_size, seed=seed, vocab_size=client.info.vocab_size, **lengths)
-
-
-def _busy(client: "LocalEngineClient", jobs: list[Job], *, prefix: str) -> float | None:
-    from jaxserve.engine.profile import busy_share
-
-    with tempfile.TemporaryDirectory() as folder:
-        client.start_profile(folder)
-        try:
-            complete(client, jobs, prefix=prefix)
-        finally:
-            client.stop_profile()
-        return busy_share(pathlib.Path(folder))
 
 
 def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> float:

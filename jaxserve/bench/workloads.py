@@ -9,12 +9,38 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.errors import ConfigError
+
 
 class Job(msgspec.Struct, frozen=True):
     """One request of a workload: a prompt of token ids, and how many tokens to generate, neither more nor fewer."""
 
     prompt_token_ids: list[int]
     output_len: int
+
+
+class BatchShape(msgspec.Struct, frozen=True):
+    """Equal requests that are submitted together."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> "BatchShape":
+        """From B:IN:OUT. Raises ConfigError."""
+        sizes = text.split(":")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
+        return cls(*map(int, sizes))
+
+    def jobs(self, *, seed: int, vocab_size: int) -> list[Job]:
+        """Their prompts are random tokens."""
+        rng = random.Random(seed)
+        return [
+            Job([rng.randrange(vocab_size) for _ in range(self.input_len)], self.output_len)
+            for _ in range(self.batch_size)
+        ]
 
 
 def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, vocab_size: int) -> list[Job]:
@@ -32,12 +58,6 @@ def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, voca
     return [
         Job([rng.randrange(vocab_size) for _ in range(length(mean_input))], length(mean_output)) for _ in range(count)
     ]
-
-
-def equal_jobs(count: int, *, input_len: int, output_len: int, seed: int, vocab_size: int) -> list[Job]:
-    """`count` jobs of these lengths, prompts of random tokens."""
-    rng = random.Random(seed)
-    return [Job([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(count)]
 
 
 LLAMA_100M: dict[str, Any] = {

@@ -1,27 +1,55 @@
-"""What a profile of the device says: how much of the time it was at work."""
+"""What a profile of the device says: how much of the time it was at work, and at what."""
 
+import collections
 import pathlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 
 
-def busy_share(folder: pathlib.Path) -> float | None:
-    """The share of the second half of a profile's time during which its GPU ran something, None if it saw no GPU.
+class Work(NamedTuple):
+    """A kernel or a copy on a stream of a GPU; times in nanoseconds."""
 
-    The second half, since a batch of requests starts with their prefill. `folder` is what `start_profile` was given.
-    """
+    start: float
+    end: float
+    name: str
+
+
+class WorkTimes(NamedTuple):
+    """All runs of one kernel, or copies of one kind."""
+
+    name: str
+    num_runs: int
+    seconds: float
+    """Of all of them."""
+
+
+def read_profile(folder: pathlib.Path) -> list[Work]:
+    """What GPUs ran while `start_profile` recorded into the folder, in the order in which it began."""
     [path] = folder.rglob("*.xplane.pb")
     profile = jax.profiler.ProfileData.from_file(str(path))
-    events = [
-        (event.start_ns, event.start_ns + event.duration_ns)
+    return sorted(
+        Work(event.start_ns, event.start_ns + event.duration_ns, event.name)
         for plane in profile.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
-    ]
-    return busy_share_of(events) if events else None
+    )
+
+
+def second_half(work: list[Work]) -> list[Work]:
+    """What ran in the second half of the time: a batch of requests starts with their prefill."""
+    if not work:
+        return []
+    middle = (work[0].start + max(piece.end for piece in work)) / 2
+    return [piece._replace(start=max(piece.start, middle)) for piece in work if piece.end > middle]
+
+
+def busy_share(work: list[Work]) -> float | None:
+    """The share of the second half of a profile's time during which its GPU ran something, None if it saw no GPU."""
+    return busy_share_of((piece.start, piece.end) for piece in work) if work else None
 
 
 def busy_share_of(events: Iterable[tuple[float, float]]) -> float:
@@ -34,3 +62,12 @@ def busy_share_of(events: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered / (last - begin)
+
+
+def times_by_name(work: list[Work]) -> list[WorkTimes]:
+    """Whatever took the most time in all first."""
+    runs: dict[str, list[float]] = collections.defaultdict(list)
+    for start, end, name in work:
+        runs[name].append(end - start)
+    times = [WorkTimes(name, len(durations), sum(durations) / 1e9) for name, durations in runs.items()]
+    return sorted(times, key=lambda times: -times.seconds)

@@ -5,10 +5,10 @@ import statistics
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench import bits_per_byte, host, latency, throughput
+from jaxserve.bench import bits_per_byte, host, latency, steps, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, Job, mixed_jobs, write_config
+from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineStats
 from jaxserve.errors import ConfigError, InvalidRequest
@@ -99,7 +99,7 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     peer_file = tmp_path / "peer.json"
     runs = [{"B": 3, "i": 10, "o": 6, "prefill_tok_s": 1234, "out_tok_s": 77, "tpot_ms": 5.5, "total_s": 1.0}]
     peer_file.write_text(json.dumps({"note": "how it was measured", "a model": {"runs": runs}}))
-    shapes = [latency.BatchShape.parse("3:10:6"), latency.BatchShape.parse("2:8:1")]
+    shapes = [BatchShape.parse("3:10:6"), BatchShape.parse("2:8:1")]
     peer = latency.read_peer(peer_file, None)
     report = latency.run(config, shapes, peer=peer, bandwidth=1e6, profile=True)
     first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines()[-2:])
@@ -114,10 +114,38 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     assert second[5:] == ["-"] * 5
 
 
+def test_steps_of_a_batch(tmp_path, capsys):
+    """Of prompts of 10 tokens a step of 16 takes one and a part of the next, and then that and another one."""
+    config = EngineConfig(
+        model=str(write_config(tmp_path, TINY)),
+        load_format="dummy",
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        warmup=False,
+    )
+    report = steps.run(config, [BatchShape(3, 10, 5), BatchShape(1, 40, 2)], profile=True)
+    assert [line.split(":")[0] for line in report.splitlines() if line[:1].isdigit()] == [
+        "3 x 10 in, 5 out",
+        "1 x 40 in, 2 out",
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in report.splitlines() if line[2:3].isdigit()]
+    assert rows == [
+        ["1", "1", "1"],
+        ["3", "2", "1"],
+        ["3", "0", "3"],
+        ["2", "0", "1"],
+        ["1", "1", "1"],
+        ["1", "0", "1"],
+    ]
+    assert "no GPU was seen at work" in capsys.readouterr().err
+
+
 def test_batches_that_are_none():
     for text in ("", "1:2", "1:2:3:4", "a:1:1", "0:1:1", "1:-1:1"):
         with pytest.raises(ConfigError, match="B:IN:OUT"):
-            latency.BatchShape.parse(text)
+            BatchShape.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"x": {"runs": [{"B": 1}]}}'])

@@ -1,0 +1,96 @@
+"""`jaxserve bench steps`: how long the steps of a batch take, and what a GPU does in them."""
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.bench.engine_run import complete, traced, warm_up
+from jaxserve.bench.report import table
+from jaxserve.bench.workloads import BatchShape
+from jaxserve.config import EngineConfig
+from jaxserve.request import EngineOutput
+
+if TYPE_CHECKING:
+    from jaxserve.engine.local import LocalEngineClient
+
+STEPS_HEADER = ("tokens", "of them first ones", "steps", "ms a step", "shortest", "longest")
+KERNELS_HEADER = ("kernel", "runs", "us a run", "share of the time")
+MAX_KERNELS = 25
+"""That are named, those that take the most time."""
+
+
+class Step(NamedTuple):
+    """From the tokens of one step to those of the next. One that brings no token counts with the one after it."""
+
+    num_tokens: int
+    num_first: int
+    """Of them the first ones of their requests, whose prompts were in the step."""
+    seconds: float
+
+
+def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> str:
+    """The steps of each batch in their order, equal ones that follow each other in one line. With `profile` another run
+    is traced, and the GPU's kernels are listed that ran in the second half of its time. Raises StartupError,
+    InvalidRequest.
+    """
+    from jaxserve.engine.local import LocalEngineClient
+
+    client = LocalEngineClient.start(config, progress=True)
+    try:
+        parts = [_report(client, shape, profile=profile) for shape in shapes]
+    finally:
+        client.close()
+    return "\n\n".join(parts)
+
+
+def grouped(steps: Iterable[Step]) -> list[list[Step]]:
+    """Steps that follow each other and bring as many tokens, of which as many are first ones."""
+    return [list(group) for _, group in itertools.groupby(steps, lambda step: (step.num_tokens, step.num_first))]
+
+
+def _report(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> str:
+    name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}"
+    jobs = warm_up(client, shape, prefix=name)
+    steps: list[Step] = []
+    known: set[str] = set()
+    before = time.perf_counter()
+
+    def hear(outputs: list[EngineOutput]) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        ids = {output.request_id for output in outputs if output.new_token_ids}
+        steps.append(Step(sum(len(output.new_token_ids) for output in outputs), len(ids - known), now - before))
+        known.update(ids)
+        before = now
+
+    complete(client, jobs, prefix=name, heard=hear)
+    title = f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out: {sum(s.seconds for s in steps):.3f} s"
+    parts = [title, table(STEPS_HEADER, [_row(group) for group in grouped(steps)])]
+    if profile:
+        parts.append(_kernels(client, shape, prefix=f"{name}-traced"))
+    return "\n\n".join(parts)
+
+
+def _row(group: list[Step]) -> list[str]:
+    milliseconds = [step.seconds * 1e3 for step in group]
+    times = statistics.mean(milliseconds), min(milliseconds), max(milliseconds)
+    counts = group[0].num_tokens, group[0].num_first, len(group)
+    return [*map(str, counts), *(f"{value:.3f}" for value in times)]
+
+
+def _kernels(client: "LocalEngineClient", shape: BatchShape, *, prefix: str) -> str:
+    from jaxserve.engine.profile import second_half, times_by_name
+
+    work = second_half(traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=prefix))
+    if not work:
+        print("no GPU was seen at work", file=sys.stderr)
+        return table(KERNELS_HEADER, [])
+    span = (max(piece.end for piece in work) - work[0].start) / 1e9
+    rows = [
+        [name[:80], str(num_runs), f"{seconds / num_runs * 1e6:.2f}", f"{seconds / span:.2%}"]
+        for name, num_runs, seconds in times_by_name(work)[:MAX_KERNELS]
+    ]
+    return table(KERNELS_HEADER, rows)
