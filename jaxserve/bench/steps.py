@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -84,13 +83,12 @@ def _row(group: list[Step]) -> list[str]:
 def _kernels(client: "LocalEngineClient", shape: BatchShape, *, prefix: str) -> str:
     from jaxserve.engine.profile import second_half, times_by_name
 
-    work = second_half(traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=prefix))
+    work = traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=prefix)
     if not work:
-        print("no GPU was seen at work", file=sys.stderr)
-        return table(KERNELS_HEADER, [])
-    span = (max(piece.end for piece in work) - work[0].start) / 1e9
+        return "no GPU was seen at work"
+    late, span = second_half(work)
     rows = [
-        [name[:80], str(num_runs), f"{seconds / num_runs * 1e6:.2f}", f"{seconds / span:.2%}"]
-        for name, num_runs, seconds in times_by_name(work)[:MAX_KERNELS]
+        [name[:80], str(num_runs), f"{seconds / num_runs * 1e6:.2f}", f"{seconds / (span / 1e9):.2%}"]
+        for name, num_runs, seconds in times_by_name(late)[:MAX_KERNELS]
     ]
     return table(KERNELS_HEADER, rows)

@@ -2,7 +2,6 @@
 
 import collections
 import pathlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -39,29 +38,26 @@ def read_profile(folder: pathlib.Path) -> list[Work]:
     )
 
 
-def second_half(work: list[Work]) -> list[Work]:
-    """What ran in the second half of the time: a batch of requests starts with their prefill."""
-    if not work:
-        return []
-    middle = (work[0].start + max(piece.end for piece in work)) / 2
-    return [piece._replace(start=max(piece.start, middle)) for piece in work if piece.end > middle]
+def second_half(work: list[Work]) -> tuple[list[Work], float]:
+    """What ran in the second half of the time from the first start to the last end, and how many nanoseconds that is.
+
+    The second half, since a batch of requests starts with their prefill.
+    """
+    end = max(piece.end for piece in work)
+    begin = (min(piece.start for piece in work) + end) / 2
+    return [piece._replace(start=max(piece.start, begin)) for piece in work if piece.end > begin], end - begin
 
 
 def busy_share(work: list[Work]) -> float | None:
     """The share of the second half of a profile's time during which its GPU ran something, None if it saw no GPU."""
-    return busy_share_of((piece.start, piece.end) for piece in work) if work else None
-
-
-def busy_share_of(events: Iterable[tuple[float, float]]) -> float:
-    """The share of the second half of the time from the first start to the last end that some (start, end) covers."""
-    events = sorted(events)
-    first, last = events[0][0], max(end for _, end in events)
-    begin = (first + last) / 2
-    covered, reached = 0.0, begin
-    for start, end in events:
+    if not work:
+        return None
+    late, span = second_half(work)
+    covered, reached = 0.0, 0.0
+    for start, end, _ in sorted(late):
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return covered / (last - begin)
+    return covered / span
 
 
 def times_by_name(work: list[Work]) -> list[WorkTimes]:
