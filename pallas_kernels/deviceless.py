@@ -22,6 +22,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import ptx
+
 TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
 """XLA's description of an H200: driver 580, CUDA 13."""
 
@@ -106,8 +108,8 @@ def compile_for_h200(
     """`fn` jitted and compiled for H200s.
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding lie
-    whole on one H200, others carry shardings over an `h200_mesh`. Raises RuntimeError without the plugin, and whatever
-    the compilers raise.
+    whole on one H200, others carry shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
+    kernel that reads accumulators too early (see `ptx`), and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
 
@@ -135,10 +137,14 @@ def compile_lowered(
         with _reporting_kernels(report):
             # Beside the thunks this dumps more than is read here: a few files of text.
             compiled = lowered.compile({"xla_dump_to": folder} | (compiler_options or {}))
+        text = report.read_text()
+        for name, entry in ptx.entries(text):
+            if early := ptx.read_in_flight(entry):
+                raise RuntimeError(f"{name} reads accumulators that a wgmma still writes: {early[0]}")
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
             compiled=compiled,
-            kernels=tuple(_kernels(report.read_text())),
+            kernels=tuple(_kernels(text)),
             thunks=collections.Counter(kind for indent, kind in thunks if not indent),
             num_launches=sum(kind not in CONTAINERS for _, kind in thunks),
         )
@@ -175,14 +181,15 @@ def without_cache() -> Iterator[None]:
 
 @contextmanager
 def _reporting_kernels(path: pathlib.Path) -> Iterator[None]:
-    """What ptxas says of each kernel that Mosaic compiles goes into the file `path`, as does all else that is printed.
+    """PTX of each kernel that Mosaic compiles and what ptxas says of it go into the file `path`, with all else that is
+    printed.
 
     Mosaic prints it. Told of a folder instead it writes there, but also every pass over every kernel, in Python and in
     C++: as much work again as the compilation.
     """
     sys.stdout.flush()
     stdout = os.dup(1)
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     try:
         with path.open("wb") as file:
             os.dup2(file.fileno(), 1)
@@ -190,7 +197,7 @@ def _reporting_kernels(path: pathlib.Path) -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-        del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+        del os.environ["MOSAIC_GPU_DUMP_PTXAS"], os.environ["MOSAIC_GPU_DUMP_PTX"]
 
 
 def _kernels(reports: str) -> Iterator[KernelResources]:

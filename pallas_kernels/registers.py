@@ -1,10 +1,19 @@
-"""Where a lane's values lie in a matrix in WGMMA layout, for what the kernels do with registers themselves."""
+"""Registers of a matrix in WGMMA layout: which values are a lane's, and when a wgmma has written them."""
 
 from typing import Any
 
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
+
+
+def written[Sums](sums: Sums) -> Sums:
+    """The sums of wgmmas, right after a wait for them, so that nothing reads them before.
+
+    The wait touches no register: without this LLVM may move above it what follows, as `ptx.read_in_flight` explains.
+    """
+    return lax.optimization_barrier(sums)
 
 
 def row_and_quarter() -> tuple[Any, Any]:

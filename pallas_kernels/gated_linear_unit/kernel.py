@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.registers import written
+
 UNITS = 2
 """Computing warpgroups."""
 COLUMNS = 64
@@ -180,7 +182,7 @@ def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Arra
             plgpu.barrier_arrive(smem.free.at[lax.rem(step + (STAGES - 1), _int(STAGES))])
 
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
-    sums = acc[...]
+    sums = written(acc[...])
     plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(STAGES))])
     return sums
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul.plan import ROWS
+from pallas_kernels.registers import written
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 BAND = 8
@@ -223,7 +224,7 @@ def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Arra
             plgpu.barrier_arrive(smem.free.at[lax.rem(step + (problem.stages - 1), _int(problem.stages))])
 
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
-    sums = acc[...]
+    sums = written(acc[...])
     plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(problem.stages))])
     return sums
 

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.latent_attention.device import mask_after, store_first_rows
 from pallas_kernels.latent_attention.plan import BLOCK_COST, ROWS
+from pallas_kernels.registers import written
 
 LOG2E = math.log2(math.e)
 # Maxima begin here and not at -inf, so that a row whose keys are all masked so far has weights of 0, not of NaN.
@@ -342,7 +343,7 @@ def _scores(problem: Problem, smem: Shared, slot):
             if part == len(left):
                 plgpu.barrier_wait(smem.right_full.at[slot])
             plgpu.wgmma(scores_ref, smem.q.at[part], keys.transpose((1, 0)))
-        return scores_ref[...]
+        return written(scores_ref[...])
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.block_kv), jnp.float32))
 
@@ -354,7 +355,7 @@ def _add_values(problem: Problem, acc, smem: Shared, values):
         plgpu.commit_smem()
         return acc
     add: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, smem.weights, values))
-    return add(plgpu.ACC.init(acc))
+    return written(add(plgpu.ACC.init(acc)))
 
 
 def _float(x):

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.tiles import (
     normalize,
     put_together,
 )
+from pallas_kernels.registers import written
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
@@ -209,7 +210,7 @@ def _add_block(context: Context, tile: Any, q: Any, steps: Any, block: Any, stat
 
     def product(scores_ref):
         plgpu.wgmma(scores_ref, q, keys.transpose((1, 0)))
-        return scores_ref[...]
+        return written(scores_ref[...])
 
     if problem.interpret:
         scores = jnp.dot(q.astype(jnp.float32), keys[...].astype(jnp.float32).T)
@@ -240,7 +241,7 @@ def _add_block(context: Context, tile: Any, q: Any, steps: Any, block: Any, stat
         acc = acc + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
         plgpu.commit_smem()
     else:
-        acc = pl.run_state(add_product)(plgpu.ACC.init(acc))
+        acc = written(pl.run_state(add_product)(plgpu.ACC.init(acc)))
     plgpu.barrier_arrive(context.free.at[v_slot])
     return acc, new_maximum, total
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import attention, device
+from pallas_kernels.registers import written
 
 MAX_ROUNDS = 16
 """Of a matmul: each has a counter for those who wait for it."""
@@ -363,7 +364,7 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
     if squares is not None:
         rstd = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), _ROW_LAYOUT)
     rstd = lax.fori_loop(_int(0), _int(matmul.steps), step, rstd)
-    sums = acc[...]
+    sums = written(acc[...])
     free(_int(matmul.steps - 1))
     return sums, rstd
 

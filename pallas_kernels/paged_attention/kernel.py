@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
+from pallas_kernels.registers import written
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
@@ -185,7 +186,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
 
     def product(scores_ref):
         plgpu.wgmma(scores_ref, scratch.q, scratch.k.at[slot].transpose((1, 0)))
-        return scores_ref[...]
+        return written(scores_ref[...])
 
     if problem.interpret:
         scores = jnp.dot(scratch.q[...].astype(jnp.float32), scratch.k[slot].astype(jnp.float32).T)
@@ -231,7 +232,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
         acc = acc + jnp.dot(weights.astype(jnp.float32), scratch.v[slot].astype(jnp.float32))
         plgpu.commit_smem()
     else:
-        acc = pl.run_state(add_product)(plgpu.ACC.init(acc))
+        acc = written(pl.run_state(add_product)(plgpu.ACC.init(acc)))
     plgpu.barrier_arrive(scratch.v_free.at[slot])
     return acc, new_maximum, total
 

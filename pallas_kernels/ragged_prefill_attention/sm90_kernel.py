@@ -27,6 +27,7 @@ from pallas_kernels.ragged_prefill_attention.device import (
     store_rows,
     widen,
 )
+from pallas_kernels.registers import written
 
 ROWS = 64  # of a compute warpgroup: what one wgmma instruction multiplies
 LOG2E = math.log2(math.e)
@@ -440,14 +441,14 @@ class _Products(NamedTuple):
 
         def product(scores_ref):
             self._add_scores(scores_ref, q, slot)
-            return scores_ref[...]
+            return written(scores_ref[...])
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.k.shape[1]), jnp.float32))
 
     def values(self, acc, weights, slot):
         """`acc` and the sums of values by weights."""
         add: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, self.v.at[slot]))
-        return add(plgpu.ACC.init(acc))
+        return written(add(plgpu.ACC.init(acc)))
 
     def both(
         self, acc, weights, values_slot, q, keys_slot, meanwhile: Callable[[Any], tuple[Any, ...]]
@@ -458,7 +459,7 @@ class _Products(NamedTuple):
             scores_ref, acc_ref, *result_refs = refs
             self._add_scores(scores_ref, q, keys_slot)
             plgpu.wgmma(acc_ref, weights, self.v.at[values_slot])
-            scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+            scores = written(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
             for ref, result in zip(result_refs, meanwhile(scores), strict=True):
                 ref[...] = result
 
@@ -467,7 +468,7 @@ class _Products(NamedTuple):
         state = (plgpu.ACC.init(zeros), plgpu.ACC.init(acc), row, row, row, zeros)
         run: Any = pl.run_state(product)
         _, acc, *results = run(state)
-        return acc, results
+        return written(acc), results
 
     def _add_scores(self, scores_ref, q, slot):
         num_parts, _, columns = q.shape

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.registers import written
 
 MAX_ROWS = 64  # of one wgmma
 MAX_TILE = 256  # weight rows of one wgmma
@@ -399,7 +400,7 @@ def _multiply(problem: _Problem, refs: _Refs, index: Any, acc: Any) -> Float[Arr
             plgpu.barrier_arrive(refs.empty.at[lax.rem(position + stages - 1, jnp.int32(stages))])
 
     lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, None)
-    sums = acc[...]
+    sums = written(acc[...])
     plgpu.barrier_arrive(refs.empty.at[lax.rem(index * steps + steps - 1, jnp.int32(stages))])
     return sums
 

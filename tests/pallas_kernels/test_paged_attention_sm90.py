@@ -113,7 +113,7 @@ ON_A_GPU = {
     "pages of 64": {"lens": MIX, "heads": (8, 2, 64), "block_size": 64},
     "pages of 128": {"lens": MIX, "heads": (8, 2, 256), "block_size": 128},
     "head_dim 256": {"lens": MIX, "heads": (16, 4, 256)},
-    "head_dim 256, 3 queries": {"lens": [x + 2 for x in MIX], "heads": (16, 8, 256), "num_queries": 3},
+    "head_dim 256, 3 queries": {"lens": [x + 3 for x in MIX], "heads": (16, 8, 256), "num_queries": 3},
     "head_dim 96": {"lens": MIX, "heads": (16, 2, 96), "sliding_window": 100},
     "head_dim 80": {"lens": MIX, "heads": (7, 1, 80), "soft_cap": 5.0},
     "head_dim 160": {"lens": MIX, "heads": (8, 4, 160)},

@@ -218,6 +218,7 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
         {"outputs": 4096, "depth": 4096},
         {"outputs": 2048, "depth": 8192},  # whose ring has as many steps as it may
         {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
+        {"outputs": 768, "depth": 512},  # two steps
         {"outputs": 14336, "depth": 4096, "is_gated": True},
         {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
         {"outputs": 50264, "depth": 4096, "output_dtype": jnp.float32},  # no multiple of 16
@@ -246,6 +247,10 @@ ON_A_GPU = {
     "odd": {"outputs": 4856, "depth": 192, "has_bias": True},
     "odd, gated": {"outputs": 4856, "depth": 832, "is_gated": True, "has_bias": True, "has_residual": True},
     "tiny": {"outputs": 64, "depth": 64},
+    "two steps": {"outputs": 768, "depth": 512},  # which the compiler unrolls
+    "two steps, residual": {"outputs": 512, "depth": 512, "has_residual": True},
+    "two steps, gated": {"outputs": 1024, "depth": 512, "is_gated": True},
+    "three steps": {"outputs": 768, "depth": 768, "dtype": jnp.float16},
     "many tiles": {"outputs": 65_536, "depth": 576, "dtype": jnp.float16},
 }
 
@@ -272,7 +277,7 @@ def test_norm_between_matmuls_on_a_gpu(num_rows, depth):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 29, 33, 64])
-@pytest.mark.parametrize(("vocab_size", "depth"), [(32_000, 256), (50_264, 4096), (17_000, 576)])
+@pytest.mark.parametrize(("vocab_size", "depth"), [(32_000, 256), (50_264, 4096), (17_000, 576), (1000, 512)])
 def test_float32_logits_on_a_gpu(num_rows, vocab_size, depth):
     x, weight, options, want = make_case(num_rows, vocab_size, depth)
     got = run(x, weight, options, implementation="sm90", output_dtype=jnp.float32)
