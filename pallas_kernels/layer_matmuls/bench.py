@@ -31,7 +31,7 @@ def layer_matmuls_rows() -> Iterator[Row]:
     layers = [_weights(hidden, inner, outputs, seed) for seed in range(_LAYERS)]
     gain = _random((hidden,), 0)
     num_bytes = sum(weight.nbytes for weight in layers[0] if weight is not None)
-    for num_rows, implementation in itertools.product((1, 4, 8, 16) if on_gpu() else (1, 16), implementations):
+    for num_rows, implementation in itertools.product((1, 4, 8, 16, 32, 64) if on_gpu() else (1, 16), implementations):
         start = _random((num_rows, hidden), 1), _random((num_rows, hidden), 2)
         inputs = [(layers[call % _LAYERS], gain) for call in range(_CALLS)]
         took = measure(functools.partial(_run, implementation=implementation), inputs, carry=start)

@@ -1,9 +1,12 @@
 """What the thread blocks of the kernel do. See sm90.py.
 
 A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that
-all blocks take at a time are a round. Of a block, one warpgroup streams the weights of all its tiles through a ring in
-shared memory and never waits for other blocks; one copies rows, as soon as other blocks have finished them; one
-multiplies. If the kernel attends, the ring first has the block's share of contexts, to which the last one attends.
+all blocks take at a time are a round. Where rows are more than a tile would be wide, the two blocks of a cluster share
+one that is twice as wide, each with every other step of K, and give each other half of their sums.
+
+Of a block, one warpgroup streams the weights of all its tiles through a ring in shared memory and never waits for other
+blocks; one copies rows, as soon as other blocks have finished them; one multiplies. If the kernel attends, the ring
+first has the block's share of contexts, to which the last one attends.
 
 All that runs once a layer should be few instructions: what of them is not kept from one layer to the next comes from
 memory, see NOTES.md.
@@ -61,7 +64,11 @@ class Matmul(NamedTuple):
     halves: int
     """Gate and up, or one."""
     width: int
-    """Of a tile: outputs of each half."""
+    """Outputs of each half that one thread block finishes at a time."""
+    split: int
+    """Thread blocks that share a tile, which is as many times as wide, and add up some of K each: 1, or 2 of a cluster
+    for a single half and round.
+    """
     block_k: int
     """Of K, a step."""
     x_slots: int
@@ -70,19 +77,29 @@ class Matmul(NamedTuple):
     """Steps whose weights are on their way at most."""
 
     @property
+    def tile(self) -> int:
+        """Outputs of each half of a tile."""
+        return self.split * self.width
+
+    @property
     def steps(self) -> int:
-        """Of a tile."""
-        return -(-self.depth // self.block_k)
+        """Of a thread block for a tile."""
+        return -(-self.depth // (self.split * self.block_k))
 
     @property
     def num_tiles(self) -> int:
         """Of all thread blocks."""
-        return -(-self.outputs // self.width)
+        return -(-self.outputs // self.tile)
+
+    @property
+    def tiles_of_round(self) -> int:
+        """Tiles that all thread blocks take at a time."""
+        return NUM_SMS // self.split
 
     @property
     def rounds(self) -> int:
         """Of tiles."""
-        return -(-self.num_tiles // NUM_SMS)
+        return -(-self.num_tiles // self.tiles_of_round)
 
 
 class Problem(NamedTuple):
@@ -101,6 +118,11 @@ class Problem(NamedTuple):
     """Of the attention that makes the first matmul's rows; None: they are there."""
     interpret: bool
 
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of one."""
+        return max((matmul.split for matmul in self.matmuls), default=1)
+
 
 class Shared(NamedTuple):
     """Views of shared memory by matmul, and barriers."""
@@ -114,6 +136,9 @@ class Shared(NamedTuple):
     w_free: Any
     x_full: Any
     x_free: Any
+    sums: Any
+    """What the other block of a cluster has added up of this one's outputs; None without clusters."""
+    sums_full: Any
 
 
 class _Block(NamedTuple):
@@ -125,7 +150,22 @@ class _Block(NamedTuple):
     cta: Any
 
     def num_tiles(self, matmul: Matmul) -> Any:
-        return lax.div(matmul.num_tiles - self.cta + (NUM_SMS - 1), _int(NUM_SMS))
+        return lax.div(
+            matmul.num_tiles - lax.div(self.cta, _int(matmul.split)) + (matmul.tiles_of_round - 1),
+            _int(matmul.tiles_of_round),
+        )
+
+    def tile(self, matmul: Matmul, round_: Any) -> Any:
+        """That this block takes in a round, maybe with another."""
+        return lax.div(self.cta, _int(matmul.split)) + round_ * matmul.tiles_of_round
+
+    def rank(self, matmul: Matmul) -> Any:
+        """Among the blocks that share a tile."""
+        return lax.rem(self.cta, _int(matmul.split))
+
+    def k(self, matmul: Matmul, step: Any) -> Any:
+        """Where a step of a tile begins."""
+        return (step * matmul.split + self.rank(matmul)) * matmul.block_k
 
     def first_step(self, index: int) -> Any:
         """How many steps of this block come before a matmul's."""
@@ -157,7 +197,10 @@ class _Block(NamedTuple):
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
     """Each warpgroup of the mesh axis "wg", of each thread block "cta"."""
-    block = _Block(problem, gmem, smem, lax.axis_index("cta"))
+    cta = lax.axis_index("cta")
+    if problem.cluster > 1:
+        cta = cta * problem.cluster + lax.axis_index("rank")
+    block = _Block(problem, gmem, smem, cta)
     warpgroup = lax.axis_index("wg")
 
     @pl.when(warpgroup == 0)
@@ -227,22 +270,21 @@ def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, th
         slot = lax.rem(step, _int(problem.w_slots))
         _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
         there = _wait_until_there(block, there, step - (matmul.in_flight - 1))
-        first = (block.cta + lax.div(index, _int(matmul.steps)) * NUM_SMS) * matmul.width
-        k = lax.rem(index, _int(matmul.steps)) * matmul.block_k
-        columns = pl.ds(k, matmul.block_k)
+        first = block.tile(matmul, lax.div(index, _int(matmul.steps))) * matmul.tile
+        columns = pl.ds(block.k(matmul, lax.rem(index, _int(matmul.steps))), matmul.block_k)
         # Two arrivals a step, whatever the matmul, since they share a barrier.
         if matmul.halves == 2:
             for half in range(2):
                 own = view.at[slot, pl.ds(half * matmul.width, matmul.width)]
                 plgpu.copy_gmem_to_smem(weight.at[half, pl.ds(first, matmul.width), columns], own, smem.w_full.at[slot])
-        elif matmul.width > 8:
-            split = matmul.width // 16 * 8
-            for start, size in ((0, split), (split, matmul.width - split)):
+        elif matmul.tile > 8:
+            middle = matmul.tile // 16 * 8
+            for start, size in ((0, middle), (middle, matmul.tile - middle)):
                 source = weight.at[pl.ds(first + start, size), columns]
                 plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(start, size)], smem.w_full.at[slot])
         else:
-            source = weight.at[pl.ds(first, matmul.width), columns]
-            plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(0, matmul.width)], smem.w_full.at[slot])
+            source = weight.at[pl.ds(first, matmul.tile), columns]
+            plgpu.copy_gmem_to_smem(source, view.at[slot, pl.ds(0, matmul.tile)], smem.w_full.at[slot])
             plgpu.barrier_arrive(smem.w_full.at[slot])
         return there
 
@@ -257,7 +299,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
     def copy(step, _):
         slot = lax.rem(step, _int(matmul.x_slots))
         _wait_until_free(smem.x_free, matmul.x_slots, step, step + 1)
-        k = pl.ds(lax.rem(step, _int(matmul.steps)) * matmul.block_k, matmul.block_k)
+        k = pl.ds(block.k(matmul, lax.rem(step, _int(matmul.steps))), matmul.block_k)
         # A start that is not static lets TMA fill the rows that pad x to a multiple of 8.
         rows = pl.ds(block.cta * 0, problem.rows)
         plgpu.copy_gmem_to_smem(x.at[rows, k], _rows(problem, smem, matmul, slot, problem.rows), smem.x_full.at[slot])
@@ -272,9 +314,11 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         def copy_finished(round_, done):
             """What the blocks have finished when they have finished a round: all when it is the last."""
             device.wait(block.counter(index - 1, round_), NUM_SMS, interpret=problem.interpret)
-            columns = lax.min((round_ + 1) * NUM_SMS, _int(before.num_tiles)) * before.width
-            end = lax.min(lax.div(columns, _int(matmul.block_k)), num_steps)
-            end = jnp.where(round_ == before.rounds - 1, num_steps, lax.min(end, _int(matmul.steps)))
+            columns = lax.min((round_ + 1) * before.tiles_of_round, _int(before.num_tiles)) * before.tile
+            own = lax.div(columns, _int(matmul.block_k)) - block.rank(matmul) + (matmul.split - 1)
+            end = lax.min(lax.div(own, _int(matmul.split)), num_steps)
+            # With the last rows of a tile all of x is there, squares included.
+            end = jnp.where(round_ == before.rounds - 1, num_steps, lax.min(end, _int(matmul.steps - 1)))
             lax.fori_loop(done, end, copy, None)
             return end
 
@@ -324,17 +368,17 @@ def _compute(block: _Block, index: int, matmul: Matmul, num_blocks: Any) -> None
 
         step = round_ * matmul.steps
         multiply = functools.partial(_multiply, block, matmul, step, first_step + step)
-        tile = block.cta + round_ * NUM_SMS
+        part = block.tile(matmul, round_) * matmul.split + block.rank(matmul)
         if matmul.norm is not None:
-            _finish_sum(block, matmul, matmul.norm, tile, multiply, signal)
+            _finish_sum(block, matmul, matmul.norm, part, multiply, signal)
         else:
-            _finish_product(block, matmul, tile, multiply, signal)
+            _finish_product(block, matmul, part, multiply, signal)
 
     lax.fori_loop(_int(0), block.num_tiles(matmul), compute_tile, None)
 
 
 def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any) -> tuple[Any, Any]:
-    """The sums of a tile, and the reciprocal root mean square of its rows if they lack it."""
+    """The sums of a tile, this block's, and the reciprocal root mean square of its rows if they lack it."""
     problem, smem, squares = block.problem, block.smem, matmul.squares
     weights = smem.weights[matmul.name]
 
@@ -351,7 +395,7 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
             rstd = lax.cond(k == matmul.steps - 1, load, lambda: rstd)
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         rows = _rows(problem, smem, matmul, x_slot, device.ROWS)
-        plgpu.wgmma(acc, rows, weights.at[w_slot, pl.ds(0, matmul.halves * matmul.width)].transpose((1, 0)))
+        plgpu.wgmma(acc, rows, weights.at[w_slot, pl.ds(0, matmul.halves * matmul.tile)].transpose((1, 0)))
         plgpu.wgmma_wait(1)
 
         @pl.when(k > 0)  # The one before is done.
@@ -366,7 +410,23 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
     rstd = lax.fori_loop(_int(0), _int(matmul.steps), step, rstd)
     sums = written(acc[...])
     free(_int(matmul.steps - 1))
+    if matmul.split > 1:
+        sums = _exchange(block, matmul, sums)
     return sums, rstd
+
+
+def _exchange(block: _Block, matmul: Matmul, sums: Any) -> Any:
+    """This block's outputs of a tile that two share, with what the other one has added up of them.
+
+    It may write here what it has of its next such tile when it has waited for all blocks, this one included.
+    """
+    rank, smem = block.rank(matmul), block.smem
+    left, right = sums[:, : matmul.width], sums[:, matmul.width :]
+    own, others = jnp.where(rank == 0, left, right), jnp.where(rank == 0, right, left)
+    place = smem.sums.at[pl.ds(0, device.ROWS), pl.ds(0, matmul.width)]
+    plgpu.async_store_smem(others, place, smem.sums_full, cluster_idx=1 - rank, cluster_dim="rank", optimized=False)
+    plgpu.barrier_wait(smem.sums_full)
+    return own + plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _reciprocal_root_mean_square(block: _Block, squares: str, depth: int) -> Float[Array, " 64"]:
@@ -375,23 +435,23 @@ def _reciprocal_root_mean_square(block: _Block, squares: str, depth: int) -> Flo
 
 
 def _finish_sum(
-    block: _Block, matmul: Matmul, norm: Norm, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
+    block: _Block, matmul: Matmul, norm: Norm, part: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
     """The residual stream, and what the next matmul needs of it, which comes first."""
-    interpret, gmem, first = block.problem.interpret, block.gmem, tile * matmul.width
+    interpret, gmem, first = block.problem.interpret, block.gmem, part * matmul.width
     residual, gain = (
         device.load_columns(gmem[name], first, matmul.width, interpret=interpret) for name in (norm.residual, norm.gain)
     )
-    sums, _ = pl.run_scoped(multiply, plgpu.ACC((device.ROWS, matmul.width), jnp.float32))
+    sums, _ = pl.run_scoped(multiply, plgpu.ACC((device.ROWS, matmul.tile), jnp.float32))
     y = sums + residual
     y = y.astype(gmem[matmul.y].dtype).astype(jnp.float32)  # as it is stored
     device.store_columns(gmem[norm.normed], y * gain, first, interpret=interpret)
     squares = gmem[norm.squares]
     row_sums = jnp.sum(y * y, axis=1)
-    device.store_row_sums(squares, row_sums, tile, interpret=interpret)
-    for padding in range(matmul.num_tiles, squares.shape[1]):
+    device.store_row_sums(squares, row_sums, part, interpret=interpret)
+    for padding in range(matmul.num_tiles * matmul.split, squares.shape[1]):
 
-        @pl.when(tile == 0)
+        @pl.when(part == 0)
         def _(padding=padding):
             zeros = plgpu.layout_cast(jnp.zeros((device.ROWS,), jnp.float32), _ROW_LAYOUT)
             device.store_row_sums(squares, zeros, _int(padding), interpret=interpret)
@@ -401,14 +461,14 @@ def _finish_sum(
 
 
 def _finish_product(
-    block: _Block, matmul: Matmul, tile: Any, multiply: Callable[..., Any], signal: Callable[[], None]
+    block: _Block, matmul: Matmul, part: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
     """The product with x after its norm, through the activation if it is gate and up."""
-    acc = plgpu.ACC((device.ROWS, matmul.halves * matmul.width), jnp.float32)
+    acc = plgpu.ACC((device.ROWS, matmul.halves * matmul.tile), jnp.float32)
     sums, rstd = pl.run_scoped(multiply, acc)
     parts = [sums[:, half * matmul.width : (half + 1) * matmul.width] for half in range(matmul.halves)]
     y, *up = (part * lax.broadcast_in_dim(rstd, part.shape, (0,)) for part in parts)
     if up:
         y = block.problem.activation(y) * up[0]
-    device.store_columns(block.gmem[matmul.y], y, tile * matmul.width, interpret=block.problem.interpret)
+    device.store_columns(block.gmem[matmul.y], y, part * matmul.width, interpret=block.problem.interpret)
     signal()

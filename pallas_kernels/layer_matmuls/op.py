@@ -58,7 +58,7 @@ def layer_matmuls(
     "sm90" is one Mosaic kernel for Hopper GPUs, all of whose multiprocessors it takes, for its thread blocks wait for
     each other: of the calls of a program, each should depend on the one before, as layers do. "xla" runs anywhere.
     Raises ValueError for an unknown implementation or shapes that do not fit together, NotImplementedError for what
-    "sm90" cannot do: no rows or more than 16, dtypes but bfloat16, K that is no multiple of 64, outputs that are none
+    "sm90" cannot do: no rows or more than 64, dtypes but bfloat16, K that is no multiple of 64, outputs that are none
     of 8, less than 64 or so many that a thread block has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
     """
     _check_implementation(implementation)
@@ -112,8 +112,8 @@ def decode_layer(
     whose results mean nothing. No row may attend to a place that another one writes.
 
     "sm90" is one kernel, of which the same holds as of that of `layer_matmuls`. Raises ValueError and
-    NotImplementedError as that does, the latter for heads that are not 64 or 128 wide or partly turned, too, more than
-    64 queries a KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
+    NotImplementedError as that does, the latter for more than 16 rows, too, heads that are not 64 or 128 wide or partly
+    turned, more than 64 queries a KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
     """
     _check_implementation(implementation)
     _check_shapes(_heads_of(qkv).shape, residual, weights, gains)

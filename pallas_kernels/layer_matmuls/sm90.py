@@ -30,12 +30,13 @@ from pallas_kernels.paged_attention.tiles import Config as AttentionConfig
 from pallas_kernels.paged_attention.tiles import part_rows
 
 ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
-MAX_ROWS = 16
-"""With more of them, thread blocks would read more rows from the L2 than weights."""
+MAX_ROWS = ROWS
+MAX_ATTENDING_ROWS = 16
+"""With more of them, an attention of its own is as fast, see NOTES.md."""
 BLOCK_BYTES = 16 * 1024
 """Keys or values of a step, at most: of a part of a slot that is larger."""
 SLOT_BYTES = tuple(kib * 1024 for kib in (28, 24, 32))
-"""Smaller steps are too many to multiply as fast as weights come."""
+"""Of up to 16 rows: smaller steps are too many to multiply as fast as weights come."""
 MAX_X_SLOTS = 8
 MAX_WIDTH = 128
 """Weight rows of a step, which has 64 columns or more of them."""
@@ -55,6 +56,8 @@ class Config:
     """Room for rows, in multiples of 1024."""
     bytes_in_flight: int = 56 * 1024
     """Of weights: with more of them on their way, all else that reads memory waits for longer."""
+    splits: bool = True
+    """Whether thread blocks may share tiles."""
 
 
 def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
@@ -82,8 +85,10 @@ def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> No
 
 def check_attention_supported(qkv: Any, k_pages: Any, half: int) -> None:
     """Raises NotImplementedError with the reason if the kernel cannot attend: arrays, or their shapes."""
-    _, _, members, head_dim = qkv.shape
+    num_rows, _, members, head_dim = qkv.shape
     block_size = k_pages.shape[2]
+    if num_rows > MAX_ATTENDING_ROWS:
+        raise NotImplementedError(f"at most {MAX_ATTENDING_ROWS} rows, got {num_rows}")
     if head_dim not in (64, 128) or half != head_dim // 2:
         raise NotImplementedError(f"whole heads of 64 or 128, got {head_dim} of which {2 * half} are turned")
     if members - 2 > attention.ROWS:
@@ -94,7 +99,7 @@ def check_attention_supported(qkv: Any, k_pages: Any, half: int) -> None:
         raise NotImplementedError(f"pages of 8, 16, 32 or 64 tokens, got {block_size}")
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """One of the four, not yet cut; see `Matmul`."""
 
     name: str
@@ -105,16 +110,28 @@ class _Product(NamedTuple):
     squares: str | None = None
 
 
-def _cut(product: _Product, rows: int, config: Config) -> Matmul:
-    """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows."""
+def cut(product: Product, rows: int, config: Config) -> Matmul:
+    """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows.
+
+    Two blocks share one that is twice as wide where all else would read more rows from the L2 than weights.
+    """
     *halves, outputs, depth = product.weight.shape
     num_halves = math.prod(halves)
     rounds = -(-outputs // (NUM_SMS * (MAX_WIDTH // num_halves)))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
+    # Of two such blocks both must have outputs, and some of K: a TMA copy that is as wide as its source has no place.
+    is_shared = config.splits and rows > width and rounds == num_halves == 1
+    split = 2 if is_shared and -(-outputs // width) % 2 == 0 and depth > 64 else 1
     # Views of a slot have all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
-    limit = min(config.slot_bytes // (2 * width * num_halves), MAX_BLOCK_K, max(depth // 3, 64))
+    # A step's rows are given back when those of the next one are there: two have room.
+    limit = min(
+        config.slot_bytes // (2 * width * split * num_halves),
+        config.x_bytes // (4 * rows),
+        MAX_BLOCK_K,
+        max(depth // (3 * split), 64),
+    )
     block_k = max(k for k in range(64, limit + 1, 64) if config.slot_bytes % (16 * k) == 0)
-    step_bytes = 2 * num_halves * width * block_k
+    step_bytes = 2 * num_halves * width * split * block_k
     return Matmul(
         name=product.name,
         x=product.x,
@@ -125,24 +142,31 @@ def _cut(product: _Product, rows: int, config: Config) -> Matmul:
         outputs=outputs,
         halves=num_halves,
         width=width,
+        split=split,
         block_k=block_k,
         x_slots=min(config.x_bytes // (rows * block_k * 2), MAX_X_SLOTS),
         in_flight=min(max(round(config.bytes_in_flight / step_bytes), 1), config.w_slots),
     )
 
 
-def heuristic(rows: int, products: Sequence[_Product]) -> Config:
+def heuristic(rows: int, products: Sequence[Product]) -> Config:
     """Room for the rows that are on their way from the L2, and all else for weights: measured, see NOTES.md.
 
     Steps of the size that holds the most weights: of a slot, a tile's rows take what a multiple of 64 columns takes.
+    But of many rows, as many columns as smaller ones have of weights.
     """
+    if rows > 16:
+        slot_bytes, x_bytes = 16 * 1024, 64 * 1024
+        sums_bytes = ROWS * (ROWS - 8) * 4  # of a tile that is shared, as it has fewer columns than rows
+        w_slots = (SHARED_MEMORY - x_bytes - sums_bytes) // slot_bytes
+        return Config(slot_bytes=slot_bytes, w_slots=w_slots, x_bytes=x_bytes, bytes_in_flight=64 * 1024)
     x_bytes = (28 if rows <= 8 else 56) * 1024
 
     def bytes_held(config: Config) -> float:
         """On average over the time that weights take."""
-        matmuls = [_cut(product, rows, config) for product in products]
+        matmuls = [cut(product, rows, config) for product in products]
         sizes = [product.weight.size for product in products]
-        held = [config.w_slots * 2 * matmul.halves * matmul.width * matmul.block_k for matmul in matmuls]
+        held = [config.w_slots * 2 * matmul.halves * matmul.tile * matmul.block_k for matmul in matmuls]
         return sum(size * bytes_ for size, bytes_ in zip(sizes, held, strict=True)) / sum(sizes)
 
     configs = [
@@ -280,14 +304,16 @@ def _run_all(
     norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
     norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
     products = [
-        _Product("o", "heads", "x1", values["o"], norm=norm1),
-        _Product("gate_up", "normed1", "inner", values["gate_up"], squares="squares1"),
-        _Product("down", "inner", "residual", values["down"], norm=norm2),
+        Product("o", "heads", "x1", values["o"], norm=norm1),
+        Product("gate_up", "normed1", "inner", values["gate_up"], squares="squares1"),
+        Product("down", "inner", "residual", values["down"], norm=norm2),
     ]
     if values["qkv"] is not None:
-        products.append(_Product("qkv", "normed", "y", values["qkv"], squares="squares"))
+        products.append(Product("qkv", "normed", "y", values["qkv"], squares="squares"))
     config = config or heuristic(rows, products)
-    matmuls = [_cut(product, rows, config) for product in products]
+    if interpret:  # it has no clusters
+        config = dataclasses.replace(config, splits=False)
+    matmuls = [cut(product, rows, config) for product in products]
     make_problem = functools.partial(
         Problem,
         rows=rows,
@@ -336,7 +362,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
             read.append(matmul.squares)
         if matmul.norm is not None:
             read += [matmul.norm.residual, matmul.norm.gain]
-            parts = -(-matmul.num_tiles // 16) * 16
+            parts = -(-matmul.num_tiles * matmul.split // 16) * 16
             outputs_of[matmul.norm.normed] = outputs_of[matmul.y]
             outputs_of[matmul.norm.squares] = jax.ShapeDtypeStruct((num_rows, parts), jnp.float32)
         inputs |= {name: values[name] for name in read if name not in outputs}
@@ -354,10 +380,18 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
         rows = {matmul.name: ring[where["rows", matmul.name]] for matmul in problem.matmuls}
         gmem = dict(zip([*inputs, *outputs], arrays, strict=True))
         blocks = ring[where["blocks"]][1] if heads is not None else None
-        kernel(problem, gmem, Shared(weights, rows, blocks, *barriers))
+        shared = (*barriers, None, None) if problem.cluster == 1 else barriers
+        kernel(problem, gmem, Shared(weights, rows, blocks, *shared))
 
     x_slots = max([matmul.x_slots for matmul in problem.matmuls], default=1)
     pages_per_block = 1 if heads is None else heads.config.block_kv // heads.block_size
+    sums: tuple[Any, ...] = ()
+    clusters = {}
+    if problem.cluster > 1:
+        width = max(matmul.width for matmul in problem.matmuls if matmul.split > 1)
+        tiles = cast(Any, plgpu.TilingTransform)((8, 8)), cast(Any, plgpu.SwizzleTransform)(32)
+        sums = plgpu.SMEM((ROWS, width), jnp.float32, transforms=tiles), plgpu.Barrier()
+        clusters = {"cluster": (problem.cluster,), "cluster_names": ("rank",)}
     results = plgpu.kernel(
         body,
         kernel_name="layer_matmuls",
@@ -369,9 +403,11 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
             plgpu.Barrier(num_barriers=problem.w_slots),
             plgpu.Barrier(num_barriers=x_slots),
             plgpu.Barrier(num_barriers=x_slots),
+            *sums,
         ),
-        grid=(NUM_SMS,),
+        grid=(NUM_SMS // problem.cluster,),
         grid_names=("cta",),
+        **clusters,
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

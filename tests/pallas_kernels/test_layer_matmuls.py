@@ -14,7 +14,7 @@ from interpreting import interpret
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls import Weights, layer_matmuls, supports
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
-from pallas_kernels.layer_matmuls.sm90 import Config, layer_matmuls_sm90
+from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, heuristic, layer_matmuls_sm90
 
 EPS = 1e-5
 # Of the norm of the result: what lies between two matmuls is rounded to 8 bits too.
@@ -110,7 +110,7 @@ def test_unknown_implementation_is_refused():
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"num_rows": 17}, "at most 16 rows, got 17"),
+        ({"num_rows": 65}, "at most 64 rows, got 65"),
         ({"num_rows": 0}, "at least one row"),
         ({"num_rows": 2, "dtype": jnp.float32}, "bfloat16, got heads of float32"),
         ({"num_rows": 2, "depth": 96}, "multiples of 64"),
@@ -166,6 +166,34 @@ def test_interpreted_without_races(capsys, name):
     check(got, case)
 
 
+@pytest.mark.parametrize("num_rows", [8, 16, 24, 40, 64])
+@pytest.mark.parametrize("depth", [64, 128, 896, 14_336])
+@pytest.mark.parametrize("outputs", [64, 72, 1152, 4096, 6144, 70_000])
+@pytest.mark.parametrize("halves", [(), (2,)])
+def test_steps_have_room_to_follow_each_other(num_rows, depth, outputs, halves):
+    """A GPU would wait for ever: what a step has read is given back when the next one has begun."""
+    weight = jax.ShapeDtypeStruct((*halves, outputs, depth), jnp.bfloat16)
+    product = Product("o", "heads", "y", weight)
+    config = heuristic(num_rows, [product])
+    matmul = cut(product, num_rows, config)
+    assert config.w_slots >= 2
+    assert matmul.x_slots >= 2
+    assert matmul.x_slots * num_rows * matmul.block_k * 2 <= config.x_bytes
+    assert matmul.halves * matmul.tile * matmul.block_k * 2 <= config.slot_bytes
+    if matmul.split > 1:  # what both of a cluster finish lies within the outputs: nothing looks whether it does
+        assert (matmul.num_tiles * matmul.split - 1) * matmul.width < outputs
+        assert matmul.rounds == matmul.halves == 1
+
+
+def test_two_thread_blocks_share_a_tile_where_rows_are_more_than_weights():
+    def split(num_rows, outputs):
+        product = Product("o", "heads", "y", jax.ShapeDtypeStruct((outputs, 4096), jnp.bfloat16))
+        return cut(product, num_rows, heuristic(num_rows, [product])).split
+
+    assert [split(num_rows, 4096) for num_rows in (16, 32, 40, 64)] == [1, 1, 2, 2]
+    assert [split(64, outputs) for outputs in (6144, 14_336)] == [2, 1]
+
+
 LLAMA_3_8B = {"depth": 4096, "hidden": 4096, "inner": 14336, "outputs": 6144}
 
 
@@ -190,7 +218,7 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -228,7 +256,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16, 17, 33, 64])
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_on_a_gpu(name, num_rows):
     sizes = ON_A_GPU[name]
@@ -241,7 +269,7 @@ def test_on_a_gpu(name, num_rows):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_layers_one_after_the_other_on_a_gpu(num_rows):
     """In one program, where they share counters, and with rows from other layers in what they write."""
     sizes = {"depth": 512, "hidden": 1024, "inner": 2816, "outputs": 512}
