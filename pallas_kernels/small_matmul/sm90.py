@@ -27,7 +27,7 @@ from pallas_kernels.registers import written
 
 MAX_ROWS = 64  # of one wgmma
 MAX_TILE = 256  # weight rows of one wgmma
-MIN_OUTPUTS = 64  # A cluster's tile wider than the weight (8 outputs) failed on a GPU, for a reason not found.
+MIN_OUTPUTS = 64  # Of an array of one group of 8 columns Mosaic forgets which group a copy is to go to: see NOTES.md.
 
 _LAYOUT = plgpu.Layout.WGMMA
 
