@@ -109,7 +109,7 @@ def compile_for_h200(
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding lie
     whole on one H200, others carry shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
-    kernel that reads accumulators too early (see `ptx`), and whatever the compilers raise.
+    kernel that uses accumulators too early (see `ptx`), and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
 
@@ -138,13 +138,16 @@ def compile_lowered(
             # Beside the thunks this dumps more than is read here: a few files of text.
             compiled = lowered.compile({"xla_dump_to": folder} | (compiler_options or {}))
         text = report.read_text()
-        for name, entry in ptx.entries(text):
-            if early := ptx.read_in_flight(entry):
-                raise RuntimeError(f"{name} reads accumulators that a wgmma still writes: {early[0]}")
+        kernels, entries = tuple(_kernels(text)), list(ptx.entries(text))
+        if len(kernels) != len(entries):
+            raise RuntimeError(f"Mosaic printed PTX of {len(entries)} kernels, but what ptxas says of {len(kernels)}")
+        for name, entry in entries:
+            if early := ptx.used_in_flight(entry):
+                raise RuntimeError(f"{name} uses accumulators that a wgmma still writes: {early[0]}")
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
             compiled=compiled,
-            kernels=tuple(_kernels(text)),
+            kernels=kernels,
             thunks=collections.Counter(kind for indent, kind in thunks if not indent),
             num_launches=sum(kind not in CONTAINERS for _, kind in thunks),
         )

@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 def written[Sums](sums: Sums) -> Sums:
     """The sums of wgmmas, right after a wait for them, so that nothing reads them before.
 
-    The wait touches no register: without this LLVM may move above it what follows, as `ptx.read_in_flight` explains.
+    The wait touches no register: without this LLVM may move above it what follows, as `ptx.used_in_flight` explains.
     """
     return lax.optimization_barrier(sums)
 

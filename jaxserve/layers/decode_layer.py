@@ -1,5 +1,6 @@
 """Steps of few tokens, as decode steps are, of Llama's relatives on a GPU. A layer of the fewest is one kernel; others
-have one kernel or four between two attentions, which do little but read weights.
+have one kernel between two attentions, or one for each matmul, with two for sums over devices: all do little but read
+weights.
 
 Norms, activations and additions are parts of the matmuls around them. `decoder` goes this way where `supports` says so;
 the result is the same up to rounding.

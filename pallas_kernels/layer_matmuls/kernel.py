@@ -1,8 +1,8 @@
 """What the thread blocks of the kernel do. See sm90.py.
 
-A matmul's outputs are cut into tiles of equal width, and a thread block takes every `NUM_SMS`-th of them: those that
-all blocks take at a time are a round. Where rows are more than a tile would be wide, the two blocks of a cluster share
-one that is twice as wide, each with every other step of K, and give each other half of their sums.
+A matmul's outputs are cut into tiles of equal width, one for each thread block at a time, which is a round. Where rows
+are more than a tile would be wide, the two blocks of a cluster share one that is twice as wide, each with every other
+step of K, and give each other half of their sums.
 
 Of a block, one warpgroup streams the weights of all its tiles through a ring in shared memory and never waits for other
 blocks; one copies rows, as soon as other blocks have finished them; one multiplies. If the kernel attends, the ring
@@ -66,8 +66,8 @@ class Matmul(NamedTuple):
     width: int
     """Outputs of each half that one thread block finishes at a time."""
     split: int
-    """Thread blocks that share a tile, which is as many times as wide, and add up some of K each: 1, or 2 of a cluster
-    for a single half and round.
+    """Thread blocks that share a tile: 1, or the 2 of a cluster (of one half, in one round). A tile is `split * width`
+    wide, and each block adds up every other step of K.
     """
     block_k: int
     """Of K, a step."""
@@ -368,7 +368,7 @@ def _compute(block: _Block, index: int, matmul: Matmul, num_blocks: Any) -> None
 
         step = round_ * matmul.steps
         multiply = functools.partial(_multiply, block, matmul, step, first_step + step)
-        part = block.tile(matmul, round_) * matmul.split + block.rank(matmul)
+        part = block.tile(matmul, round_) * matmul.split + block.rank(matmul)  # of the outputs, `width` each
         if matmul.norm is not None:
             _finish_sum(block, matmul, matmul.norm, part, multiply, signal)
         else:
@@ -418,7 +418,9 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
 def _exchange(block: _Block, matmul: Matmul, sums: Any) -> Any:
     """This block's outputs of a tile that two share, with what the other one has added up of them.
 
-    It may write here what it has of its next such tile when it has waited for all blocks, this one included.
+    One buffer is enough: the other block writes into it again for its next such tile, of a later matmul, for whose rows
+    it has waited until all blocks had counted. This one counts behind its load below; where it has no tile of a matmul,
+    its copying warpgroup counts, but only when it has waited for the counter before.
     """
     rank, smem = block.rank(matmul), block.smem
     left, right = sums[:, : matmul.width], sums[:, matmul.width :]

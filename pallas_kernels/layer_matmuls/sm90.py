@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.tiles import part_rows
 ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
 MAX_ROWS = ROWS
 MAX_ATTENDING_ROWS = 16
-"""With more of them, an attention of its own is as fast, see NOTES.md."""
+"""Of a layer in one kernel. With 64 that was slower than three kernels, see NOTES.md; between them none was timed."""
 BLOCK_BYTES = 16 * 1024
 """Keys or values of a step, at most: of a part of a slot that is larger."""
 SLOT_BYTES = tuple(kib * 1024 for kib in (28, 24, 32))
@@ -113,23 +113,26 @@ class Product(NamedTuple):
 def cut(product: Product, rows: int, config: Config) -> Matmul:
     """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows.
 
-    Two blocks share one that is twice as wide where all else would read more rows from the L2 than weights.
+    Two blocks share one that is twice as wide where each would else read more rows from the L2 than weights. Raises
+    ValueError if the config has no room for two steps of rows or weights: a step's are given back when those of the
+    next one are there.
     """
     *halves, outputs, depth = product.weight.shape
     num_halves = math.prod(halves)
     rounds = -(-outputs // (NUM_SMS * (MAX_WIDTH // num_halves)))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
-    # Of two such blocks both must have outputs, and some of K: a TMA copy that is as wide as its source has no place.
-    is_shared = config.splits and rows > width and rounds == num_halves == 1
+    # Both blocks must have outputs, and K more than 64 columns: of a dimension of one tile Mosaic drops the coordinate.
+    is_shared = config.splits and rows > max(width, 16) and rounds == num_halves == 1
     split = 2 if is_shared and -(-outputs // width) % 2 == 0 and depth > 64 else 1
     # Views of a slot have all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
-    # A step's rows are given back when those of the next one are there: two have room.
     limit = min(
         config.slot_bytes // (2 * width * split * num_halves),
         config.x_bytes // (4 * rows),
         MAX_BLOCK_K,
         max(depth // (3 * split), 64),
     )
+    if limit < 64 or config.w_slots < 2:
+        raise ValueError(f"{config} has no room for two steps of {rows} rows and {num_halves * split * width} outputs")
     block_k = max(k for k in range(64, limit + 1, 64) if config.slot_bytes % (16 * k) == 0)
     step_bytes = 2 * num_halves * width * split * block_k
     return Matmul(
@@ -153,7 +156,7 @@ def heuristic(rows: int, products: Sequence[Product]) -> Config:
     """Room for the rows that are on their way from the L2, and all else for weights: measured, see NOTES.md.
 
     Steps of the size that holds the most weights: of a slot, a tile's rows take what a multiple of 64 columns takes.
-    But of many rows, as many columns as smaller ones have of weights.
+    From 17 rows on, 64 KiB of rows and steps of 16 KiB.
     """
     if rows > 16:
         slot_bytes, x_bytes = 16 * 1024, 64 * 1024

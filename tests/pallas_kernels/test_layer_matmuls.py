@@ -1,7 +1,8 @@
 """The matmuls between two attentions: XLA's against the float64 definition; the Hopper kernel interpreted with race
-detection, one matmul at a time, compiled for an H200 that is not there, and run where there is one.
+detection, one matmul at a time and no tile shared, compiled for an H200 that is not there, and run where there is one.
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -183,6 +184,13 @@ def test_steps_have_room_to_follow_each_other(num_rows, depth, outputs, halves):
     if matmul.split > 1:  # what both of a cluster finish lies within the outputs: nothing looks whether it does
         assert (matmul.num_tiles * matmul.split - 1) * matmul.width < outputs
         assert matmul.rounds == matmul.halves == 1
+
+
+@pytest.mark.parametrize("lacking", [{"w_slots": 1}, {"x_bytes": 255 * 64}])
+def test_a_config_without_room_for_two_steps_is_refused(lacking):
+    product = Product("o", "heads", "y", jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    with pytest.raises(ValueError, match="no room for two steps of 64 rows and 64 outputs"):
+        cut(product, 64, dataclasses.replace(heuristic(64, [product]), **lacking))
 
 
 def test_two_thread_blocks_share_a_tile_where_rows_are_more_than_weights():

@@ -1,5 +1,6 @@
-"""Reading PTX for accumulators that are read while a wgmma still writes them."""
+"""Reading PTX for accumulators that are used while a wgmma still writes them."""
 
+import functools
 import textwrap
 
 import jax
@@ -12,14 +13,17 @@ from pallas_kernels.small_matmul import matmul, sm90
 WGMMA = "{ .reg .pred p; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2}, %rd1, %rd2, p, 1, 1, 0, 0; }"
 COMMIT = "wgmma.commit_group.sync.aligned;"
 READ = "add.f32 %r9, %r2, %r8;"
+COPY = "mov.b32 %r5, %r1;"
+OF_SUMS = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r21,%r22}, {%r1,%r2,%r3,%r4}, %rd2, p, 1, 1, 1;"
+TARGETS = ["JTI0_0:", "\t.branchtargets", "\t\t$L1,", "\t\t$L2;"]  # as LLVM writes them
 
 
 def wait(count):
     return f"wgmma.wait_group.sync.aligned {count};"
 
 
-def reads_of(*lines):
-    return ptx.read_in_flight("\n".join([*lines, "ret;"]))
+def uses_of(*lines):
+    return ptx.used_in_flight("\n".join([*lines, "ret;"]))
 
 
 @pytest.mark.parametrize(
@@ -32,29 +36,37 @@ def reads_of(*lines):
         ([WGMMA, COMMIT, COMMIT, wait(1), READ], []),  # of the group before the newest
         ([WGMMA, COMMIT, "add.f32 %r9, %r12, %r8;"], []),
         ([WGMMA, COMMIT, WGMMA, COMMIT, wait(0), READ], []),  # wgmmas may add to what another still writes
-        ([WGMMA, COMMIT, "mov.b32 %r5, %r1;", "add.f32 %r9, %r5, %r8;"], ["add.f32 %r9, %r5, %r8;"]),
-        ([WGMMA, COMMIT, "mov.b32 %r2, %r4;", READ], []),
+        ([WGMMA, COMMIT, COPY, wait(0), "add.f32 %r9, %r5, %r8;"], [COPY]),
+        ([WGMMA, COMMIT, "mov.b32 %r2, %r4;", wait(0)], ["mov.b32 %r2, %r4;"]),
+        ([WGMMA, COMMIT, "@%p1 add.f32 %r1, %r5, %r6;", wait(0)], ["@%p1 add.f32 %r1, %r5, %r6;"]),
+        ([WGMMA, COMMIT, "{ cvt.rn.bf16x2.f32 %r5, %r1, %r2; }"], ["{ cvt.rn.bf16x2.f32 %r5, %r1, %r2; }"]),
+        ([WGMMA, COMMIT, OF_SUMS, wait(0)], [OF_SUMS]),
     ],
     ids=str,
 )
 def test_a_read_before_the_wait_is_found(lines, found):
-    assert reads_of(*lines) == found
+    assert uses_of(*lines) == found
 
 
 @pytest.mark.parametrize(("count", "found"), [(0, []), (1, [READ])])
 def test_a_read_in_the_next_turn_of_a_loop_is_found(count, found):
-    assert reads_of("$L1:", READ, WGMMA, COMMIT, wait(count), "@%p1 bra $L1;") == found
+    assert uses_of("$L1:", READ, WGMMA, COMMIT, wait(count), "@%p1 bra $L1;") == found
 
 
-@pytest.mark.parametrize("branch", ["@%p1 bra $L1;", "@!%p1 bra.uni $L1;", "brx.idx %r7, $T;"])
+@pytest.mark.parametrize("branch", ["@%p1 bra $L1;", "@!%p1 bra.uni $L1;", "brx.idx %r7, JTI0_0;"])
 def test_a_read_on_one_of_two_paths_is_found(branch):
-    lines = [WGMMA, COMMIT, "$T: .branchtargets $L1, $L2;", branch, wait(0), READ, "$L2:", "ret;", "$L1:"]
-    assert reads_of(*lines) == []
-    assert reads_of(*lines, READ) == [READ]
+    lines = [WGMMA, COMMIT, *TARGETS, branch, wait(0), READ, "$L2:", "ret;", "$L1:"]
+    assert uses_of(*lines) == []
+    assert uses_of(*lines, READ) == [READ]
 
 
 def test_a_read_behind_an_unconditional_branch_is_on_no_path():
-    assert reads_of(WGMMA, COMMIT, "bra.uni $L1;", READ, "$L1:", wait(0), READ) == []
+    assert uses_of(WGMMA, COMMIT, "bra.uni $L1;", READ, "$L1:", wait(0), READ) == []
+
+
+def test_a_wgmma_that_no_path_leads_to_is_not_passed_over():
+    with pytest.raises(ValueError, match=r"no path leads to .*wgmma"):
+        uses_of("brx.idx %r7, JTI0_0;", "$L1:", WGMMA)
 
 
 def test_entries_are_told_apart():
@@ -70,16 +82,22 @@ def test_entries_are_told_apart():
     ]
 
 
-def test_sums_of_an_unrolled_loop_are_read_behind_the_wait(monkeypatch):
-    """Of an unrolled loop of two, without `written`, LLVM rounds the sums before the wait; a GPU got them wrong."""
+@pytest.mark.parametrize(
+    ("num_rows", "output_dtype", "too_early"),
+    [(1, jnp.bfloat16, "cvt.rn.bf16x2"), (64, jnp.bfloat16, "cvt.u64"), (64, jnp.float32, "cvt.u64")],
+    ids=str,
+)
+def test_sums_of_an_unrolled_loop_are_read_behind_the_wait(monkeypatch, num_rows, output_dtype, too_early):
+    """Without `written` LLVM rounds or sends the sums of two unrolled steps before the wait; a GPU got them wrong."""
 
-    def compiled(depth):
-        x, weight = (jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16) for rows in (1, 768))
-        return deviceless.compile_for_h200(lambda x, weight: matmul(x, weight, implementation="sm90"), x, weight)
+    def compile_kernel():
+        jax.clear_caches()
+        x, weight = (jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16) for rows in (num_rows, 768))
+        run = functools.partial(matmul, output_dtype=output_dtype, implementation="sm90")
+        return deviceless.compile_for_h200(run, x, weight)
 
-    assert len(compiled(512).kernels) == 1
-    jax.clear_caches()
+    compile_kernel()
     monkeypatch.setattr(sm90, "written", lambda sums: sums)
-    with pytest.raises(RuntimeError, match=r"reads accumulators that a wgmma still writes: cvt"):
-        compiled(512)
+    with pytest.raises(RuntimeError, match=f"uses accumulators that a wgmma still writes: {too_early}"):
+        compile_kernel()
     jax.clear_caches()
