@@ -1,6 +1,7 @@
 """The table of compiled steps: every shape ahead of time, so that nothing is compiled while requests wait."""
 
 import concurrent.futures
+import itertools
 import logging
 import pathlib
 import threading
@@ -22,6 +23,9 @@ MAX_KERNELS_AT_A_TIME = 64
 """More than there are processors. Mosaic's lock lets in who waits for it once all before them have left: so kernels are
 compiled in rounds, each as long as its slowest, and the more wait, the fewer rounds there are.
 """
+
+
+_warm_ups = itertools.count()
 
 
 class WarmUp(NamedTuple):
@@ -101,9 +105,11 @@ class CompiledSteps:
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
-        lowering = concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere))
-        compiling_kernels = concurrent.futures.ThreadPoolExecutor(MAX_KERNELS_AT_A_TIME)
-        compiling = concurrent.futures.ThreadPoolExecutor(min(16, num_usable_cpus()))
+        name = f"jaxserve-warm-up-{next(_warm_ups)}"
+        lowering, compiling_kernels, compiling = (
+            concurrent.futures.ThreadPoolExecutor(max_workers, thread_name_prefix=f"{name}-")
+            for max_workers in (max(1, num_lowered_elsewhere), MAX_KERNELS_AT_A_TIME, min(16, num_usable_cpus()))
+        )
         submitted: list[concurrent.futures.Future[Any]] = []
 
         def submit[T](
@@ -145,6 +151,10 @@ class CompiledSteps:
                 concurrent.futures.wait([future for future in submitted if not future.cancelled()])
                 for pool in pools:
                     pool.shutdown()
+                # One that was interrupted while it started a thread, which is at work already, does not know it.
+                for thread in threading.enumerate():
+                    if thread.name.startswith(f"{name}-"):
+                        thread.join()
         self._is_warm = True
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 

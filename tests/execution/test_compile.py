@@ -261,3 +261,26 @@ def test_a_cache_of_the_process_is_left_alone(tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "other")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(monkeypatch):
+    """It may be at work already, and the pool that started it has not noted it yet."""
+    began, ended = threading.Event(), threading.Event()
+
+    def lower(_):
+        began.set()
+        ended.wait(0.2)  # for nothing
+        ended.set()
+
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(thread):
+        start(thread)
+        if thread.name.startswith("jaxserve-warm-up-"):
+            began.wait(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CompiledSteps(lower).warm_up(["a"], progress=False)
+    assert ended.is_set()
