@@ -135,8 +135,9 @@ def compile_lowered(
     with tempfile.TemporaryDirectory() as folder, without_cache():
         report = pathlib.Path(folder, "ptxas.txt")
         with _reporting_kernels(report):
-            # Beside the thunks this dumps more than is read here: a few files of text.
-            compiled = lowered.compile({"xla_dump_to": folder} | (compiler_options or {}))
+            # Beside the thunks this dumps more than is read here, as text hundreds of megabytes for a large model.
+            to_dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+            compiled = lowered.compile(to_dump | (compiler_options or {}))
         text = report.read_text()
         kernels, entries = tuple(_kernels(text)), list(ptx.entries(text))
         if len(kernels) != len(entries):

@@ -23,6 +23,17 @@ import jax
 import pytest
 from hypothesis import settings
 
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time. In
+    # this process only, which reads its flags once; what tests start compiles as a user's process does.
+    flags = os.environ["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    jax.devices()
+    os.environ["XLA_FLAGS"] = flags
+
+# Compilers make and drop many objects: looking for cycles among them as often as Python does takes 5% of the time.
+gc.set_threshold(50_000, 20, 50)
+
 # The same examples in every run, so that a commit is judged by what it changes; `pytest --hypothesis-profile explore`
 # draws new ones.
 settings.register_profile("repeat", derandomize=True, deadline=None)
