@@ -24,8 +24,8 @@ import pytest
 from hypothesis import settings
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time. In
-    # this process only, which reads its flags once; what tests start compiles as a user's process does.
+    # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time.
+    # In this process only, which reads its flags once; what tests start compiles as a user's process does.
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     jax.devices()

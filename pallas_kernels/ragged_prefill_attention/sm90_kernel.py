@@ -79,13 +79,11 @@ class Problem(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies and one that computes. Small heads take less to compute, small pages more to copy."""
-        return (56, 224) if self.head_dim <= 64 or self.block_size < 16 else (40, 232)
+        """Of a thread that copies and one that computes. Small heads take less to compute, small pages more to copy.
 
-    @property
-    def is_short_of_registers(self) -> bool:
-        """Large heads with a window and a cap, as Gemma 2 has them: a division a score would make others spill."""
-        return self.head_dim > 224 and self.sliding_window is not None and self.soft_cap is not None
+        All three warpgroups' together are what the block is launched with, 3 * 168: for more it would wait.
+        """
+        return (56, 224) if self.head_dim <= 64 or self.block_size < 16 else (40, 232)
 
     def first_key(self, tile: "Tile") -> Any:
         """The first position that a token of the tile looks at."""
@@ -401,14 +399,11 @@ def _softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_ca
     """
     unit = problem.scale * LOG2E
     if problem.soft_cap is not None:
-        # c * tanh(x / c), by exponentials: the hardware's tanh has 11 bits.
+        # c * tanh(x / c), by exponentials: the hardware's tanh has 11 bits. A division scales what is near an end of
+        # the range, which takes registers that some heads with a window do not have.
         cap = problem.soft_cap * LOG2E
         growth = jnp.exp2(scores * (2 * unit / problem.soft_cap))
-        if problem.is_short_of_registers:
-            quotient = (2 * cap) * reciprocal(growth + 1.0, interpret=problem.interpret)
-        else:
-            quotient = (2 * cap) / (growth + 1.0)
-        scores, unit = cap - quotient, 1.0
+        scores, unit = cap - (2 * cap) * reciprocal(growth + 1.0, interpret=problem.interpret), 1.0
     if slope is not None:
         scores, unit = scale_and_add_alibi(scores, unit, slope, distance, interpret=problem.interpret), 1.0
     if is_windowed and problem.sliding_window is not None:
