@@ -417,7 +417,7 @@ def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
                 log += read
             os.killpg(process.pid, signal.SIGINT)
             log += process.communicate(timeout=PATIENCE)[1]
-            assert process.returncode == 130
+            assert process.returncode == 130, log
             assert b"Traceback" not in log
         finally:
             process.kill()

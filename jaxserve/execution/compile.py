@@ -151,10 +151,10 @@ class CompiledSteps:
                 concurrent.futures.wait([future for future in submitted if not future.cancelled()])
                 for pool in pools:
                     pool.shutdown()
-                # One that was interrupted while it started a thread, which is at work already, does not know it.
-                for thread in threading.enumerate():
-                    if thread.name.startswith(f"{name}-"):
-                        thread.join()
+                # One that was interrupted while it started a thread, which is at work already or about to be, does not
+                # know it; nor can who has not begun be joined.
+                while any(thread.name.startswith(f"{name}-") for thread in threading.enumerate()):
+                    time.sleep(0.01)
         self._is_warm = True
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import pathlib
 import threading
+import time
 
 import jax
 import numpy as np
@@ -263,8 +264,9 @@ def test_a_cache_of_the_process_is_left_alone(tmp_path):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(monkeypatch):
-    """It may be at work already, and the pool that started it has not noted it yet."""
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(monkeypatch, has_begun):
+    """It may be at work already, and the pool that started it has not noted it yet; or it has not even begun."""
     began, ended = threading.Event(), threading.Event()
 
     def lower(_):
@@ -272,15 +274,29 @@ def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(mo
         ended.wait(0.2)  # for nothing
         ended.set()
 
-    start = threading.Thread.start
+    def is_ours(thread):
+        return thread.name.startswith("jaxserve-warm-up-")
+
+    start, bootstrap = threading.Thread.start, threading.Thread._bootstrap
 
     def start_and_be_interrupted(thread):
-        start(thread)
-        if thread.name.startswith("jaxserve-warm-up-"):
-            began.wait(1)
+        def interrupt(timeout=None):
+            if has_begun:
+                began.wait(1)
             raise KeyboardInterrupt
 
+        if is_ours(thread):
+            monkeypatch.setattr(thread._started, "wait", interrupt)
+        start(thread)
+
+    def begin(thread):
+        if is_ours(thread) and not has_begun:
+            time.sleep(0.2)
+        bootstrap(thread)
+
     monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    monkeypatch.setattr(threading.Thread, "_bootstrap", begin)
     with pytest.raises(KeyboardInterrupt):
         CompiledSteps(lower).warm_up(["a"], progress=False)
-    assert ended.is_set()
+    assert not any(map(is_ours, threading.enumerate()))
+    assert ended.is_set() == began.is_set() == has_begun
