@@ -282,7 +282,7 @@ def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(mo
     def start_and_be_interrupted(thread):
         def interrupt(timeout=None):
             if has_begun:
-                began.wait(1)
+                assert began.wait(PATIENCE)
             raise KeyboardInterrupt
 
         if is_ours(thread):
@@ -299,4 +299,4 @@ def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(mo
     with pytest.raises(KeyboardInterrupt):
         CompiledSteps(lower).warm_up(["a"], progress=False)
     assert not any(map(is_ours, threading.enumerate()))
-    assert ended.is_set() == began.is_set() == has_begun
+    assert ended.is_set() == began.is_set()  # one that begins late may find its work cancelled
