@@ -16,6 +16,16 @@ SHAPES = {
     "many heads": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 80},
     "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40, "head_dim": 64},
+    "caps and windows": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 40,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     # A token has all of them: which are best may depend on rounding.
     "experts": {
         "model_type": "qwen3_moe",
