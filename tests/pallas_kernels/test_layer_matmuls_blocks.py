@@ -1,0 +1,161 @@
+"""Thread blocks of `layer_matmuls` and `decode_layer` all at once, in any order: counters, the ring, shared tiles."""
+
+import jax
+import numpy as np
+import pytest
+import test_decode_layer_kernel
+import test_layer_matmuls
+from emulated_grid import emulate
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layer_matmuls import device, kernel, sm90
+from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90, layer_matmuls_sm90
+
+NUM_SMS = 6
+
+# Sizes, how shared memory is used, and of o, gate and up, down, qkv: rounds, and blocks that share a tile.
+MATMULS = {
+    "1 row": (
+        {"num_rows": 1, "depth": 256, "hidden": 192, "inner": 128, "outputs": 72},
+        Config(slot_bytes=8192, w_slots=3, x_bytes=8192),
+        [(1, 1)] * 4,
+    ),
+    "8 rows, no qkv": (
+        {"num_rows": 8, "depth": 128, "hidden": 320, "inner": 128, "outputs": None},
+        Config(slot_bytes=8192, w_slots=4, x_bytes=4096, bytes_in_flight=8192),
+        [(1, 1)] * 3,
+    ),
+    "16 rows in rounds": (
+        {"num_rows": 16, "depth": 128, "hidden": 832, "inner": 448, "outputs": 64},
+        Config(slot_bytes=16384, w_slots=2, x_bytes=16384),
+        [(2, 1), (2, 1), (2, 1), (1, 1)],
+    ),
+    "blocks without a tile": (
+        {"num_rows": 3, "depth": 64, "hidden": 64, "inner": 448, "outputs": 64},
+        Config(slot_bytes=16384, w_slots=3, x_bytes=8192),
+        [(1, 1), (2, 1), (1, 1), (1, 1)],
+    ),
+    "64 rows, shared tiles": (
+        {"num_rows": 64, "depth": 512, "hidden": 320, "inner": 448, "outputs": 328},
+        Config(slot_bytes=16384, w_slots=3, x_bytes=65536),
+        [(1, 2), (2, 1), (1, 2), (1, 2)],
+    ),
+}
+
+
+def run(monkeypatch, name, seed, fault=lambda grid, monkeypatch: None):
+    sizes, config, expected = MATMULS[name]
+    case = heads, residual, weights, gains = test_layer_matmuls.make_case(**sizes)
+    grid = emulate(monkeypatch, num_sms=NUM_SMS, seed=seed)
+    fault(grid, monkeypatch)
+    matmuls = []
+    cut = sm90.cut
+    monkeypatch.setattr(sm90, "cut", lambda *args: matmuls.append(cut(*args)) or matmuls[-1])
+    with jax.disable_jit():
+        of_layer = weights._asdict() | {"gains": gains, "activation": jax.nn.silu, "eps": test_layer_matmuls.EPS}
+        got = layer_matmuls_sm90(heads, residual, **of_layer, config=config)
+    assert [(matmul.rounds, matmul.split) for matmul in matmuls] == expected
+    test_layer_matmuls.check(got, case)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MATMULS)
+def test_any_order_of_matmuls(monkeypatch, name, seed):
+    run(monkeypatch, name, seed)
+
+
+# Lengths of contexts, sizes, and how shared memory is used.
+LAYERS = {
+    "cut contexts": ([5, 0, 1, 300, 64, 65, 17], {}, Config(slot_bytes=8192, w_slots=3, x_bytes=16384)),
+    "one of many parts": (
+        [128, 129, 0, 3, 700, 2, 1, 16, 33],
+        {"queries": 5, "head_dim": 128, "num_kv_heads": 1, "outputs": None},
+        Config(slot_bytes=16384, w_slots=4, x_bytes=16384, bytes_in_flight=16384),
+    ),
+    "nothing but padding": ([0, 0], {"block_size": 8}, Config(slot_bytes=8192, w_slots=2, x_bytes=8192)),
+    "more blocks than work": ([20], {"block_size": 64}, Config(slot_bytes=8192, w_slots=5, x_bytes=8192)),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_order_of_a_layer(monkeypatch, name, seed):
+    seq_lens, sizes, config = LAYERS[name]
+    case = test_decode_layer_kernel.make_case(seq_lens, **sizes)
+    emulate(monkeypatch, num_sms=NUM_SMS, seed=seed)
+    scale = 0.125
+    with jax.disable_jit():
+        of_layer = {"scale": scale, "activation": jax.nn.silu, "eps": test_decode_layer_kernel.EPS}
+        got = decode_layer_sm90(**case, **of_layer, config=config)
+    assert not np.isnan(np.asarray(got[0], np.float32)[np.array(seq_lens) > 0]).any()
+    if any(seq_lens):
+        test_decode_layer_kernel.check(got, case, scale)
+
+
+def test_layers_leave_counters_as_the_next_one_needs_them(monkeypatch):
+    """The ones of the last matmul are cleared by the next layer, whatever the first one finds in them."""
+    sizes, config, _ = MATMULS["8 rows, no qkv"]
+    case = heads, residual, weights, gains = test_layer_matmuls.make_case(**sizes)
+    emulate(monkeypatch, num_sms=NUM_SMS)
+    for _ in range(2):
+        with jax.disable_jit():
+            of_layer = weights._asdict() | {"gains": gains, "activation": jax.nn.silu, "eps": test_layer_matmuls.EPS}
+            got = layer_matmuls_sm90(heads, residual, **of_layer, config=config)
+        test_layer_matmuls.check(got, case)
+
+
+def _give_slots_back_unread(grid, monkeypatch):
+    monkeypatch.setattr(kernel, "_wait_until_free", lambda *_: None)
+
+
+def _take_rows_that_are_not_there(grid, monkeypatch):
+    monkeypatch.setattr(device, "wait", lambda *_, **__: None)
+
+
+def _signal_before_stores(grid, monkeypatch):
+    real = grid._flush
+    monkeypatch.setattr(grid, "_flush", lambda warpgroup: real(warpgroup) if warpgroup.has_ended else None)
+
+
+def _free_steps_under_way(grid, monkeypatch):
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda _: None)
+
+
+def _leave_counters(grid, monkeypatch):
+    monkeypatch.setattr(kernel, "_clear_counters", lambda *_: None)
+
+
+def _take_sums_that_have_not_come(grid, monkeypatch):
+    def wait(barrier):
+        if barrier is not grid.shared[grid.current.block][-1]:
+            grid.barrier_wait(barrier)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", wait)
+
+
+def _count_for_all_but_one(grid, monkeypatch):
+    signal = grid.signal
+
+    def all_but_one(counter, **options):
+        if grid.current.block != 1:
+            signal(counter, **options)
+
+    monkeypatch.setattr(device, "signal", all_but_one)
+
+
+WRONG_RESULT = r"^np\.float64"
+FAULTS = {
+    _give_slots_back_unread: "all wait",
+    _take_rows_that_are_not_there: WRONG_RESULT,
+    _signal_before_stores: WRONG_RESULT,
+    _free_steps_under_way: WRONG_RESULT,
+    _leave_counters: "a counter that the next layer does not find as it was",
+    _take_sums_that_have_not_come: f"copies that nobody has waited for|{WRONG_RESULT}",
+    _count_for_all_but_one: "all wait",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_faults_are_found(monkeypatch, fault):
+    with pytest.raises(AssertionError, match=FAULTS[fault]):
+        run(monkeypatch, "64 rows, shared tiles", 0, fault)
