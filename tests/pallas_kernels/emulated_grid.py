@@ -1,4 +1,4 @@
-"""The kernel of `layer_matmuls` in NumPy: all thread blocks at once, with what Pallas's interpreter for GPUs lacks.
+"""Kernels for Hopper in NumPy: all thread blocks at once, with what Pallas's interpreter for GPUs lacks.
 
 The body that a GPU runs runs here, once a warpgroup, with counters that blocks wait for, clusters, and views of the
 same shared memory. One warpgroup runs at a time, up to its next operation that others could see; a seed says which is
@@ -10,8 +10,9 @@ next, and when a copy ends. As on a GPU, whichever it is:
 - a barrier is waited for by the parity of its phases: who is two of them late waits for ever;
 - shared memory and results are NaN at first, counters among the results have any value.
 
-Raises AssertionError where all wait, where a copy is under way when all have ended, and for an index outside an array
-in shared memory. What else goes wrong is in the results. Not emulated: registers and their layouts, swizzling, MLIR.
+Raises AssertionError where all wait, where a copy is under way when all have ended, for an index outside an array in
+shared memory, and for counters that are not left as they were. What else goes wrong is in the results. Not emulated:
+registers and their layouts, swizzling, fences, MLIR.
 """
 
 import math
@@ -28,65 +29,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from waiting import PATIENCE
 
-from pallas_kernels.layer_matmuls import attention, device, kernel, sm90
-from pallas_kernels.paged_attention import device as parts_device
-from pallas_kernels.paged_attention import tiles
+OPERATIONS = (
+    "async_store_smem",
+    "barrier_arrive",
+    "barrier_wait",
+    "copy_gmem_to_smem",
+    "copy_smem_to_gmem",
+    "kernel",
+    "load",
+    "wait_smem_to_gmem",
+    "wgmma",
+    "wgmma_wait",
+)
 
-ROWS = 64
 
-
-def emulate(monkeypatch, *, num_sms: int, seed: int = 0) -> "Grid":
-    """Until the test ends, `layer_matmuls_sm90` and `decode_layer_sm90` run here, within `jax.disable_jit()`."""
+def emulate(monkeypatch, *modules, seed: int = 0) -> "Grid":
+    """Until the test ends, kernels run here whose bodies are in these modules: within `jax.disable_jit()`."""
     grid = Grid(seed)
     lax = {
         "axis_index": grid.axis_index,
-        "div": lambda a, b: np.int32(int(a) // int(b)),
-        "rem": lambda a, b: np.int32(int(a) % int(b)),
+        "div": np.floor_divide,
+        "rem": np.remainder,
         "min": np.minimum,
         "max": np.maximum,
         "fori_loop": _fori_loop,
         "while_loop": _while_loop,
         "cond": lambda condition, yes, no: yes() if condition else no(),
         "broadcast_in_dim": _broadcast_in_dim,
-        "rsqrt": lambda x: jnp.asarray(1 / np.sqrt(x)),  # of jax: its caller says that it returns such an array
+        "rsqrt": lambda x: jnp.asarray(1 / np.sqrt(x)),
     }
     of_pl = {
         "when": lambda condition: lambda run: run() if condition else None,
+        "loop": lambda start, end: lambda run: _fori_loop(start, end, lambda i, _: run(i), None),
         "ds": lambda start, size: pl.Slice(int(start), size),
         "multiple_of": lambda x, _: x,
         "run_scoped": lambda run, acc: run(Accumulator(grid, np.zeros(acc.shape, np.float32))),
         "run_state": grid.run_state,
     }
-    for module in (kernel, attention, tiles):
-        monkeypatch.setattr(module, "lax", types.SimpleNamespace(**lax))
+    for module in modules:
+        monkeypatch.setattr(module, "lax", types.SimpleNamespace(**lax), raising=False)
         monkeypatch.setattr(module, "jnp", np)
-        monkeypatch.setattr(module, "pl", types.SimpleNamespace(**of_pl))
-    for module in (kernel, attention):
-        monkeypatch.setattr(module, "_int", np.int32)
-        monkeypatch.setattr(module, "written", lambda sums: sums)
-    for module in (sm90, kernel, attention):
-        monkeypatch.setattr(module, "NUM_SMS", num_sms)
-    of_attention = sm90.AttentionConfig
-    monkeypatch.setattr(sm90, "AttentionConfig", lambda **sizes: of_attention(**sizes, num_ctas=num_sms))
-    for name in ("barrier_wait", "barrier_arrive", "copy_gmem_to_smem", "async_store_smem", "wgmma", "wgmma_wait"):
+        monkeypatch.setattr(module, "pl", types.SimpleNamespace(**of_pl), raising=False)
+        for name, value in {"_int": np.int32, "written": lambda sums: sums}.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    for name in OPERATIONS:
         monkeypatch.setattr(plgpu, name, getattr(grid, name))
-    monkeypatch.setattr(plgpu, "kernel", grid.kernel)
     monkeypatch.setattr(plgpu, "RefUnion", _Union)
     monkeypatch.setattr(plgpu, "SMEM", lambda shape, dtype, transforms=(): _Memory(shape, np.dtype(dtype)))
     monkeypatch.setattr(plgpu, "Barrier", _Barrier)
+    monkeypatch.setattr(plgpu, "ClusterBarrier", lambda *, collective_axes, **numbers: _Barrier(**numbers, of_all=True))
     monkeypatch.setattr(plgpu, "ACC", _Acc)
-    monkeypatch.setattr(plgpu, "load", lambda ref, **_: grid.load(ref))
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
     monkeypatch.setattr(plgpu, "broadcasted_iota", lambda _, shape, axis, **__: np.indices(shape, np.int32)[axis])
     monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
-    for name in ("signal", "wait", "clear", "load_columns", "store_columns", "load_row_sums", "store_row_sums"):
-        monkeypatch.setattr(device, name, getattr(grid, name))
-    for name in ("store_vector", "store_heads"):
-        monkeypatch.setattr(device, name, getattr(grid, name))
-    monkeypatch.setattr(parts_device, "signal", grid.signal)
-    monkeypatch.setattr(parts_device, "wait", grid.wait_and_take)
-    monkeypatch.setattr(parts_device, "store_first_rows", grid.store_first_rows)
     return grid
 
 
@@ -116,6 +113,8 @@ class _Union:
 class _Barrier(NamedTuple):
     num_barriers: int = 1
     num_arrivals: int = 1
+    of_all: bool = False
+    """Whether who arrives does so in each block of its cluster."""
 
 
 class _Acc(NamedTuple):
@@ -175,7 +174,11 @@ class Ref:
                 window.append((start, size))
                 continue
             i = index.pop(0)
-            window.append((start + i.start, i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
+            if isinstance(i, slice):
+                assert i == slice(None)
+                window.append((start, size))
+            else:
+                window.append((start + i.start, i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
         assert not index
         return Ref(self.grid, self.array, window, is_shared=self.is_shared)
 
@@ -209,8 +212,12 @@ class Ref:
         return value if value.shape else value[()]
 
     def __setitem__(self, index, value):
-        assert index is Ellipsis
-        self.write(value)
+        part = self if index is Ellipsis else self.part(index)
+        if self.is_shared:
+            self.grid.pause()
+            part.write(value)
+        else:
+            self.grid.store(part, value)
 
 
 class _At:
@@ -222,11 +229,14 @@ class _At:
 
 
 class Barriers:
-    """Of one thread block."""
+    """Of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
 
-    def __init__(self, kind: _Barrier):
-        self.num_arrivals = kind.num_arrivals
-        self.arrivals = np.zeros(kind.num_barriers, int)
+    def __init__(self, kind: _Barrier, cluster: int):
+        self.of_all = kind.of_all
+        self.units = cluster
+        """Of an arrival."""
+        self.units_of_phase = kind.num_arrivals * cluster * (cluster if kind.of_all else 1)
+        self.arrived = np.zeros(kind.num_barriers, int)
         self.observed: dict[tuple[int, int], int] = {}
         """How many phases a warpgroup has waited for."""
 
@@ -234,11 +244,11 @@ class Barriers:
     def at(self):
         return _AtBarrier(self)
 
-    def arrive(self, index):
-        self.arrivals[index] += 1
+    def arrive(self, index, units=None):
+        self.arrived[index] += self.units if units is None else units
 
     def is_passed(self, index, warpgroup):
-        phases = self.arrivals[index] // self.num_arrivals
+        phases = self.arrived[index] // self.units_of_phase
         return (phases - self.observed.get((warpgroup, index), 0)) % 2 == 1
 
 
@@ -247,7 +257,7 @@ class _AtBarrier:
         self.barriers = barriers
 
     def __getitem__(self, index):
-        assert 0 <= index < len(self.barriers.arrivals)
+        assert 0 <= index < len(self.barriers.arrived)
         return self.barriers, int(index)
 
 
@@ -266,7 +276,7 @@ class Accumulator:
     def __getitem__(self, index):
         assert index is Ellipsis
         self.end()
-        return self.sums
+        return jnp.asarray(self.sums)
 
 
 class _Warpgroup:
@@ -277,9 +287,29 @@ class _Warpgroup:
         self.stores: list[tuple[Ref, Any]] = []
         """To global memory, that others need not see yet."""
         self.accumulator: Accumulator | None = None
+        self.results: list[_ResultCopy] = []
+        """On their way from shared memory to global memory."""
         self.has_ended = False
         self.error: BaseException | None = None
         self.run = run
+
+
+class _ResultCopy:
+    """From shared memory to global memory: read at some time, written later."""
+
+    def __init__(self, source: Ref, place: Ref):
+        self.source, self.place = source, place
+        self.values: Any = None
+        self.is_written = False
+
+    def go_on(self) -> bool:
+        """One step; whether there is another."""
+        if self.values is None:
+            self.values = self.source.read()
+            return True
+        self.place.write(self.values)
+        self.is_written = True
+        return False
 
 
 class _Stopped(BaseException):
@@ -298,16 +328,34 @@ class Grid:
         self.shared: list[list[Any]] = []
         """By block: arrays in shared memory, and barriers."""
         self.cluster = 1
+        self.axes: dict[str, Callable[[], int]] = {}
 
-    def kernel(self, body, *, out_type, scratch_types, grid, num_threads, cluster=(), **_):
-        """In place of `plgpu.kernel`."""
+    def kernel(
+        self,
+        body,
+        *,
+        out_type,
+        scratch_types,
+        grid,
+        grid_names,
+        num_threads,
+        thread_name,
+        cluster=(),
+        cluster_names=(),
+        **_,
+    ):
+        """In place of `plgpu.kernel`, with one axis of blocks and at most one of clusters."""
         self.cluster = math.prod(cluster)
-        num_blocks = math.prod(grid) * self.cluster
+        self.axes = {thread_name: lambda: self.current.group, grid_names[0]: lambda: self.current.block // self.cluster}
+        self.axes |= dict.fromkeys(cluster_names, lambda: self.current.block % self.cluster)
+        [num_blocks] = grid
+        num_blocks *= self.cluster
+        out_types = out_type if isinstance(out_type, tuple) else (out_type,)
 
         def run(*inputs):
             # An array of jax's is not for writing; of a ref, what it holds goes back when all is done.
             arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in inputs]
-            results = [self._garbage(x) for x in out_type]
+            results = [self._garbage(x) for x in out_types]
             refs = [Ref(self, array) for array in (*arrays, *results)]
             self.shared = [[self._allocate(kind) for kind in scratch_types] for _ in range(num_blocks)]
             self._run([(block, group, body, refs) for block in range(num_blocks) for group in range(num_threads)])
@@ -316,43 +364,69 @@ class Grid:
                     x[...] = jnp.asarray(array)
                 elif x.dtype == jnp.int32:
                     assert (array == np.asarray(x)).all(), "a counter that the next layer does not find as it was"
-            return tuple(jnp.asarray(result) for result in results)
+            results = tuple(jnp.asarray(result) for result in results)
+            return results if isinstance(out_type, tuple) else results[0]
 
         return run
 
     def axis_index(self, name):
-        block = self.current.block
-        return np.int32({"wg": self.current.group, "cta": block // self.cluster, "rank": block % self.cluster}[name])
+        return np.int32(self.axes[name]())
 
     def barrier_wait(self, barrier):
         barriers, index = _barrier(barrier)
         group = self.current.group
-        self._pause(lambda: barriers.is_passed(index, group))
+        self.pause(lambda: barriers.is_passed(index, group))
         barriers.observed[group, index] = barriers.observed.get((group, index), 0) + 1
 
     def barrier_arrive(self, barrier):
-        self._pause()
+        self.pause()
         barriers, index = _barrier(barrier)
-        barriers.arrive(index)
+        for one in self._of_cluster(barriers) if barriers.of_all else [barriers]:
+            one.arrive(index)
 
-    def copy_gmem_to_smem(self, source, place, barrier):
-        self._pause()
+    def copy_gmem_to_smem(self, source, place, barrier, *, collective_axes=None):
+        """With `collective_axes` each block of the cluster copies a part, to all of them."""
+        self.pause()
         assert source.shape == place.shape
         barriers, index = _barrier(barrier)
-        self._begin_copy(source.read, place, lambda: barriers.arrive(index))
+        if collective_axes is None:
+            self._begin_copy(source.read, place, lambda: barriers.arrive(index))
+            return
+        size = place.shape[0] // self.cluster
+        part = pl.Slice(self.current.block % self.cluster * size, size)
+        own = place.part(part)
+        for array, others in zip(self._of_cluster(place.array), self._of_cluster(barriers), strict=True):
+            there = Ref(self, array, own.window, is_shared=True)
+            self._begin_copy(source.part(part).read, there, lambda others=others: others.arrive(index, 1))
+
+    def copy_smem_to_gmem(self, source, place):
+        self.pause()
+        assert source.shape == place.shape
+        copy = _ResultCopy(source, place)
+        self.current.results.append(copy)
+
+        def go_on():
+            if copy.go_on():
+                self.copies.append(go_on)
+
+        self.copies.append(go_on)
+
+    def wait_smem_to_gmem(self, but, wait_read_only=False):
+        """For all copies of this warpgroup but the last ones."""
+        results = self.current.results
+        mine = results[: len(results) - but]
+        self.pause(lambda: all(copy.values is not None and (wait_read_only or copy.is_written) for copy in mine))
 
     def async_store_smem(self, values, place, barrier, *, cluster_idx, **_):
-        """Into the memory of another block of the cluster."""
-        self._pause()
-        block = self.current.block
-        other = self.shared[block // self.cluster * self.cluster + int(cluster_idx)]
-        [number] = [i for i, x in enumerate(self.shared[block]) if isinstance(x, Ref) and x.array is place.array]
-        [of_barrier] = [i for i, x in enumerate(self.shared[block]) if x is barrier]
-        there = Ref(self, other[number].array, place.window, is_shared=True)
-        self._begin_copy(lambda: values, there, lambda: other[of_barrier].arrive(0))
+        """Into the memory of another block of the cluster, or of this one."""
+        self.pause()
+        there = Ref(self, self._of_cluster(place.array)[int(cluster_idx)], place.window, is_shared=True)
+        barriers, index = _barrier(barrier)
+        other = self._of_cluster(barriers)[int(cluster_idx)]
+        self._begin_copy(lambda: np.asarray(values), there, lambda: other.arrive(index))
 
     def wgmma(self, accumulator, a, b):
-        self._pause()
+        self.pause()
         self.current.accumulator = accumulator
 
         def multiply():
@@ -362,7 +436,7 @@ class Grid:
         accumulator.pending.append(lambda: multiply() if product is None else product)
 
     def wgmma_wait(self, but):
-        self._pause()
+        self.pause()
         assert self.current.accumulator is not None, "a wait for nothing"
         self.current.accumulator.end(but)
 
@@ -370,60 +444,58 @@ class Grid:
         def with_state(acc):
             accumulator = Accumulator(self, acc.first)
             run(accumulator)
-            self._pause()
+            self.pause()
             return accumulator[...]
 
         return with_state
 
-    def load(self, ref):
-        self._pause()
-        self._flush(self.current)  # one sees what oneself has written
-        return ref.read()
+    def load(self, ref, **_):
+        self.pause()
+        self.flush(self.current)  # one sees what oneself has written
+        return jnp.asarray(ref.read())
+
+    def store(self, ref, values):
+        """To global memory: others may not see it before a signal."""
+        self.pause()
+        self.current.stores.append((ref, np.array(values)))
 
     def signal(self, counter, **_):
-        self._pause()
-        self._flush(self.current)
-        counter.part(0).write(_first(counter) + 1)
+        self.pause()
+        self.flush(self.current)
+        counter.write(int(counter.read().flat[0]) + 1)
 
     def wait(self, counter, value, **_):
-        self._pause(lambda: _first(counter) >= value)
+        self.pause(lambda: counter.read().flat[0] >= value)
 
     def wait_and_take(self, counter, value, **_):
         self.wait(counter, value)
-        counter.part(0).write(_first(counter) - value)
+        counter.write(counter.read() - value)
 
     def clear(self, counter, **_):
-        self._pause()
-        counter.part(0).write(0)
+        self.pause()
+        counter.write(0)
 
-    def load_columns(self, ref, first, num_columns, **_):
-        values = self.load(ref.part((pl.Slice(0, ref.shape[0]), pl.Slice(int(first), num_columns))))
-        return _pad_rows(values)
+    def flush(self, warpgroup):
+        """What it has written to global memory is there."""
+        for ref, values in warpgroup.stores:
+            ref.write(values)
+        warpgroup.stores.clear()
 
-    def store_columns(self, ref, x, first, **_):
-        x = np.asarray(x).astype(ref.dtype)[: ref.shape[0]]
-        self._store(ref.part((pl.Slice(0, len(x)), pl.Slice(int(first), x.shape[1]))), x)
+    def pause(self, can_go_on: Callable[[], bool] = lambda: True):
+        """Let others run, until the seed chooses this warpgroup again."""
+        warpgroup = self.current
+        warpgroup.can_go_on = can_go_on
+        warpgroup.is_back.release()
+        warpgroup.turn.acquire()
+        if self.is_stopped:
+            raise _Stopped
 
-    def load_row_sums(self, ref, **_):
-        return _pad_rows(self.load(ref))
-
-    def store_row_sums(self, ref, sums, column, **_):
-        self._store(ref.part((pl.Slice(0, ref.shape[0]), int(column))), sums[: ref.shape[0]])
-
-    def store_vector(self, ref, x, **_):
-        self._store(ref, x[: ref.shape[0]])
-
-    def store_first_rows(self, ref, x, **_):
-        self._store(ref, x[: ref.shape[0]])
-
-    def store_heads(self, ref, x, row, first, start, number, **_):
-        size = x.shape[1]
-        for i in range(min(len(x), number - int(start))):
-            self._store(ref.part((int(row), pl.Slice(int(first) + (int(start) + i) * size, size))), x[i])
-
-    def _store(self, ref, values):
-        self._pause()
-        self.current.stores.append((ref, np.array(values)))
+    def _of_cluster(self, one):
+        """Of each block of the current one's cluster, the same array or the same barriers."""
+        first = self.current.block // self.cluster * self.cluster
+        blocks = [_flat(shared) for shared in self.shared[first : first + self.cluster]]
+        [number] = [i for i, x in enumerate(blocks[self.current.block - first]) if x is one]
+        return [block[number] for block in blocks]
 
     def _begin_copy(self, read, place, arrive):
         values = read() if self.random.random() < 0.5 else None
@@ -435,30 +507,16 @@ class Grid:
 
         self.copies.append(end)
 
-    def _flush(self, warpgroup):
-        for ref, values in warpgroup.stores:
-            ref.write(values)
-        warpgroup.stores.clear()
-
     def _garbage(self, x):
         fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else self.random.randrange(1, 2**30)
         return np.full(x.shape, fill, x.dtype)
 
     def _allocate(self, kind):
         if isinstance(kind, _Barrier):
-            return Barriers(kind)
+            return Barriers(kind, self.cluster)
         if isinstance(kind, _Union):
             return kind.allocate(self)
         return Ref(self, np.full(kind.shape, np.nan, kind.dtype), is_shared=True)
-
-    def _pause(self, can_go_on: Callable[[], bool] = lambda: True):
-        """Let others run, until the seed chooses this warpgroup again."""
-        warpgroup = self.current
-        warpgroup.can_go_on = can_go_on
-        warpgroup.is_back.release()
-        warpgroup.turn.acquire()
-        if self.is_stopped:
-            raise _Stopped
 
     def _run(self, todo):
         """Has all warpgroups run to their ends, by turns. Raises what one of them raises."""
@@ -480,7 +538,12 @@ class Grid:
                 assert ready, "all wait: " + ", ".join(f"block {one.block} warpgroup {one.group}" for one in left)
                 self._take_turn(self.random.choice(ready))
                 left = [one for one in left if not one.has_ended]
-            assert not self.copies, "copies that nobody has waited for"
+            unread = [copy for one in warpgroups for copy in one.results if copy.values is None]
+            written = sum(not copy.is_written for one in warpgroups for copy in one.results)
+            assert not unread, "copies that nobody has waited for"
+            assert len(self.copies) == written, "copies that nobody has waited for"
+            for copy in self.copies:
+                copy()
         finally:
             self.is_stopped = True
             for one in left:
@@ -497,7 +560,7 @@ class Grid:
         if warpgroup.error is not None:
             raise warpgroup.error
         if warpgroup.has_ended or self.random.random() < 0.1:
-            self._flush(warpgroup)
+            self.flush(warpgroup)
 
     def _run_one(self, warpgroup):
         warpgroup.turn.acquire()
@@ -517,18 +580,15 @@ def _barrier(barrier):
     return (barrier, 0) if isinstance(barrier, Barriers) else barrier
 
 
-def _first(counter):
-    return int(counter.read().flat[0])
+def _flat(shared):
+    """Arrays and barriers of a block, those of views too."""
+    if isinstance(shared, list):
+        return [one for x in shared for one in _flat(x)]
+    return [shared.array if isinstance(shared, Ref) else shared]
 
 
 def _read(x):
     return x.read() if isinstance(x, Ref) else x
-
-
-def _pad_rows(x):
-    """To 64, with the last one again."""
-    x = np.asarray(x, np.float32)
-    return x[np.minimum(np.arange(ROWS), len(x) - 1)]
 
 
 def _fori_loop(start, end, body, state):
@@ -545,4 +605,4 @@ def _while_loop(condition, body, state):
 
 def _broadcast_in_dim(x, shape, axes):
     [axis] = axes
-    return np.broadcast_to(np.expand_dims(x, tuple(i for i in range(len(shape)) if i != axis)), shape)
+    return jnp.broadcast_to(np.expand_dims(x, tuple(i for i in range(len(shape)) if i != axis)), shape)

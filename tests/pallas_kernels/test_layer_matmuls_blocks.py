@@ -1,17 +1,23 @@
 """Thread blocks of `layer_matmuls` and `decode_layer` all at once, in any order: counters, the ring, shared tiles."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 import test_decode_layer_kernel
 import test_layer_matmuls
 from emulated_grid import emulate
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layer_matmuls import device, kernel, sm90
+from pallas_kernels.layer_matmuls import attention, device, kernel, sm90
 from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90, layer_matmuls_sm90
+from pallas_kernels.paged_attention import device as parts_device
+from pallas_kernels.paged_attention import tiles
 
 NUM_SMS = 6
+ROWS = 64
 
 # Sizes, how shared memory is used, and of o, gate and up, down, qkv: rounds, and blocks that share a tile.
 MATMULS = {
@@ -43,10 +49,64 @@ MATMULS = {
 }
 
 
+class Device:
+    """In place of `layer_matmuls.device` and the one of paged attention."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.signal, self.wait = grid.signal, grid.wait
+
+    def clear(self, counter, **_):
+        self.grid.clear(counter)
+
+    def load_columns(self, ref, first, num_columns, **_):
+        return _pad_rows(self.grid.load(ref.part((slice(None), pl.Slice(int(first), num_columns)))))
+
+    def store_columns(self, ref, x, first, **_):
+        x = np.asarray(x).astype(ref.dtype)[: ref.shape[0]]
+        self.grid.store(ref.part((pl.Slice(0, len(x)), pl.Slice(int(first), x.shape[1]))), x)
+
+    def load_row_sums(self, ref, **_):
+        return _pad_rows(self.grid.load(ref))
+
+    def store_row_sums(self, ref, sums, column, **_):
+        self.grid.store(ref.part((slice(None), int(column))), sums[: ref.shape[0]])
+
+    def store_first_rows(self, ref, x, **_):
+        self.grid.store(ref, x[: ref.shape[0]])
+
+    def store_heads(self, ref, x, row, first, start, number, **_):
+        size = x.shape[1]
+        for i in range(min(len(x), number - int(start))):
+            self.grid.store(ref.part((int(row), pl.Slice(int(first) + (int(start) + i) * size, size))), x[i])
+
+
+def _pad_rows(x):
+    """To 64, with the last one again."""
+    return np.asarray(x, np.float32)[np.minimum(np.arange(ROWS), len(x) - 1)]
+
+
+def emulate_layers(monkeypatch, seed=0) -> Any:
+    grid = emulate(monkeypatch, kernel, attention, tiles, seed=seed)
+    for module in (sm90, kernel, attention):
+        monkeypatch.setattr(module, "NUM_SMS", NUM_SMS)
+    of_attention = sm90.AttentionConfig
+    monkeypatch.setattr(sm90, "AttentionConfig", lambda **sizes: of_attention(**sizes, num_ctas=NUM_SMS))
+    of_blocks = Device(grid)
+    for name in ("signal", "wait", "clear", "load_columns", "store_columns", "load_row_sums", "store_row_sums"):
+        monkeypatch.setattr(device, name, getattr(of_blocks, name))
+    monkeypatch.setattr(device, "store_heads", of_blocks.store_heads)
+    monkeypatch.setattr(device, "store_vector", of_blocks.store_first_rows)
+    monkeypatch.setattr(parts_device, "signal", grid.signal)
+    monkeypatch.setattr(parts_device, "wait", grid.wait_and_take)
+    monkeypatch.setattr(parts_device, "store_first_rows", of_blocks.store_first_rows)
+    return grid
+
+
 def run(monkeypatch, name, seed, fault=lambda grid, monkeypatch: None):
     sizes, config, expected = MATMULS[name]
     case = heads, residual, weights, gains = test_layer_matmuls.make_case(**sizes)
-    grid = emulate(monkeypatch, num_sms=NUM_SMS, seed=seed)
+    grid = emulate_layers(monkeypatch, seed)
     fault(grid, monkeypatch)
     matmuls = []
     cut = sm90.cut
@@ -82,7 +142,7 @@ LAYERS = {
 def test_any_order_of_a_layer(monkeypatch, name, seed):
     seq_lens, sizes, config = LAYERS[name]
     case = test_decode_layer_kernel.make_case(seq_lens, **sizes)
-    emulate(monkeypatch, num_sms=NUM_SMS, seed=seed)
+    emulate_layers(monkeypatch, seed)
     scale = 0.125
     with jax.disable_jit():
         of_layer = {"scale": scale, "activation": jax.nn.silu, "eps": test_decode_layer_kernel.EPS}
@@ -96,7 +156,7 @@ def test_layers_leave_counters_as_the_next_one_needs_them(monkeypatch):
     """The ones of the last matmul are cleared by the next layer, whatever the first one finds in them."""
     sizes, config, _ = MATMULS["8 rows, no qkv"]
     case = heads, residual, weights, gains = test_layer_matmuls.make_case(**sizes)
-    emulate(monkeypatch, num_sms=NUM_SMS)
+    emulate_layers(monkeypatch)
     for _ in range(2):
         with jax.disable_jit():
             of_layer = weights._asdict() | {"gains": gains, "activation": jax.nn.silu, "eps": test_layer_matmuls.EPS}
@@ -113,8 +173,8 @@ def _take_rows_that_are_not_there(grid, monkeypatch):
 
 
 def _signal_before_stores(grid, monkeypatch):
-    real = grid._flush
-    monkeypatch.setattr(grid, "_flush", lambda warpgroup: real(warpgroup) if warpgroup.has_ended else None)
+    real = grid.flush
+    monkeypatch.setattr(grid, "flush", lambda warpgroup: real(warpgroup) if warpgroup.has_ended else None)
 
 
 def _free_steps_under_way(grid, monkeypatch):

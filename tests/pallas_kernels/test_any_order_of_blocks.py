@@ -1,0 +1,179 @@
+"""Kernels with clusters or counters, whose thread blocks run all at once, in any order: all but `layer_matmuls`, which
+has a file of its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gated_linear_unit
+import test_paged_attention_sm90
+import test_small_matmul
+from emulated_grid import Barriers, emulate
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gated_linear_unit import kernel as gated_kernel
+from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
+from pallas_kernels.paged_attention import device as paged_device
+from pallas_kernels.paged_attention import kernel as paged_kernel
+from pallas_kernels.paged_attention import sm90 as paged_sm90
+from pallas_kernels.paged_attention import tiles
+from pallas_kernels.small_matmul import sm90 as small_sm90
+from pallas_kernels.small_matmul.sm90 import Epilogue, matmul_sm90
+
+
+def no_fault(grid, monkeypatch):
+    """All as it is."""
+
+
+def run_gated_linear_unit(monkeypatch, name, seed, fault=no_fault):
+    problem, config = test_gated_linear_unit.INTERPRETED[name]
+    x, weight, want = test_gated_linear_unit.make_case(**problem)
+    fault(emulate(monkeypatch, gated_kernel, seed=seed), monkeypatch)
+    with jax.disable_jit():
+        got = gated_linear_unit_sm90(x, weight, activation=jax.nn.silu, config=config)
+    test_gated_linear_unit.check(got, want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", test_gated_linear_unit.INTERPRETED)
+def test_gated_linear_unit_of_a_cluster(monkeypatch, name, seed):
+    """With weights of which each block of a cluster fetches a part for all."""
+    run_gated_linear_unit(monkeypatch, name, seed)
+
+
+SMALL = {
+    "two split K": (
+        {"num_rows": 40, "outputs": 88, "depth": 512},
+        small_sm90.Config(outputs=16, block_k=64, stages=2, cluster=2),
+    ),
+    "four split K": (
+        {"num_rows": 64, "outputs": 128, "depth": 448, "is_gated": True, "has_bias": True, "has_residual": True},
+        small_sm90.Config(outputs=16, block_k=64, stages=3, cluster=4),
+    ),
+    "tiles in turns": (
+        {"num_rows": 5, "outputs": 88, "depth": 256, "has_residual": True},
+        small_sm90.Config(outputs=16, block_k=64, stages=2, max_ctas=2),
+    ),
+}
+
+
+def run_small_matmul(monkeypatch, name, seed, fault=no_fault):
+    problem, config = SMALL[name]
+    x, weight, options, want = test_small_matmul.make_case(**problem)
+    epilogue = Epilogue(activation=jax.nn.silu if "is_gated" in problem else None)
+    fault(emulate(monkeypatch, small_sm90, seed=seed), monkeypatch)
+    with jax.disable_jit():
+        got, _, _ = matmul_sm90(x, weight, **options, config=config, epilogue=epilogue)
+    test_small_matmul.check(got, want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SMALL)
+def test_small_matmul_of_a_cluster(monkeypatch, name, seed):
+    run_small_matmul(monkeypatch, name, seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_norm_between_small_matmuls_of_clusters(monkeypatch, seed):
+    x, weight, options, y_want = test_small_matmul.make_case(24, 72, 192, has_residual=True)
+    [gain] = test_small_matmul.arrays([(72,)], jnp.float32)
+    config = small_sm90.Config(outputs=16, block_k=64, stages=2, cluster=2)
+    emulate(monkeypatch, small_sm90, seed=seed)
+    with jax.disable_jit():
+        y, scaled, squares = matmul_sm90(x, weight, **options, gain=gain, config=config, epilogue=Epilogue())
+    test_small_matmul.check(y, y_want)
+    assert scaled is not None
+    assert squares is not None
+    rounded = np.asarray(y, np.float32)
+    np.testing.assert_allclose(np.asarray(squares).sum(axis=1)[:24], (rounded**2).sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(scaled, np.float32), rounded * np.asarray(gain), rtol=2**-8)
+
+
+PAGED = test_paged_attention_sm90.INTERPRETED | {
+    "parts of one context": {"lens": [900], "heads": (4, 1, 32)},
+    "nothing but padding": {"lens": [0, 0, 1], "heads": (2, 2, 32)},
+}
+
+
+def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
+    arrays, options, want = test_paged_attention_sm90.make_case(**PAGED[name])
+    config = paged_sm90.Config(block_kv=64, stages=2, streams=streams, num_ctas=3)
+    of_host = paged_sm90.jnp
+    grid = emulate(monkeypatch, paged_kernel, tiles, paged_sm90, seed=seed)
+    monkeypatch.setattr(paged_sm90, "jnp", of_host)
+    monkeypatch.setattr(paged_device, "signal", grid.signal)
+    monkeypatch.setattr(paged_device, "wait", grid.wait_and_take)
+    monkeypatch.setattr(paged_device, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
+    fault(grid, monkeypatch)
+    with jax.disable_jit():
+        attend: Any = paged_sm90.paged_attention_sm90
+        got = attend(*arrays, **options, config=config)
+    test_paged_attention_sm90.check(got, want)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("name", PAGED)
+def test_parts_of_contexts(monkeypatch, name, streams, seed):
+    """Contexts of which several blocks have parts, put together by one that waits for the others."""
+    run_paged_attention(monkeypatch, name, seed, streams=streams)
+
+
+def leave_slots_to_nobody(grid, monkeypatch):
+    """Who copies does not wait until what was there before has been read."""
+    wait = grid.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if grid.current.group == 2 else wait(barrier))
+
+
+def free_slots_of_one_block(grid, monkeypatch):
+    of_cluster = grid._of_cluster
+
+    def without_the_last(one):
+        return [x for x in of_cluster(one)[:-1] for _ in range(2)] if isinstance(one, Barriers) else of_cluster(one)
+
+    monkeypatch.setattr(grid, "_of_cluster", without_the_last)
+
+
+def take_sums_that_have_not_come(grid, monkeypatch):
+    wait = grid.barrier_wait
+    monkeypatch.setattr(
+        plgpu, "barrier_wait", lambda barrier: None if barrier is grid.shared[grid.current.block][-1] else wait(barrier)
+    )
+
+
+def write_results_over(grid, monkeypatch):
+    """Those of the tile before may not have been read."""
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda *_, **__: None)
+
+
+def take_parts_that_have_not_come(grid, monkeypatch):
+    monkeypatch.setattr(paged_device, "wait", lambda *_, **__: None)
+
+
+def leave_parts_uncounted(grid, monkeypatch):
+    monkeypatch.setattr(paged_device, "signal", lambda *_, **__: None)
+
+
+def keep_arrivals(grid, monkeypatch):
+    monkeypatch.setattr(paged_device, "wait", grid.wait)
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "fault"),
+    [
+        (run_gated_linear_unit, "shared weights", leave_slots_to_nobody),
+        (run_gated_linear_unit, "shared weights", free_slots_of_one_block),
+        (run_gated_linear_unit, "several pieces", write_results_over),
+        (run_small_matmul, "two split K", take_sums_that_have_not_come),
+        (run_small_matmul, "tiles in turns", write_results_over),
+        (run_paged_attention, "parts of one context", take_parts_that_have_not_come),
+        (run_paged_attention, "parts of one context", leave_parts_uncounted),
+        (run_paged_attention, "parts of one context", keep_arrivals),
+    ],
+)
+def test_faults_are_found(monkeypatch, run, name, fault):
+    with pytest.raises(AssertionError):
+        run(monkeypatch, name, 0, fault)
