@@ -57,6 +57,8 @@ def emulate(monkeypatch, *modules, seed: int = 0) -> "Grid":
         "cond": lambda condition, yes, no: yes() if condition else no(),
         "broadcast_in_dim": _broadcast_in_dim,
         "rsqrt": lambda x: jnp.asarray(1 / np.sqrt(x)),
+        "bitcast_convert_type": lambda x, dtype: jnp.asarray(np.asarray(x).view(dtype)),
+        "optimization_barrier": lambda x: x,
     }
     of_pl = {
         "when": lambda condition: lambda run: run() if condition else None,
@@ -178,7 +180,7 @@ class Ref:
                 assert i == slice(None)
                 window.append((start, size))
             else:
-                window.append((start + i.start, i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
+                window.append((start + int(i.start), i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
         assert not index
         return Ref(self.grid, self.array, window, is_shared=self.is_shared)
 
@@ -329,6 +331,7 @@ class Grid:
         """By block: arrays in shared memory, and barriers."""
         self.cluster = 1
         self.axes: dict[str, Callable[[], int]] = {}
+        self.syncs: dict[_Warpgroup, int] = {}
 
     def kernel(
         self,
@@ -380,6 +383,7 @@ class Grid:
 
     def barrier_arrive(self, barrier):
         self.pause()
+        self._flush_shared(self.current)
         barriers, index = _barrier(barrier)
         for one in self._of_cluster(barriers) if barriers.of_all else [barriers]:
             one.arrive(index)
@@ -395,8 +399,7 @@ class Grid:
         size = place.shape[0] // self.cluster
         part = pl.Slice(self.current.block % self.cluster * size, size)
         own = place.part(part)
-        for array, others in zip(self._of_cluster(place.array), self._of_cluster(barriers), strict=True):
-            there = Ref(self, array, own.window, is_shared=True)
+        for there, others in zip(self.in_cluster(own), self._of_cluster(barriers), strict=True):
             self._begin_copy(source.part(part).read, there, lambda others=others: others.arrive(index, 1))
 
     def copy_smem_to_gmem(self, source, place):
@@ -420,7 +423,7 @@ class Grid:
     def async_store_smem(self, values, place, barrier, *, cluster_idx, **_):
         """Into the memory of another block of the cluster, or of this one."""
         self.pause()
-        there = Ref(self, self._of_cluster(place.array)[int(cluster_idx)], place.window, is_shared=True)
+        there = self.in_cluster(place)[int(cluster_idx)]
         barriers, index = _barrier(barrier)
         other = self._of_cluster(barriers)[int(cluster_idx)]
         self._begin_copy(lambda: np.asarray(values), there, lambda: other.arrive(index))
@@ -455,7 +458,7 @@ class Grid:
         return jnp.asarray(ref.read())
 
     def store(self, ref, values):
-        """To global memory: others may not see it before a signal."""
+        """Others may not see it before a signal, or in shared memory before an arrival at a barrier."""
         self.pause()
         self.current.stores.append((ref, np.array(values)))
 
@@ -475,11 +478,31 @@ class Grid:
         self.pause()
         counter.write(0)
 
+    def sync_cluster(self):
+        """Wait for all warpgroups of the cluster; then they see what the others have stored."""
+        self.pause()
+        self.flush(self.current)
+        turn = self.syncs[self.current] = self.syncs[self.current] + 1
+        cluster = self.current.block // self.cluster
+        self.pause(lambda: all(n >= turn for one, n in self.syncs.items() if one.block // self.cluster == cluster))
+
+    def in_cluster(self, ref):
+        """The same part of an array in the shared memory of each block of the cluster."""
+        return [Ref(self, array, ref.window, is_shared=True) for array in self._of_cluster(ref.array)]
+
     def flush(self, warpgroup):
         """What it has written to global memory is there."""
         for ref, values in warpgroup.stores:
             ref.write(values)
         warpgroup.stores.clear()
+
+    def _flush_shared(self, warpgroup):
+        """What its block sees once it has arrived at a barrier."""
+        stores = warpgroup.stores
+        warpgroup.stores = [(ref, values) for ref, values in stores if not ref.is_shared]
+        for ref, values in stores:
+            if ref.is_shared:
+                ref.write(values)
 
     def pause(self, can_go_on: Callable[[], bool] = lambda: True):
         """Let others run, until the seed chooses this warpgroup again."""
@@ -524,6 +547,7 @@ class Grid:
             _Warpgroup(block, group, lambda block=block, body=body, refs=refs: body(*refs, *self.shared[block]))
             for block, group, body, refs in todo
         ]
+        self.syncs = dict.fromkeys(warpgroups, 0)
         threads = [threading.Thread(target=self._run_one, args=(one,), daemon=True) for one in warpgroups]
         for thread in threads:
             thread.start()

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import test_gated_linear_unit
 import test_paged_attention_sm90
+import test_sampling_sm90
 import test_small_matmul
 from emulated_grid import Barriers, emulate
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_linear_unit import kernel as gated_kernel
@@ -20,6 +22,8 @@ from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
 from pallas_kernels.paged_attention import sm90 as paged_sm90
 from pallas_kernels.paged_attention import tiles
+from pallas_kernels.sampling import sm90 as sampling_sm90
+from pallas_kernels.sampling import thread_ops
 from pallas_kernels.small_matmul import sm90 as small_sm90
 from pallas_kernels.small_matmul.sm90 import Epilogue, matmul_sm90
 
@@ -101,9 +105,8 @@ PAGED = test_paged_attention_sm90.INTERPRETED | {
 def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     arrays, options, want = test_paged_attention_sm90.make_case(**PAGED[name])
     config = paged_sm90.Config(block_kv=64, stages=2, streams=streams, num_ctas=3)
-    of_host = paged_sm90.jnp
     grid = emulate(monkeypatch, paged_kernel, tiles, paged_sm90, seed=seed)
-    monkeypatch.setattr(paged_sm90, "jnp", of_host)
+    monkeypatch.setattr(paged_sm90, "jnp", jnp)
     monkeypatch.setattr(paged_device, "signal", grid.signal)
     monkeypatch.setattr(paged_device, "wait", grid.wait_and_take)
     monkeypatch.setattr(paged_device, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
@@ -120,6 +123,53 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
 def test_parts_of_contexts(monkeypatch, name, streams, seed):
     """Contexts of which several blocks have parts, put together by one that waits for the others."""
     run_paged_attention(monkeypatch, name, seed, streams=streams)
+
+
+def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
+    rng = np.random.default_rng(0)
+    rows = [test_sampling_sm90.ROWS[i] for i in (0, 12)]
+    logits = test_sampling_sm90.make_logits(rng, len(rows), 1333, grid=0.25, masked=0.2)
+    uniform = rng.random((len(rows), 2), np.float32)
+    arguments = test_sampling_sm90.columns(rows) | {"uniform": jnp.asarray(uniform)}
+    grid = emulate(monkeypatch, sampling_sm90, seed=seed)
+    monkeypatch.setattr(sampling_sm90, "jnp", jnp)  # which knows numbers that have no precision of their own
+
+    def part():
+        return int(grid.axis_index("part"))
+
+    def total_rows(histogram, totals, group, num_groups):
+        size = histogram.shape[0] // num_groups
+        rows = histogram.at[pl.ds(int(group) * size, size)]
+        sums = np.asarray(rows[...]).sum(axis=1)
+        rows[...] = 0.0
+        for there in grid.in_cluster(totals.at[part(), pl.ds(int(group) * size, size)]):
+            grid.store(there, sums)
+
+    def warp_maxima(maxima, values, group, layout):
+        largest = np.asarray(values).reshape(4, -1).max(axis=1)
+        num_parts, num_warps = maxima.shape
+        own = maxima.at[part() if num_parts > 1 else 0, pl.ds(int(group) * 4 % num_warps, 4)]
+        for there in grid.in_cluster(own) if num_parts > 1 else [own]:
+            grid.store(there, largest)
+
+    def sum_warps(sums, i, values, layout, num_parts):
+        there = grid.in_cluster(sums.at[:, int(i)])[0]
+        grid.store(there, np.asarray(values).reshape(4, -1).sum(axis=1))
+
+    of_clusters = {"total_rows": total_rows, "warp_maxima": warp_maxima, "sum_warps": sum_warps}
+    ops = thread_ops.INTERPRETED._replace(**of_clusters, sync_cluster=grid.sync_cluster)
+    monkeypatch.setattr(sampling_sm90, "COMPILED", ops)
+    fault(grid, monkeypatch)
+    with jax.disable_jit():
+        tokens, maximum = sampling_sm90.sample_sm90(jnp.asarray(logits), **arguments, num_parts=num_parts)
+    np.testing.assert_array_equal(maximum, logits.max(axis=1))
+    test_sampling_sm90.check(tokens, logits, rows, uniform)
+
+
+@pytest.mark.parametrize(("num_parts", "seed"), [(1, 0), (2, 0), (2, 1), (8, 0)])
+def test_sampling_by_a_cluster(monkeypatch, num_parts, seed):
+    """What a block has to know of the others they write into its memory. Of eight some have no part of a row."""
+    run_sampling(monkeypatch, num_parts, seed)
 
 
 def leave_slots_to_nobody(grid, monkeypatch):
@@ -161,6 +211,10 @@ def keep_arrivals(grid, monkeypatch):
     monkeypatch.setattr(paged_device, "wait", grid.wait)
 
 
+def go_on_without_the_others(grid, monkeypatch):
+    monkeypatch.setattr(sampling_sm90, "COMPILED", sampling_sm90.COMPILED._replace(sync_cluster=lambda: None))
+
+
 @pytest.mark.parametrize(
     ("run", "name", "fault"),
     [
@@ -172,6 +226,7 @@ def keep_arrivals(grid, monkeypatch):
         (run_paged_attention, "parts of one context", take_parts_that_have_not_come),
         (run_paged_attention, "parts of one context", leave_parts_uncounted),
         (run_paged_attention, "parts of one context", keep_arrivals),
+        (run_sampling, 2, go_on_without_the_others),
     ],
 )
 def test_faults_are_found(monkeypatch, run, name, fault):
