@@ -14,7 +14,6 @@ of a warpgroup that are not in step, and that shared memory ends with its block.
 """
 
 import random
-import threading
 import types
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from waiting import PATIENCE
+from turns import Player, Turns
 
 from pallas_kernels.expert_routing.thread_ops import LANES, THREADS, ThreadOps
 
@@ -45,17 +44,18 @@ def emulate(monkeypatch, sm90_module, kernel_module, *, seed=0):
     monkeypatch.setattr(sm90_module, "COMPILED", emulator.ops)
 
 
-class _Warpgroup:
-    """Where one stands: the barriers it has behind it, and whether it waits for one."""
+class _Warpgroup(Player):
+    """Where one stands: the barriers it has behind it."""
 
-    def __init__(self, *, block: int, group: int, num_groups: int):
-        self.block, self.group = block, group
+    def __init__(self, body: Callable[[int], None], *, block: int, group: int, num_groups: int):
+        super().__init__()
+        self.body, self.block, self.group = body, block, group
         self.threads = (block * num_groups + group) * THREADS + np.arange(THREADS)
         self.warp_syncs = self.block_syncs = self.arrivals = self.waits = 0
-        self.can_go_on: Callable[[], bool] = lambda: True
-        self.turn = threading.Semaphore(0)
-        self.has_ended = False
-        self.error: BaseException | None = None
+
+    def run(self):
+        with np.errstate(all="ignore"):
+            self.body(self.block)
 
     def stamps(self, threads):
         """Of words that these threads write now."""
@@ -130,17 +130,11 @@ class _Parts:
         return _Ref(ref.emulator, ref.values[index], ref.stamps[index], is_result=ref.is_result)
 
 
-class _Stopped(BaseException):
-    """Another warpgroup has failed."""
-
-
 class _Emulator:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.cluster: list[_Warpgroup] = []
-        self.current: _Warpgroup
-        self.has_paused = threading.Semaphore(0)
-        self.is_stopped = False
+        self.turns = Turns()
         self.ops = ThreadOps(
             thread=lambda: np.arange(THREADS, dtype=np.int32),
             gather=_gather,
@@ -175,6 +169,12 @@ class _Emulator:
 
         return run
 
+    @property
+    def current(self) -> _Warpgroup:
+        """Whose turn it is."""
+        assert isinstance(self.turns.current, _Warpgroup)
+        return self.turns.current
+
     def axis_index(self, name):
         return np.int32(self.current.group if name == self.thread_name else self.current.block)
 
@@ -197,56 +197,17 @@ class _Emulator:
     def _run(self, blocks, num_groups, body):
         """Has the warpgroups of a cluster run to their ends, by turns. Raises what one of them raises."""
         self.cluster = [
-            _Warpgroup(block=block, group=group, num_groups=num_groups)
+            _Warpgroup(body, block=block, group=group, num_groups=num_groups)
             for block in blocks
             for group in range(num_groups)
         ]
-        threads = [threading.Thread(target=self._live, args=(x, body), daemon=True) for x in self.cluster]
-        for thread in threads:
-            thread.start()
         try:
             while alive := [x for x in self.cluster if not x.has_ended]:
                 ready = [x for x in alive if x.can_go_on()]
                 assert ready, f"a barrier that some never reach: {len(alive)} of {len(self.cluster)} warpgroups wait"
-                self._let_run(self.random.choice(ready))
+                self.turns.let_run(self.random.choice(ready))
         finally:
-            self.is_stopped = True
-            for warpgroup, thread in zip(self.cluster, threads, strict=True):
-                warpgroup.turn.release()
-                thread.join(PATIENCE)
-            self.is_stopped = False
-
-    def _let_run(self, warpgroup):
-        self.current = warpgroup
-        warpgroup.turn.release()
-        if not self.has_paused.acquire(timeout=PATIENCE):
-            raise TimeoutError("a warpgroup that never comes to a barrier or its end")
-        if warpgroup.error is not None:
-            raise warpgroup.error
-
-    def _live(self, warpgroup, body):
-        """All that a warpgroup does, on a thread of its own."""
-        try:
-            self._take_turn(warpgroup)
-            with np.errstate(all="ignore"):
-                body(warpgroup.block)
-        except _Stopped:
-            return
-        except BaseException as error:
-            warpgroup.error = error
-        warpgroup.has_ended = True
-        self.has_paused.release()
-
-    def _take_turn(self, warpgroup):
-        warpgroup.turn.acquire()
-        if self.is_stopped:
-            raise _Stopped
-
-    def _wait_until(self, condition):
-        warpgroup = self.current
-        warpgroup.can_go_on = condition
-        self.has_paused.release()
-        self._take_turn(warpgroup)
+            self.turns.stop(self.cluster)
 
     def _sync_warp(self):
         self.current.warp_syncs += 1
@@ -254,7 +215,7 @@ class _Emulator:
     def _sync_block(self, _):
         self.current.block_syncs += 1
         block, count = self.current.block, self.current.block_syncs
-        self._wait_until(lambda: all(x.block_syncs >= count for x in self.cluster if x.block == block))
+        self.turns.pause(lambda: all(x.block_syncs >= count for x in self.cluster if x.block == block))
 
     def _arrive_cluster(self):
         assert self.current.arrivals == self.current.waits, "arrives at the cluster's barrier twice without a wait"
@@ -263,7 +224,7 @@ class _Emulator:
     def _wait_cluster(self):
         assert self.current.arrivals == self.current.waits + 1, "waits for the cluster without having arrived"
         count = self.current.arrivals
-        self._wait_until(lambda: all(x.arrivals >= count for x in self.cluster))
+        self.turns.pause(lambda: all(x.arrivals >= count for x in self.cluster))
         self.current.waits += 1
 
     def _scatter(self, ref, index, value, mask):

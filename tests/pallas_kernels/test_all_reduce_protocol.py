@@ -6,12 +6,11 @@ device's calls come one after the other, as kernels of a stream do, and nothing 
 """
 
 import random
-import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from waiting import PATIENCE
+from turns import Player, Turns
 
 from pallas_kernels.all_reduce import device, sm90
 
@@ -76,7 +75,7 @@ class Devices:
             }
             for rank in range(num_devices)
         ]
-        self.local = threading.local()
+        self.turns = Turns()
 
     def run(self, calls):
         """`calls[device]` is a list of (x, part): returns (total, normed) of each call of each device."""
@@ -86,7 +85,7 @@ class Devices:
             ready = [row for row in rows if row.can_go_on()]
             assert ready, "all devices wait"
             row = self.random.choice(ready)
-            row.go_on()
+            self.turns.let_run(row)
             if row.has_ended:
                 rows.remove(row)
                 if not any(other.owner == row.owner for other in rows):
@@ -105,40 +104,19 @@ class Devices:
 
     def pause(self, can_go_on=lambda: True):
         """Let the others run, until the seed chooses this row again."""
-        self.local.row.pause(can_go_on)
+        self.turns.pause(can_go_on)
 
 
-class Row:
+class Row(Player):
     """A thread block."""
 
     def __init__(self, devices, owner, index):
+        super().__init__()
         self.devices, self.owner, self.index = devices, owner, index
-        self.can_go_on = lambda: True
-        self.has_ended, self.error = False, None
-        self._turn, self._is_back = threading.Semaphore(0), threading.Semaphore(0)
-        threading.Thread(target=self._run, daemon=True).start()
 
-    def go_on(self):
-        self._turn.release()
-        assert self._is_back.acquire(timeout=PATIENCE)
-        if self.error is not None:
-            raise self.error
-
-    def pause(self, can_go_on):
-        self.can_go_on = can_go_on
-        self._is_back.release()
-        self._turn.acquire()
-
-    def _run(self):
-        self._turn.acquire()
-        self.devices.local.row = self
+    def run(self):
         names = ("x", "part", "weight", "inbox", "arrived", "calls", "ranks", "offsets", "total", "normed")
-        try:
-            sm90._body(*(Place(self.devices.memories, self.owner, name) for name in names), layout=None, eps=EPS)
-        except BaseException as error:
-            self.error = error
-        self.has_ended = True
-        self._is_back.release()
+        sm90._body(*(Place(self.devices.memories, self.owner, name) for name in names), layout=None, eps=EPS)
 
 
 def replace_device(monkeypatch, devices):
@@ -174,7 +152,7 @@ def replace_device(monkeypatch, devices):
     for function in (send, tell, wait, store):
         monkeypatch.setattr(device, function.__name__, function)
     monkeypatch.setattr(sm90.plgpu, "load", load)
-    monkeypatch.setattr(sm90.lax, "axis_index", lambda _: devices.local.row.index)
+    monkeypatch.setattr(sm90.lax, "axis_index", lambda _: devices.turns.current.index)
 
 
 def check(monkeypatch, num_devices, num_rows, seed, *, first_call=0):

@@ -15,9 +15,9 @@ shared memory, and for counters that are not left as they were. What else goes w
 registers and their layouts, swizzling, fences, MLIR.
 """
 
+import itertools
 import math
 import random
-import threading
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from waiting import PATIENCE
+from turns import Player, Turns
 
 OPERATIONS = (
     "async_store_smem",
@@ -281,19 +281,19 @@ class Accumulator:
         return jnp.asarray(self.sums)
 
 
-class _Warpgroup:
-    def __init__(self, block: int, group: int, run: Callable[[], None]):
-        self.block, self.group = block, group
-        self.can_go_on: Callable[[], bool] = lambda: True
-        self.turn, self.is_back = threading.Semaphore(0), threading.Semaphore(0)
+class _Warpgroup(Player):
+    def __init__(self, block: int, group: int, body: Callable[[int], None]):
+        super().__init__()
+        self.block, self.group, self.body = block, group, body
         self.stores: list[tuple[Ref, Any]] = []
-        """To global memory, that others need not see yet."""
+        """That others need not see yet."""
         self.accumulator: Accumulator | None = None
         self.results: list[_ResultCopy] = []
         """On their way from shared memory to global memory."""
-        self.has_ended = False
-        self.error: BaseException | None = None
-        self.run = run
+
+    def run(self):
+        with np.errstate(all="ignore"):  # rows of no use
+            self.body(self.block)
 
 
 class _ResultCopy:
@@ -314,10 +314,6 @@ class _ResultCopy:
         return False
 
 
-class _Stopped(BaseException):
-    """Another warpgroup has failed."""
-
-
 class Grid:
     """Who runs, and what is under way."""
 
@@ -325,8 +321,7 @@ class Grid:
         self.random = random.Random(seed)
         self.copies: list[Callable[[], None]] = []
         """That have begun: what they do when they end."""
-        self.current: _Warpgroup
-        self.is_stopped = False
+        self.turns = Turns()
         self.shared: list[list[Any]] = []
         """By block: arrays in shared memory, and barriers."""
         self.cluster = 1
@@ -361,7 +356,7 @@ class Grid:
             results = [self._garbage(x) for x in out_types]
             refs = [Ref(self, array) for array in (*arrays, *results)]
             self.shared = [[self._allocate(kind) for kind in scratch_types] for _ in range(num_blocks)]
-            self._run([(block, group, body, refs) for block in range(num_blocks) for group in range(num_threads)])
+            self._run(num_blocks, num_threads, lambda block: body(*refs, *self.shared[block]))
             for x, array in zip(inputs, arrays, strict=True):
                 if isinstance(x, jax.Ref):
                     x[...] = jnp.asarray(array)
@@ -371,6 +366,12 @@ class Grid:
             return results if isinstance(out_type, tuple) else results[0]
 
         return run
+
+    @property
+    def current(self) -> _Warpgroup:
+        """Whose turn it is."""
+        assert isinstance(self.turns.current, _Warpgroup)
+        return self.turns.current
 
     def axis_index(self, name):
         return np.int32(self.axes[name]())
@@ -506,12 +507,7 @@ class Grid:
 
     def pause(self, can_go_on: Callable[[], bool] = lambda: True):
         """Let others run, until the seed chooses this warpgroup again."""
-        warpgroup = self.current
-        warpgroup.can_go_on = can_go_on
-        warpgroup.is_back.release()
-        warpgroup.turn.acquire()
-        if self.is_stopped:
-            raise _Stopped
+        self.turns.pause(can_go_on)
 
     def _of_cluster(self, one):
         """Of each block of the current one's cluster, the same array or the same barriers."""
@@ -541,63 +537,33 @@ class Grid:
             return kind.allocate(self)
         return Ref(self, np.full(kind.shape, np.nan, kind.dtype), is_shared=True)
 
-    def _run(self, todo):
+    def _run(self, num_blocks, num_groups, body):
         """Has all warpgroups run to their ends, by turns. Raises what one of them raises."""
         warpgroups = [
-            _Warpgroup(block, group, lambda block=block, body=body, refs=refs: body(*refs, *self.shared[block]))
-            for block, group, body, refs in todo
+            _Warpgroup(block, group, body) for block, group in itertools.product(range(num_blocks), range(num_groups))
         ]
         self.syncs = dict.fromkeys(warpgroups, 0)
-        threads = [threading.Thread(target=self._run_one, args=(one,), daemon=True) for one in warpgroups]
-        for thread in threads:
-            thread.start()
         share = self.random.choice((0.05, 0.3, 0.6))  # of turns that copies get: slow ones, or fast
-        left = list(warpgroups)
         try:
-            while left:
+            while left := [one for one in warpgroups if not one.has_ended]:
                 ready = [one for one in left if one.can_go_on()]
                 if self.copies and (not ready or self.random.random() < share):
                     self.copies.pop(self.random.randrange(len(self.copies)))()
                     continue
                 assert ready, "all wait: " + ", ".join(f"block {one.block} warpgroup {one.group}" for one in left)
-                self._take_turn(self.random.choice(ready))
-                left = [one for one in left if not one.has_ended]
-            unread = [copy for one in warpgroups for copy in one.results if copy.values is None]
-            written = sum(not copy.is_written for one in warpgroups for copy in one.results)
-            assert not unread, "copies that nobody has waited for"
-            assert len(self.copies) == written, "copies that nobody has waited for"
-            for copy in self.copies:
-                copy()
+                one = self.random.choice(ready)
+                self.turns.let_run(one)
+                if one.has_ended or self.random.random() < 0.1:
+                    self.flush(one)
+            read = [copy for one in warpgroups for copy in one.results if copy.values is not None]
+            # Results may still be written, but shared memory is not there for them to be read, nor to copy into.
+            writing = [copy for copy in read if not copy.is_written]
+            assert len(self.copies) == len(writing), "copies that nobody has waited for"
+            for copy in writing:
+                copy.go_on()
         finally:
-            self.is_stopped = True
-            for one in left:
-                one.turn.release()
-            for thread in threads:
-                thread.join(PATIENCE)
-            self.is_stopped = False
+            self.turns.stop(warpgroups)
             self.copies.clear()
-
-    def _take_turn(self, warpgroup):
-        self.current = warpgroup
-        warpgroup.turn.release()
-        assert warpgroup.is_back.acquire(timeout=PATIENCE)
-        if warpgroup.error is not None:
-            raise warpgroup.error
-        if warpgroup.has_ended or self.random.random() < 0.1:
-            self.flush(warpgroup)
-
-    def _run_one(self, warpgroup):
-        warpgroup.turn.acquire()
-        try:
-            if not self.is_stopped:
-                with np.errstate(all="ignore"):  # rows of no use
-                    warpgroup.run()
-        except _Stopped:
-            pass
-        except BaseException as error:
-            warpgroup.error = error
-        warpgroup.has_ended = True
-        warpgroup.is_back.release()
 
 
 def _barrier(barrier):
