@@ -118,7 +118,7 @@ def run(monkeypatch, name, seed, fault=lambda grid, monkeypatch: None):
     test_layer_matmuls.check(got, case)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MATMULS)
 def test_any_order_of_matmuls(monkeypatch, name, seed):
     run(monkeypatch, name, seed)
