@@ -201,6 +201,7 @@ class _Emulator:
             for block in blocks
             for group in range(num_groups)
         ]
+        self.turns = Turns()
         try:
             while alive := [x for x in self.cluster if not x.has_ended]:
                 ready = [x for x in alive if x.can_go_on()]

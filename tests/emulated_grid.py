@@ -7,12 +7,14 @@ next, and when a copy ends. As on a GPU, whichever it is:
 - what a copy is about to write is NaN from its beginning on, and it reads when it begins or when it ends;
 - a wgmma reads when it begins or when somebody waits for it;
 - what a warpgroup writes to global memory others see by its next signal, and maybe not before;
-- a barrier is waited for by the parity of its phases: who is two of them late waits for ever;
-- shared memory and results are NaN at first, counters among the results have any value.
+- a barrier is waited for by the parity of its phases: who is two of them late waits for a third one;
+- shared memory and results are NaN at first, counters among the results have any value;
+- some warpgroups are up to a hundred times as slow as others, and some copies last until nothing else can go on.
 
-Raises AssertionError where all wait, where a copy is under way when all have ended, for an index outside an array in
-shared memory, and for counters that are not left as they were. What else goes wrong is in the results. Not emulated:
-registers and their layouts, swizzling, fences, MLIR.
+Raises AssertionError where all wait; for a copy that nobody has waited for, or a barrier's phase; for shared memory of
+a block that has ended; for an index outside an array, but for copies to and from global memory; for counters that are
+not left as they were. What else goes wrong is in the results. Not emulated: that a block of a cluster may begin late,
+that a counter is cleared for others later than for oneself, registers and their layouts, swizzling, fences, MLIR.
 """
 
 import itertools
@@ -51,7 +53,7 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
     grid = Grid(seed, jnp.asarray if of_jax else np.asarray)
     lax = {
         "axis_index": grid.axis_index,
-        "div": np.floor_divide,
+        "div": np.floor_divide,  # of what is not negative
         "rem": np.remainder,
         "min": np.minimum,
         "max": np.maximum,
@@ -109,10 +111,10 @@ class _Union:
     def __init__(self, *views):
         self.views = views
 
-    def allocate(self, grid):
+    def allocate(self, grid, block):
         sizes = [sum(part.nbytes for part in _parts(view)) for view in self.views]
         memory = np.full(max(sizes), 0xFF, np.uint8)  # NaN, in bfloat16
-        return [_view(grid, memory, view) for view in self.views]
+        return [_view(grid, block, memory, view) for view in self.views]
 
 
 class _Barrier(NamedTuple):
@@ -138,20 +140,23 @@ def _parts(view):
     return [view] if isinstance(view, _Memory) else list(view)
 
 
-def _view(grid, memory, view):
+def _view(grid, block, memory, view):
     refs, start = [], 0
     for part in _parts(view):
         array = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-        refs.append(Ref(grid, array, is_shared=True))
+        refs.append(Ref(grid, array, block=block))
         start += part.nbytes
     return refs[0] if isinstance(view, _Memory) else refs
 
 
 class Ref:
-    """A part of an array, of which some may lie outside: zeros to who reads it, in global memory."""
+    """A part of an array in global memory, or in the shared memory of a block.
 
-    def __init__(self, grid, array, window=None, *, is_shared=False, is_transposed=False):
-        self.grid, self.array, self.is_shared, self.is_transposed = grid, array, is_shared, is_transposed
+    Of a copy's part some may lie outside of global memory: zeros to who reads it.
+    """
+
+    def __init__(self, grid, array, window=None, *, block=None, is_transposed=False):
+        self.grid, self.array, self.block, self.is_transposed = grid, array, block, is_transposed
         self.window = [(0, size) for size in array.shape] if window is None else window
         """Of each dimension, where the part begins and how much of it there is: None if it has only this index."""
 
@@ -169,9 +174,10 @@ class Ref:
 
     def transpose(self, axes):
         assert axes == (1, 0)
-        return Ref(self.grid, self.array, self.window, is_shared=self.is_shared, is_transposed=True)
+        return Ref(self.grid, self.array, self.window, block=self.block, is_transposed=True)
 
     def part(self, index):
+        assert not self.is_transposed
         index = list(index if isinstance(index, tuple) else (index,))
         window = []
         for start, size in self.window:
@@ -185,14 +191,22 @@ class Ref:
             else:
                 window.append((start + int(i.start), i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
         assert not index
-        return Ref(self.grid, self.array, window, is_shared=self.is_shared)
+        return Ref(self.grid, self.array, window, block=self.block)
+
+    @property
+    def is_inside(self):
+        ends = [start + (1 if size is None else size) for start, size in self.window]
+        starts = [start for start, _ in self.window]
+        return all(0 <= a <= b <= n for a, b, n in zip(starts, ends, self.array.shape, strict=True))
 
     def _inside(self):
         """The part's indices that lie inside the array, and where these are in the part."""
+        if self.block is not None:
+            assert self.is_inside, "outside of an array in shared memory"
+            assert self.block not in self.grid.ended, "shared memory of a block that has ended"
         inside, places = [], []
         for (start, size), length in zip(self.window, self.array.shape, strict=True):
             end = start + (1 if size is None else size)
-            assert not self.is_shared or 0 <= start <= end <= length, "outside of an array in shared memory"
             first, last = min(max(start, 0), length), max(min(end, length), 0)
             inside.append(slice(first, max(first, last)))
             places.append(slice(first - start, max(first, last) - start))
@@ -218,7 +232,7 @@ class Ref:
 
     def __setitem__(self, index, value):
         part = self if index is Ellipsis else self.part(index)
-        if self.is_shared:
+        if self.block is not None:
             self.grid.pause()
             part.write(value)
         else:
@@ -236,7 +250,8 @@ class _At:
 class Barriers:
     """Of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
 
-    def __init__(self, kind: _Barrier, cluster: int):
+    def __init__(self, grid: "Grid", kind: _Barrier, block: int, cluster: int):
+        self.grid, self.block = grid, block
         self.of_all = kind.of_all
         self.units = cluster
         """Of an arrival."""
@@ -250,11 +265,19 @@ class Barriers:
         return _AtBarrier(self)
 
     def arrive(self, index, units=None):
+        assert self.block not in self.grid.ended, "shared memory of a block that has ended"
         self.arrived[index] += self.units if units is None else units
 
     def is_passed(self, index, warpgroup):
         phases = self.arrived[index] // self.units_of_phase
         return (phases - self.observed.get((warpgroup, index), 0)) % 2 == 1
+
+    def check_observed(self):
+        """No barrier ends with a phase that nobody has waited for."""
+        observed = np.zeros(len(self.arrived), int)
+        for (_, index), phases in self.observed.items():
+            observed[index] = max(observed[index], phases)
+        assert (observed == self.arrived // self.units_of_phase).all(), "a barrier's phase that nobody has waited for"
 
 
 class _AtBarrier:
@@ -328,6 +351,8 @@ class Grid:
         self.turns = Turns()
         self.shared: list[list[Any]] = []
         """By block: arrays in shared memory, and barriers."""
+        self.ended: set[int] = set()
+        """Blocks."""
         self.cluster = 1
         self.axes: dict[str, Callable[[], int]] = {}
         self.syncs: dict[_Warpgroup, int] = {}
@@ -359,7 +384,7 @@ class Grid:
             arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in inputs]
             results = [self._garbage(x) for x in out_types]
             refs = [Ref(self, array) for array in (*arrays, *results)]
-            self.shared = [[self._allocate(kind) for kind in scratch_types] for _ in range(num_blocks)]
+            self.shared = [[self._allocate(kind, block) for kind in scratch_types] for block in range(num_blocks)]
             self._run(num_blocks, num_threads, lambda block: body(*refs, *self.shared[block]))
             for x, array in zip(inputs, arrays, strict=True):
                 if isinstance(x, jax.Ref):
@@ -415,14 +440,14 @@ class Grid:
 
         def go_on():
             if copy.go_on():
-                self.copies.append(go_on)
+                self.copies.insert(0, go_on)
 
         self.copies.append(go_on)
 
     def wait_smem_to_gmem(self, but, wait_read_only=False):
         """For all copies of this warpgroup but the last ones."""
         results = self.current.results
-        mine = results[: len(results) - but]
+        mine = results[: max(len(results) - but, 0)]
         self.pause(lambda: all(copy.values is not None and (wait_read_only or copy.is_written) for copy in mine))
 
     def async_store_smem(self, values, place, barrier, *, cluster_idx, **_):
@@ -444,6 +469,7 @@ class Grid:
         accumulator.pending.append(lambda: multiply() if product is None else product)
 
     def wgmma_wait(self, but):
+        """For those into the accumulator that was used last."""
         self.pause()
         assert self.current.accumulator is not None, "a wait for nothing"
         self.current.accumulator.end(but)
@@ -459,17 +485,20 @@ class Grid:
 
     def load(self, ref, **_):
         self.pause()
-        self.flush(self.current)  # one sees what oneself has written
+        self.flush(self.current)  # one sees what oneself has written (and here others do, too)
+        assert ref.is_inside, "outside of an array"
         return self.as_array(ref.read())
 
     def store(self, ref, values):
         """Others may not see it before a signal, or in shared memory before an arrival at a barrier."""
         self.pause()
+        assert ref.is_inside, "outside of an array"
         self.current.stores.append((ref, np.array(values)))
 
     def signal(self, counter, **_):
         self.pause()
         self.flush(self.current)
+        assert counter.is_inside, "outside of an array"
         counter.write(int(counter.read().flat[0]) + 1)
 
     def wait(self, counter, value, **_):
@@ -493,7 +522,9 @@ class Grid:
 
     def in_cluster(self, ref):
         """The same part of an array in the shared memory of each block of the cluster."""
-        return [Ref(self, array, ref.window, is_shared=True) for array in self._of_cluster(ref.array)]
+        first = self.current.block // self.cluster * self.cluster
+        arrays = self._of_cluster(ref.array)
+        return [Ref(self, array, ref.window, block=first + rank) for rank, array in enumerate(arrays)]
 
     def flush(self, warpgroup):
         """What it has written to global memory is there."""
@@ -504,9 +535,9 @@ class Grid:
     def _flush_shared(self, warpgroup):
         """What its block sees once it has arrived at a barrier."""
         stores = warpgroup.stores
-        warpgroup.stores = [(ref, values) for ref, values in stores if not ref.is_shared]
+        warpgroup.stores = [(ref, values) for ref, values in stores if ref.block is None]
         for ref, values in stores:
-            if ref.is_shared:
+            if ref.block is not None:
                 ref.write(values)
 
     def pause(self, can_go_on: Callable[[], bool] = lambda: True):
@@ -534,37 +565,44 @@ class Grid:
         fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else self.random.randrange(1, 2**30)
         return np.full(x.shape, fill, x.dtype)
 
-    def _allocate(self, kind):
+    def _allocate(self, kind, block):
         if isinstance(kind, _Barrier):
-            return Barriers(kind, self.cluster)
+            return Barriers(self, kind, block, self.cluster)
         if isinstance(kind, _Union):
-            return kind.allocate(self)
-        return Ref(self, np.full(kind.shape, np.nan, kind.dtype), is_shared=True)
+            return kind.allocate(self, block)
+        return Ref(self, np.full(kind.shape, np.nan, kind.dtype), block=block)
 
     def _run(self, num_blocks, num_groups, body):
         """Has all warpgroups run to their ends, by turns. Raises what one of them raises."""
         warpgroups = [
             _Warpgroup(block, group, body) for block, group in itertools.product(range(num_blocks), range(num_groups))
         ]
-        self.syncs = dict.fromkeys(warpgroups, 0)
-        share = self.random.choice((0.05, 0.3, 0.6))  # of turns that copies get: slow ones, or fast
+        self.turns, self.syncs = Turns(), dict.fromkeys(warpgroups, 0)
+        self.ended = set()
+        speeds = {one: self.random.choice((1.0, 1.0, 0.1, 0.01)) for one in warpgroups}
+        share = self.random.choice((0.0, 0.05, 0.3, 0.6))  # of turns that copies get: slow ones, or fast
+        is_last_first = self.random.random() < 0.5  # of copies, so that the first one lasts
         try:
             while left := [one for one in warpgroups if not one.has_ended]:
                 ready = [one for one in left if one.can_go_on()]
                 if self.copies and (not ready or self.random.random() < share):
-                    self.copies.pop(self.random.randrange(len(self.copies)))()
+                    self.copies.pop(-1 if is_last_first else self.random.randrange(len(self.copies)))()
                     continue
                 assert ready, "all wait: " + ", ".join(f"block {one.block} warpgroup {one.group}" for one in left)
-                one = self.random.choice(ready)
+                [one] = self.random.choices(ready, [speeds[one] for one in ready])
                 self.turns.let_run(one)
                 if one.has_ended or self.random.random() < 0.1:
                     self.flush(one)
+                if one.has_ended and not any(x.block == one.block for x in left if x is not one):
+                    self.ended.add(one.block)
             read = [copy for one in warpgroups for copy in one.results if copy.values is not None]
             # Results may still be written, but shared memory is not there for them to be read, nor to copy into.
             writing = [copy for copy in read if not copy.is_written]
             assert len(self.copies) == len(writing), "copies that nobody has waited for"
             for copy in writing:
                 copy.go_on()
+            for barriers in (x for shared in self.shared for x in shared if isinstance(x, Barriers)):
+                barriers.check_observed()
         finally:
             self.turns.stop(warpgroups)
             self.copies.clear()

@@ -70,14 +70,13 @@ class Turns:
         self._wait_for_turn(player)
 
     def stop(self, players: Iterable[Player]) -> None:
-        """End those that have begun, wherever they are."""
+        """End those that have begun, wherever they are. There are no turns after that."""
         self._is_stopped = True
         begun = [player for player in players if player._thread.ident]
         for player in begun:
             player._turn.release()
         for player in begun:
             player._thread.join(PATIENCE)
-        self._is_stopped = False
 
     def _wait_for_turn(self, player: Player) -> None:
         player._turn.acquire()

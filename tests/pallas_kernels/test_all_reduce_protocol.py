@@ -81,15 +81,18 @@ class Devices:
         """`calls[device]` is a list of (x, part): returns (total, normed) of each call of each device."""
         streams = [self._stream(owner, list(todo)) for owner, todo in enumerate(calls)]
         rows = [row for stream in streams for row in next(stream)]
-        while rows:
-            ready = [row for row in rows if row.can_go_on()]
-            assert ready, "all devices wait"
-            row = self.random.choice(ready)
-            self.turns.let_run(row)
-            if row.has_ended:
-                rows.remove(row)
-                if not any(other.owner == row.owner for other in rows):
-                    rows += next(streams[row.owner], [])
+        try:
+            while rows:
+                ready = [row for row in rows if row.can_go_on()]
+                assert ready, "all devices wait"
+                row = self.random.choice(ready)
+                self.turns.let_run(row)
+                if row.has_ended:
+                    rows.remove(row)
+                    if not any(other.owner == row.owner for other in rows):
+                        rows += next(streams[row.owner], [])
+        finally:
+            self.turns.stop(rows)
         return [memory["results"] for memory in self.memories]
 
     def _stream(self, owner, todo):
