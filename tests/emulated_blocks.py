@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from numpy_lax import fori_loop
 from turns import Player, Turns
 
 from pallas_kernels.expert_routing.thread_ops import LANES, THREADS, ThreadOps
@@ -36,7 +37,7 @@ def emulate(monkeypatch, sm90_module, kernel_module, *, seed=0):
     To be called within `jax.disable_jit`. Raises AssertionError for what is found.
     """
     emulator = _Emulator(seed)
-    lax = {"axis_index": emulator.axis_index, "fori_loop": _fori_loop, "bitcast_convert_type": np.ndarray.view}
+    lax = {"axis_index": emulator.axis_index, "fori_loop": fori_loop, "bitcast_convert_type": np.ndarray.view}
     monkeypatch.setattr(kernel_module, "lax", types.SimpleNamespace(**lax))
     monkeypatch.setattr(kernel_module, "jnp", np)
     monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref[...])
@@ -263,9 +264,3 @@ def _over_warp(combine):
         return np.broadcast_to(combine(warps, axis=1, keepdims=True), warps.shape).reshape(-1)
 
     return run
-
-
-def _fori_loop(lower, upper, body, state):
-    for index in range(int(lower), int(upper)):
-        state = body(np.int32(index), state)
-    return state

@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from emulated_memory import BarrierKind, Barriers, Memory, Ref, Views
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from numpy_lax import broadcast_in_dim, fori_loop, while_loop
 from turns import Player, Turns
 
 OPERATIONS = (
@@ -57,17 +59,17 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
         "rem": np.remainder,
         "min": np.minimum,
         "max": np.maximum,
-        "fori_loop": _fori_loop,
-        "while_loop": _while_loop,
+        "fori_loop": fori_loop,
+        "while_loop": while_loop,
         "cond": lambda condition, yes, no: yes() if condition else no(),
-        "broadcast_in_dim": lambda x, shape, axes: grid.as_array(_broadcast_in_dim(x, shape, axes)),
+        "broadcast_in_dim": lambda x, shape, axes: grid.as_array(broadcast_in_dim(x, shape, axes)),
         "rsqrt": lambda x: jnp.asarray(1 / np.sqrt(x)),
         "bitcast_convert_type": lambda x, dtype: jnp.asarray(np.asarray(x).view(dtype)),
         "optimization_barrier": lambda x: x,
     }
     of_pl = {
         "when": lambda condition: lambda run: run() if condition else None,
-        "loop": lambda start, end: lambda run: _fori_loop(start, end, lambda i, _: run(i), None),
+        "loop": lambda start, end: lambda run: fori_loop(start, end, lambda i, _: run(i), None),
         "ds": lambda start, size: pl.Slice(int(start), size),
         "multiple_of": lambda x, _: x,
         "run_scoped": lambda run, acc: run(Accumulator(grid, np.zeros(acc.shape, np.float32))),
@@ -82,46 +84,18 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
                 monkeypatch.setattr(module, name, value)
     for name in OPERATIONS:
         monkeypatch.setattr(plgpu, name, getattr(grid, name))
-    monkeypatch.setattr(plgpu, "RefUnion", _Union)
-    monkeypatch.setattr(plgpu, "SMEM", lambda shape, dtype, transforms=(): _Memory(shape, np.dtype(dtype)))
-    monkeypatch.setattr(plgpu, "Barrier", _Barrier)
-    monkeypatch.setattr(plgpu, "ClusterBarrier", lambda *, collective_axes, **numbers: _Barrier(**numbers, of_all=True))
+    monkeypatch.setattr(plgpu, "RefUnion", Views)
+    monkeypatch.setattr(plgpu, "SMEM", lambda shape, dtype, transforms=(): Memory(shape, np.dtype(dtype)))
+    monkeypatch.setattr(plgpu, "Barrier", BarrierKind)
+    monkeypatch.setattr(
+        plgpu, "ClusterBarrier", lambda *, collective_axes, **numbers: BarrierKind(**numbers, of_all=True)
+    )
     monkeypatch.setattr(plgpu, "ACC", _Acc)
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
     monkeypatch.setattr(plgpu, "broadcasted_iota", lambda _, shape, axis, **__: np.indices(shape, np.int32)[axis])
     monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
     return grid
-
-
-class _Memory(NamedTuple):
-    """Shared memory that a kernel asks for."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class _Union:
-    """Views of the same shared memory; a view is one array, or some that lie one after the other."""
-
-    def __init__(self, *views):
-        self.views = views
-
-    def allocate(self, grid, block):
-        sizes = [sum(part.nbytes for part in _parts(view)) for view in self.views]
-        memory = np.full(max(sizes), 0xFF, np.uint8)  # NaN, in bfloat16
-        return [_view(grid, block, memory, view) for view in self.views]
-
-
-class _Barrier(NamedTuple):
-    num_barriers: int = 1
-    num_arrivals: int = 1
-    of_all: bool = False
-    """Whether who arrives does so in each block of its cluster."""
 
 
 class _Acc(NamedTuple):
@@ -134,159 +108,6 @@ class _Acc(NamedTuple):
     @staticmethod
     def init(x):
         return _Acc(x.shape, np.float32, np.array(x, np.float32))
-
-
-def _parts(view):
-    return [view] if isinstance(view, _Memory) else list(view)
-
-
-def _view(grid, block, memory, view):
-    refs, start = [], 0
-    for part in _parts(view):
-        array = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-        refs.append(Ref(grid, array, block=block))
-        start += part.nbytes
-    return refs[0] if isinstance(view, _Memory) else refs
-
-
-class Ref:
-    """A part of an array in global memory, or in the shared memory of a block.
-
-    Of a copy's part some may lie outside of global memory: zeros to who reads it.
-    """
-
-    def __init__(self, grid, array, window=None, *, block=None, is_transposed=False):
-        self.grid, self.array, self.block, self.is_transposed = grid, array, block, is_transposed
-        self.window = [(0, size) for size in array.shape] if window is None else window
-        """Of each dimension, where the part begins and how much of it there is: None if it has only this index."""
-
-    @property
-    def shape(self):
-        return tuple(size for _, size in self.window if size is not None)
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    @property
-    def at(self):
-        return _At(self)
-
-    def transpose(self, axes):
-        assert axes == (1, 0)
-        return Ref(self.grid, self.array, self.window, block=self.block, is_transposed=True)
-
-    def part(self, index):
-        assert not self.is_transposed
-        index = list(index if isinstance(index, tuple) else (index,))
-        window = []
-        for start, size in self.window:
-            if size is None or not index:
-                window.append((start, size))
-                continue
-            i = index.pop(0)
-            if isinstance(i, slice):
-                assert i == slice(None)
-                window.append((start, size))
-            else:
-                window.append((start + int(i.start), i.size) if isinstance(i, pl.Slice) else (start + int(i), None))
-        assert not index
-        return Ref(self.grid, self.array, window, block=self.block)
-
-    @property
-    def is_inside(self):
-        ends = [start + (1 if size is None else size) for start, size in self.window]
-        starts = [start for start, _ in self.window]
-        return all(0 <= a <= b <= n for a, b, n in zip(starts, ends, self.array.shape, strict=True))
-
-    def _inside(self):
-        """The part's indices that lie inside the array, and where these are in the part."""
-        if self.block is not None:
-            assert self.is_inside, "outside of an array in shared memory"
-            assert self.block not in self.grid.ended, "shared memory of a block that has ended"
-        inside, places = [], []
-        for (start, size), length in zip(self.window, self.array.shape, strict=True):
-            end = start + (1 if size is None else size)
-            first, last = min(max(start, 0), length), max(min(end, length), 0)
-            inside.append(slice(first, max(first, last)))
-            places.append(slice(first - start, max(first, last) - start))
-        return tuple(inside), tuple(places)
-
-    def read(self):
-        inside, places = self._inside()
-        result = np.zeros([1 if size is None else size for _, size in self.window], self.dtype)
-        result[places] = self.array[inside]
-        result = result.reshape(self.shape)
-        return result.T if self.is_transposed else result
-
-    def write(self, values):
-        """As much of them as lies inside the array."""
-        inside, places = self._inside()
-        shape = [1 if size is None else size for _, size in self.window]
-        values = np.broadcast_to(values, self.shape).reshape(shape)
-        self.array[inside] = values[places].astype(self.dtype)
-
-    def __getitem__(self, index):
-        value = self.grid.load(self if index is Ellipsis else self.part(index))
-        return value if value.shape else value[()]
-
-    def __setitem__(self, index, value):
-        part = self if index is Ellipsis else self.part(index)
-        if self.block is not None:
-            self.grid.pause()
-            part.write(value)
-        else:
-            self.grid.store(part, value)
-
-
-class _At:
-    def __init__(self, ref: Ref):
-        self.ref = ref
-
-    def __getitem__(self, index):
-        return self.ref.part(index)
-
-
-class Barriers:
-    """Of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
-
-    def __init__(self, grid: "Grid", kind: _Barrier, block: int, cluster: int):
-        self.grid, self.block = grid, block
-        self.of_all = kind.of_all
-        self.units = cluster
-        """Of an arrival."""
-        self.units_of_phase = kind.num_arrivals * cluster * (cluster if kind.of_all else 1)
-        self.arrived = np.zeros(kind.num_barriers, int)
-        self.observed: dict[tuple[int, int], int] = {}
-        """How many phases a warpgroup has waited for."""
-
-    @property
-    def at(self):
-        return _AtBarrier(self)
-
-    def arrive(self, index, units=None):
-        assert self.block not in self.grid.ended, "shared memory of a block that has ended"
-        self.arrived[index] += self.units if units is None else units
-
-    def is_passed(self, index, warpgroup):
-        phases = self.arrived[index] // self.units_of_phase
-        return (phases - self.observed.get((warpgroup, index), 0)) % 2 == 1
-
-    def check_observed(self):
-        """No barrier ends with a phase that nobody has waited for."""
-        observed = np.zeros(len(self.arrived), int)
-        for (_, index), phases in self.observed.items():
-            observed[index] = max(observed[index], phases)
-        assert (observed == self.arrived // self.units_of_phase).all(), "a barrier's phase that nobody has waited for"
-
-
-class _AtBarrier:
-    def __init__(self, barriers: Barriers):
-        self.barriers = barriers
-
-    def __getitem__(self, index):
-        assert 0 <= index < len(self.barriers.arrived)
-        return self.barriers, int(index)
 
 
 class Accumulator:
@@ -566,9 +387,9 @@ class Grid:
         return np.full(x.shape, fill, x.dtype)
 
     def _allocate(self, kind, block):
-        if isinstance(kind, _Barrier):
+        if isinstance(kind, BarrierKind):
             return Barriers(self, kind, block, self.cluster)
-        if isinstance(kind, _Union):
+        if isinstance(kind, Views):
             return kind.allocate(self, block)
         return Ref(self, np.full(kind.shape, np.nan, kind.dtype), block=block)
 
@@ -621,20 +442,3 @@ def _flat(shared):
 
 def _read(x):
     return x.read() if isinstance(x, Ref) else x
-
-
-def _fori_loop(start, end, body, state):
-    for i in range(int(start), int(end)):
-        state = body(np.int32(i), state)
-    return state
-
-
-def _while_loop(condition, body, state):
-    while condition(state):
-        state = body(state)
-    return state
-
-
-def _broadcast_in_dim(x, shape, axes):
-    [axis] = axes
-    return np.broadcast_to(np.expand_dims(x, tuple(i for i in range(len(shape)) if i != axis)), shape)

@@ -1,0 +1,23 @@
+"""What the bodies of kernels ask of `jax.lax`, in NumPy."""
+
+import numpy as np
+
+
+def fori_loop(start, end, body, state):
+    """Indices are of int32."""
+    for i in range(int(start), int(end)):
+        state = body(np.int32(i), state)
+    return state
+
+
+def while_loop(condition, body, state):
+    """As long as the condition holds."""
+    while condition(state):
+        state = body(state)
+    return state
+
+
+def broadcast_in_dim(x, shape, axes):
+    """A vector along one axis."""
+    [axis] = axes
+    return np.broadcast_to(np.expand_dims(x, tuple(i for i in range(len(shape)) if i != axis)), shape)
