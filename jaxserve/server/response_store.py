@@ -15,6 +15,9 @@ from typing import NamedTuple
 MAX_BYTES = 256 * 2**20
 """All bodies and conversations together; the oldest go first."""
 
+_PATIENCE = 10.0
+"""Seconds that a process waits for others that use the file."""
+
 _SCHEMA = """
 create table if not exists responses (
     id text primary key,
@@ -66,8 +69,10 @@ class ResponseStore:
         self._place = place
         self._clock = clock
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(":memory:" if file is None else file, check_same_thread=False, timeout=10)
-        self._database.execute("pragma journal_mode = wal")
+        self._database = sqlite3.connect(
+            ":memory:" if file is None else file, check_same_thread=False, timeout=_PATIENCE
+        )
+        _write_ahead(self._database)
         self._database.execute("pragma synchronous = off")  # nothing here outlives the server
         self._database.executescript(_SCHEMA)
 
@@ -172,3 +177,19 @@ class ResponseStore:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._database as database:
             yield database
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Readers and a writer at once. Of those that begin with a new file together, SQLite lets one do so and refuses
+    the others at once, however patient they are elsewhere (its busy timeout does not count here).
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            database.execute("pragma journal_mode = wal")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+        else:
+            return

@@ -1,5 +1,6 @@
 """The store of responses keeps within its bounds, in one process and in several."""
 
+import concurrent.futures
 import multiprocessing
 import threading
 
@@ -176,6 +177,19 @@ def test_workers_share_a_file(make, tmp_path):
     assert process.exitcode == 0
     assert store.get("there", owner="me") == stored("there")
     assert store.is_cancelled("here")
+
+
+def test_workers_begin_with_a_new_file_together(make, tmp_path):
+    workers = 4
+    together = threading.Barrier(workers)
+
+    def open_new(file):
+        together.wait(PATIENCE)
+        make(file=file).put("a", stored("a"), owner="me")
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for i in range(20):
+            list(pool.map(open_new, [tmp_path / str(i)] * workers))
 
 
 def test_what_a_worker_leaves_unfinished_is_its_successors(make, tmp_path):
