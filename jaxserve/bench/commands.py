@@ -177,7 +177,8 @@ def _latency(args: argparse.Namespace) -> None:
 def _steps(args: argparse.Namespace) -> None:
     batches = [BatchShape.parse(text) for text in args.batches or ["1:128:128"]]
     with tempfile.TemporaryDirectory() as folder:
-        print(steps.run(_config_of_batches(args, folder), batches, profile=args.profile))
+        for report in steps.run(_config_of_batches(args, folder), batches, profile=args.profile):
+            print(report, end="\n\n", flush=True)
 
 
 def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.bench.engine_run import complete, traced, warm_up
@@ -30,19 +30,21 @@ class Step(NamedTuple):
     seconds: float
 
 
-def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> str:
-    """The steps of each batch in their order, equal ones that follow each other in one line. With `profile` another run
-    is traced, and the GPU's kernels are listed that ran in the second half of its time. Raises StartupError,
-    InvalidRequest.
+def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Iterator[str]:
+    """A report for each batch, as soon as it has run: its steps in their order, equal ones that follow each other in one
+    line. With `profile` a second report for each, of another run that is traced: the GPU's kernels in the second half
+    of its time. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
     client = LocalEngineClient.start(config, progress=True)
     try:
-        parts = [_report(client, shape, profile=profile) for shape in shapes]
+        for shape in shapes:
+            yield _steps(client, shape)
+            if profile:
+                yield _kernels(client, shape)
     finally:
         client.close()
-    return "\n\n".join(parts)
 
 
 def grouped(steps: Iterable[Step]) -> list[list[Step]]:
@@ -50,7 +52,7 @@ def grouped(steps: Iterable[Step]) -> list[list[Step]]:
     return [list(group) for _, group in itertools.groupby(steps, lambda step: (step.num_tokens, step.num_first))]
 
 
-def _report(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> str:
+def _steps(client: "LocalEngineClient", shape: BatchShape) -> str:
     name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}"
     jobs = warm_up(client, shape, prefix=name)
     steps: list[Step] = []
@@ -67,10 +69,7 @@ def _report(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) ->
 
     complete(client, jobs, prefix=name, heard=hear)
     title = f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out: {sum(s.seconds for s in steps):.3f} s"
-    parts = [title, table(STEPS_HEADER, [_row(group) for group in grouped(steps)])]
-    if profile:
-        parts.append(_kernels(client, shape, prefix=f"{name}-traced"))
-    return "\n\n".join(parts)
+    return f"{title}\n\n{table(STEPS_HEADER, [_row(group) for group in grouped(steps)])}"
 
 
 def _row(group: list[Step]) -> list[str]:
@@ -80,10 +79,11 @@ def _row(group: list[Step]) -> list[str]:
     return [*map(str, counts), *(f"{value:.3f}" for value in times)]
 
 
-def _kernels(client: "LocalEngineClient", shape: BatchShape, *, prefix: str) -> str:
+def _kernels(client: "LocalEngineClient", shape: BatchShape) -> str:
     from jaxserve.engine.profile import second_half, times_by_name
 
-    work = traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=prefix)
+    name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}-traced"
+    work = traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=name)
     if not work:
         return "no GPU was seen at work"
     late, span = second_half(work)

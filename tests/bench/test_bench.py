@@ -125,7 +125,9 @@ def test_steps_of_a_batch(tmp_path):
         enable_prefix_caching=False,
         warmup=False,
     )
-    report = steps.run(config, [BatchShape(3, 10, 5), BatchShape(1, 40, 2)], profile=True)
+    reports = list(steps.run(config, [BatchShape(3, 10, 5), BatchShape(1, 40, 2)], profile=True))
+    assert len(reports) == 4
+    report = "\n\n".join(reports)
     assert [line.split(":")[0] for line in report.splitlines() if line[:1].isdigit()] == [
         "3 x 10 in, 5 out",
         "1 x 40 in, 2 out",
