@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Iterator[str]:
-    """A report for each batch, as soon as it has run: its steps in their order, equal ones that follow each other in one
+    """A report for each batch, as soon as it has run: its steps in their order, equal ones in a row in one
     line. With `profile` a second report for each, of another run that is traced: the GPU's kernels in the second half
     of its time. Raises StartupError, InvalidRequest.
     """

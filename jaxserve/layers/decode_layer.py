@@ -69,6 +69,7 @@ def decode_layers(
     kv_cache: KVCache,
     *,
     attends: Sequence[AttendHeads],
+    may_be_one_kernel: bool,
     rotation: Rotation | None,
     sliding_windows: Sequence[int | None],
     activation: Callable[[Array], Array],
@@ -76,7 +77,8 @@ def decode_layers(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values; `attends` has one a layer.
 
-    `attends` know `rotation` and `sliding_windows`, too, but they say which layers are one kernel, attention included.
+    `may_be_one_kernel` says that `attends` are those of serving, in whose place a kernel of whole layers may attend;
+    `rotation` and `sliding_windows`, which `attends` know, too, say in which layers one can.
     """
     layers = params["layers"]
     y = rms_norm(x, layers[0]["attention_norm"], eps)
@@ -86,8 +88,10 @@ def decode_layers(
         after |= {"activation": activation, "eps": eps}
         own, pools = batch.of_layer(index), kv_cache.of_layer(index)
         with jax.named_scope(f"layer_{index}"):
-            if rotation is not None and _is_one_kernel(
-                y, pools, own, layer, following, rotation, sliding_windows[index]
+            if (
+                may_be_one_kernel
+                and rotation is not None
+                and _is_one_kernel(y, pools, own, layer, following, rotation, sliding_windows[index])
             ):
                 x, y, *pools = _whole_layer(y, pools, x, own, rotation, **after)
             else:

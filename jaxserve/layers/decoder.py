@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers import decode_layer
-from jaxserve.layers.attention import AttentionFn, attend_heads, self_attention
+from jaxserve.layers.attention import AttentionFn, attend_heads, paged_attention, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
@@ -135,7 +135,7 @@ def decoder(
 
     `x` are the embedded tokens; `sliding_windows` has an entry a layer, by default None for each; `routing` is for the
     layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it. With
-    kernels "sm90" some layers of a decode step are one kernel, which attends by itself instead of through `attention`.
+    kernels "sm90" some layers of a decode step are one kernel, where `attention` is that of serving.
     """
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
@@ -151,6 +151,7 @@ def decoder(
             batch,
             kv_cache,
             attends=attends,
+            may_be_one_kernel=attention is paged_attention,
             rotation=rotation,
             sliding_windows=windows,
             activation=ACTIVATIONS[activation],

@@ -73,6 +73,23 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     )  # something is written
 
 
+def test_an_attention_of_ones_own_is_called(monkeypatch):
+    """No kernel of a whole layer attends in its place."""
+    family, config, params = make_model("llama")
+    pools = [tuple(jnp.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, 16)) for _ in range(3)) for _ in range(2)]
+    calls = []
+
+    def attention(*args, **options):
+        calls.append(args)
+        return paged_attention(*args, **options)
+
+    monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: True)
+    monkeypatch.setattr(layer_matmuls, "supports_attention", lambda *_, **__: True)
+    family.forward(params, config, make_batch([5, 1]), KVCache(*pools), attention)
+    assert len(calls) == config.num_layers
+
+
 def test_what_it_takes():
     _, _, params = make_model("llama", hidden_size=128)
     layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
