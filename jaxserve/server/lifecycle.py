@@ -37,36 +37,41 @@ logger = logging.getLogger(__name__)
 FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
 DEATH_NOTICE = 0.5  # seconds in which /health says that the engine is dead, before nobody answers
 POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
+BACKLOG = 2048  # connections that wait to be taken
 
 
-def bind(config: ServerConfig, *, is_shared: bool = False) -> socket.socket:
-    """A socket on the configured address, not yet listening: the port is taken before the engine starts.
+def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket.socket:
+    """A socket that listens on the configured address: the port is taken before the engine starts, of two servers by
+    one, and who connects before it has started waits. `beside` is another one of this server, whose port it shares.
 
-    `is_shared`: other sockets of this user may have the same port. Raises StartupError.
+    Raises StartupError.
     """
+    port = config.port if beside is None else beside.getsockname()[1]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from their listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.send_timeout * 1000))
-            if is_shared:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if beside is not None:  # set only now, as the port of a first one must be nobody else's
+                for each in (beside, listener):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
+            listener.listen(BACKLOG)
         except OSError:
             listener.close()
             raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StartupError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
+        raise StartupError(f"cannot listen on {config.host}:{port}: {reason}") from error
     return listener
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Where a bound socket is to be found."""
+    """Where a listening socket is to be found."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -136,6 +141,7 @@ class Server:
                 log_level="debug" if is_debug else "warning",
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 timeout_keep_alive=config.keep_alive_timeout,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT,
@@ -201,9 +207,13 @@ class Server:
         self._uvicorn.should_exit = True
 
     async def _empty(self, timeout: float, is_patient: Callable[[], bool] = lambda: True) -> None:
-        """Wait until no request is inside, for `timeout` seconds and while `is_patient`."""
+        """Wait until no request is inside and every answer is on its way, for `timeout` seconds and while
+        `is_patient`.
+        """
         deadline = time.monotonic() + timeout
-        while self.state.num_inside and time.monotonic() < deadline and is_patient():
+        while self.state.num_inside or self._uvicorn.num_unsent_bytes:
+            if time.monotonic() >= deadline or not is_patient():
+                return
             await asyncio.sleep(POLL_INTERVAL)
 
     def _is_engine_alive(self) -> bool:
@@ -217,6 +227,12 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]):
         super().__init__(config)
         self._on_signal = on_signal
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Of answers, whose clients read them slowly: the application has long been done with them."""
+        transports = [connection.transport for connection in self.server_state.connections]
+        return sum(transport.get_write_buffer_size() for transport in transports if transport is not None)
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

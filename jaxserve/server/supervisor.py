@@ -33,6 +33,7 @@ from jaxserve.server.worker import ENGINE_DIED, Settings
 
 logger = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_RESTARTS = 5
 RESTART_PERIOD = 60.0
 END_TIMEOUT = 10.0
@@ -90,7 +91,7 @@ class Supervisor:
         signal N came before there was anything to stop. Raises StartupError.
         """
         check_access(self._config)  # the workers would find out only after the engine has been loaded
-        with self._listeners() as listeners, _private_folder() as self._folder, self._hearing_signals():
+        with self._hearing_signals(), self._listeners() as listeners, _private_folder() as self._folder:
             self.address = listeners[0].getsockname()[:2]
             url = url_of(listeners[0], self._config)
             self._workers = workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
@@ -107,6 +108,14 @@ class Supervisor:
                     if worker.child is not None:
                         await worker.child.end(timeout=0)
                 await engine.end(timeout=END_TIMEOUT)
+
+    async def run_last(self) -> int:
+        """`run`, as the last thing that this process does: signals that come afterwards do not change its exit code."""
+        try:
+            return await self.run()
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -227,28 +236,20 @@ class Supervisor:
 
         They are kept open here, so that those of a worker that died wait for the next.
         """
-        first = bind(self._config)
-        listeners = [first]
-        if self._config.api_workers > 1:
-            config = dataclasses.replace(self._config, port=first.getsockname()[1])
-            first.close()  # it has shown that nobody else is there, which sharing would hide
-            listeners = [bind(config, is_shared=True) for _ in range(self._config.api_workers)]
-        try:
-            yield listeners
-        finally:
-            for listener in listeners:
-                listener.close()
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(bind(self._config))
+            others = range(1, self._config.api_workers)
+            yield [first, *(stack.enter_context(bind(self._config, beside=first)) for _ in others)]
 
     @contextlib.contextmanager
     def _hearing_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
+        for number in SIGNALS:
             loop.add_signal_handler(number, self.stop, number)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
 
@@ -271,7 +272,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
         tokenizer=engine.tokenizer or engine.model,
         seed=engine.seed,
     )
-    return asyncio.run(supervisor.run())
+    return asyncio.run(supervisor.run_last())
 
 
 async def _report(child: Child) -> None:

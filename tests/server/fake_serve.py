@@ -6,8 +6,10 @@ and knows two letters that make it misbehave.
 """
 
 import asyncio
+import atexit
 import logging
 import pathlib
+import signal
 import sys
 import threading
 from typing import override
@@ -80,6 +82,7 @@ def _parent() -> int:
     parser = Parser(prog="fake_serve", usage="", description="")
     parser.add_argument("model")
     parser.add_argument("--start-error")
+    parser.add_argument("--late-signal", action="store_true", help="SIGTERM comes when all has been done")
     add_config_flags(parser, ServerConfig)
     args = parser.parse_args()
     tokenizer = tokenizers.Tokenizer.from_file(f"{args.model}/tokenizer.json")  # quicker than our own
@@ -99,7 +102,9 @@ def _parent() -> int:
     config = ServerConfig(**given(args, [*names]))
     supervisor = Supervisor(config, start_engine=start_engine, model_path=args.model, tokenizer=args.model, seed=0)
     try:
-        return asyncio.run(supervisor.run())
+        if args.late_signal:
+            atexit.register(signal.raise_signal, signal.SIGTERM)
+        return asyncio.run(supervisor.run_last())
     except StartupError as error:
         sys.stderr.write(f"jaxserve: error: {error}\n")
         return 1

@@ -17,7 +17,7 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
-from jaxserve.server import bind
+from jaxserve.server import bind, lifecycle
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -81,6 +81,32 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(started):
     assert server.wait() == 0
     with pytest.raises(httpx.ConnectError):
         server.get("/live")
+
+
+def test_drain_waits_for_a_client_that_reads_slowly(started, monkeypatch):
+    """Its answer is out of our hands, but not yet on its way."""
+    monkeypatch.setattr(lifecycle, "FLUSH_TIMEOUT", 0)
+    server = started(shutdown_timeout=PATIENCE)
+    listener = server.server._listener
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections have it from there
+    body = json.dumps({"prompt": "abc" * 100, "echo": True, "max_tokens": 1, "n": 128}).encode()
+    with socket.socket() as client:
+        client.settimeout(PATIENCE)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.server.address)
+        headers = {"Host": "x", "Connection": "close", "Content-Type": "application/json", "Content-Length": len(body)}
+        lines = ["POST /v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        client.sendall("\r\n".join(lines).encode() + body)
+        answer = client.recv(1)
+        wait_until(lambda: server.server.state.num_inside == 0)
+        server.server.stop()
+        wait_until(lambda: server.server.state.is_draining)
+        server._thread.join(0.5)  # one that did not wait would have ended
+        while data := client.recv(2**16):
+            answer += data
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert len(json.loads(content)["choices"]) == 128
+    assert server.wait() == 0
 
 
 def test_drain_gives_up_after_the_timeout(started):
@@ -161,6 +187,11 @@ def test_port_in_use():
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             bind(ServerConfig(port=port))
+
+
+def test_early_clients_wait():
+    with bind(ServerConfig(port=0)) as listener, socket.create_connection(listener.getsockname(), PATIENCE):
+        pass
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])

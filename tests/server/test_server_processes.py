@@ -310,6 +310,24 @@ def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
     assert server.wait() == 0
 
 
+def test_a_signal_after_the_end_changes_no_exit_code(start):
+    server = start("--late-signal").wait_until_serving()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
+    """By servers of several workers, too, though these share it."""
+    server = start("--start-error", "hang", "--api-workers", num_workers)
+    server.wait_for_children(1 + int(num_workers))
+    sockets = psutil.Process(server.process.pid).net_connections()
+    (port,) = {each.laddr.port for each in sockets if each.status == "LISTEN"}
+    second = start("--port", str(port), "--api-workers", num_workers)
+    assert second.wait() == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.rest_of_log()
+
+
 def test_a_signal_while_a_worker_is_being_replaced(start):
     server = start("--shutdown-timeout", str(10 * PATIENCE)).wait_until_serving()
     (worker,) = [child for child in server.children if child != server.engine]
