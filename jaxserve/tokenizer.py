@@ -260,8 +260,9 @@ class IncrementalDetokenizer:
     never in halves. The concatenation of all results equals `Tokenizer.decode` of all tokens, except for malformed
     runs of byte-fallback tokens, where one U+FFFD stands for each broken character instead of each byte.
 
-    `prompt_token_ids` is what comes before: it decides whether a leading space belongs to the text, and the first
-    tokens may complete a character that it began. `visible_special_tokens` are never skipped.
+    `prompt_token_ids` is what comes before: it decides whether a leading space belongs to the text, unless
+    `keeps_first_space`, and the first tokens may complete a character that it began; if they do not, nothing is shown
+    of it. `visible_special_tokens` are never skipped.
     """
 
     def __init__(
@@ -271,14 +272,16 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         visible_special_tokens: frozenset[int] = frozenset(),
+        keeps_first_space: bool = False,
     ):
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids - visible_special_tokens if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = self._visible_tail(prompt_token_ids)
-        self._strips_next_space = tokenizer.strips_first_space and not tail
+        self._strips_next_space = tokenizer.strips_first_space and not tail and not keeps_first_space
         self._decoder.decode(tail)
         self._is_clean = not self._decoder.getstate()[0]  # no character is half done
+        self._is_in_prompts_character = not self._is_clean
 
     def _visible_tail(self, token_ids: Sequence[int]) -> bytes:
         """The last bytes of the prompt: enough to hold the beginning of a character (3 bytes) if it has that many."""
@@ -295,6 +298,8 @@ class IncrementalDetokenizer:
         if token_id in self._skipped:
             return ""
         piece = self._tokenizer.token_bytes(token_id)
+        if self._is_in_prompts_character and piece:
+            self._leave_prompt(piece)
         if self._is_clean and piece.isascii():  # most tokens: no need for a decoder
             text = piece.decode()
         else:
@@ -304,7 +309,16 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """End of the sequence: U+FFFD if a character has been left incomplete, else nothing."""
+        if self._is_in_prompts_character:
+            return ""
         return self._without_first_space(self._decoder.decode(b"", final=True))
+
+    def _leave_prompt(self, piece: bytes) -> None:
+        """The first bytes have come: they go on with the prompt's character, or nobody does."""
+        self._is_in_prompts_character = False
+        if piece[0] & 0xC0 != 0x80:  # no continuation
+            self._decoder.reset()
+            self._is_clean = True
 
     def _without_first_space(self, text: str) -> str:
         if self._strips_next_space and text:

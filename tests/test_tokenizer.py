@@ -171,6 +171,21 @@ class TestIncrementalDetokenizer:
         prompt, continuation = ids[:-3], ids[-3:]  # two bytes of the llama each
         assert detokenize_in_steps(tokenizer, continuation, prompt_token_ids=prompt)[-1] == "🦙y"
 
+    @pytest.mark.parametrize("text", ["", "a", "{", "é", "🦙"])
+    def test_a_character_that_only_the_prompt_has(self, tokenizer, text):
+        ids = tokenizer.encode("x🦙", add_special_tokens=False)
+        output = tokenizer.encode("x" + text, add_special_tokens=False)[
+            len(tokenizer.encode("x", add_special_tokens=False)) :
+        ]
+        for prompt in (ids[:-1], [*ids[:-1], 1]):
+            assert detokenize_in_steps(tokenizer, output, prompt_token_ids=prompt)[-1] == text
+
+    def test_a_first_space_that_is_kept(self, sentencepiece):
+        ids = sentencepiece.encode("the", add_special_tokens=False)
+        for keeps in (False, True):
+            text = detokenize_in_steps(sentencepiece, ids, prompt_token_ids=[1], keeps_first_space=keeps)[-1]
+            assert text == " " * keeps + "the"
+
 
 class TestChatTemplate:
     def test_text_and_ids(self, byte_level):

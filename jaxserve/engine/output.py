@@ -128,6 +128,7 @@ class _Sequence:
                 prompt_token_ids=request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 visible_special_tokens=visible_special_tokens,
+                keeps_first_space=bool(request.grammar),  # it is a part of the form
             )
         self._num_given = (0, 0)  # token ids, pieces of text
         self._finish_given = False
@@ -216,7 +217,7 @@ class RequestGroup:
     Attributes:
         requests: what the engine gets, one a sequence.
         error: why the engine could not finish one of the sequences, if so.
-        refusal: the same where the engine has not queued it.
+        refusal: the same where it is the caller's to mend: not queued, or a grammar that cannot be followed further.
         embedding: what has come of a pooling request, as the engine has it (`EngineOutput.embedding`).
     """
 

@@ -116,7 +116,7 @@ class TestStopChecker:
         assert StopChecker([]).push("text") == ("text", None)
 
 
-def make_group(tokenizer, *, prompt="the", n=1, eos=(265,), **sampling):
+def make_group(tokenizer, *, prompt="the", n=1, eos=(265,), grammar="", **sampling):
     params = SamplingParams(**sampling)
     ids = tokenizer.encode(prompt)
     stop_token_ids = frozenset({*eos, *params.stop_token_ids})
@@ -128,6 +128,7 @@ def make_group(tokenizer, *, prompt="the", n=1, eos=(265,), **sampling):
             params=params,
             max_tokens=100,
             stop_token_ids=stop_token_ids,
+            grammar=grammar,
         )
         for i in range(n)
     ]
@@ -162,6 +163,13 @@ class TestRequestGroup:
         group.push([output(first), output(second)])
         delta = group.take_delta()
         assert (delta.outputs[0].text, delta.outputs[0].token_ids) == ("on upon", [first, second])
+
+    @pytest.mark.parametrize(("grammar", "text"), [("", "the"), ("a form", " the")])
+    def test_a_form_has_its_first_space(self, tmp_path, grammar, text):
+        tokenizer = Tokenizer.load(tiny_tokenizer.sentencepiece(tmp_path))
+        group = make_group(tokenizer, prompt="", grammar=grammar)
+        group.push([output(*tokenizer.encode("the", add_special_tokens=False), finish_reason="length")])
+        assert group.result().outputs[0].text == text
 
     def test_a_stop_string_ends_the_sequence(self, tokenizer):
         ids = tokenizer.encode("abc and more")
