@@ -8,7 +8,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any, override
 
+import httptools
 import msgspec
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.server.errors import ErrorBody, ErrorDetail
@@ -30,6 +32,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     receive_timeout: float
     allowed_origins: frozenset[bytes]
+    parser: httptools.HttpRequestParser
 
     @override
     def connection_made(self, transport: Any) -> None:
@@ -49,7 +52,12 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse, counting the bytes of a head that is not yet complete."""
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self.logger.warning("not valid HTTP: %s", error)
+            self._refuse(400, "the request is not valid HTTP")
         if self._awaits != "headers":
             self._head_bytes = 0
         elif self._head_bytes > MAX_HEAD_BYTES:
@@ -64,6 +72,8 @@ class HttpProtocol(HttpToolsProtocol):
     @override
     def on_headers_complete(self) -> None:
         """The head is complete: the application begins."""
+        if self.parser.should_upgrade():
+            return  # `_parse` has it read again
         self._await("body")
         super().on_headers_complete()
         self.scope["extensions"] = {WRITE_CHUNK: {"write": functools.partial(self._write_chunk, self.cycle)}}
@@ -71,6 +81,8 @@ class HttpProtocol(HttpToolsProtocol):
     @override
     def on_message_complete(self) -> None:
         """The body is complete."""
+        if self.parser.should_upgrade():
+            return
         self._stop_timer()
         super().on_message_complete()
 
@@ -82,9 +94,33 @@ class HttpProtocol(HttpToolsProtocol):
             self._await(self._awaits)
 
     @override
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error in the API's shape too."""
-        self._refuse(400, msg)
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _without_chunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse, and ignore every offer to change the protocol, as RFC 9110 (7.8) allows: httptools takes what follows
+        such a head for the new protocol, so that it is given the head again, without the offer, and then the body.
+        """
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse(400, "CONNECT is for proxies, and this is none")
+                    break
+                head = self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)  # the old one may take the connection for closed
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(head)
+                rest = rest[upgrade.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        others = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return b"%b%b\r\n" % (first, b"".join(others))
 
     def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         """Send a piece of a body without a declared length; False where it has to go through `send`, which can wait."""
@@ -127,6 +163,26 @@ class HttpProtocol(HttpToolsProtocol):
         if origin is None or self.allowed_origins.isdisjoint((origin, b"*")):
             return b""
         return b"access-control-allow-origin: %b\r\nvary: origin\r\n" % origin
+
+
+def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """`app` for a client of HTTP/1.0, to whom a body without a declared length ends with the connection."""
+
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        is_declared = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_declared
+            if message["type"] == "http.response.start":
+                is_declared = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = None if is_declared else False
+            elif not is_declared:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn takes no more than it expects
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return plain
 
 
 def protocol_class(receive_timeout: float, allowed_origins: Sequence[str]) -> type[Any]:
