@@ -179,7 +179,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt; yields what is new as it comes. Closing the iterator aborts.
 
-        Raises InvalidRequest at once; RequestFailed and EngineDead while iterating.
+        Raises InvalidRequest at once, but where a grammar becomes too complex; this, RequestFailed and EngineDead come
+        while iterating.
         """
         return self._stream(self._prepare([prompt], sampling_params)[0])
 
@@ -369,7 +370,7 @@ class LLM:
         with contextlib.closing(self._frontend.generate([group])) as events:
             for _, delta in events:
                 if group.error is not None:
-                    raise RequestFailed(group.error)
+                    raise RequestFailed(group.error) if group.refusal is None else group.refusal.error()
                 yield delta
                 group.forget_logprobs()
 

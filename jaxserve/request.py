@@ -233,7 +233,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `stop_reason` is the token id that ended the request, if one did. `logprobs` runs parallel to `new_token_ids`.
     `prompt_logprobs` comes in pieces with the prompt's chunks, entry i of the whole belonging to prompt token i + 1.
     `queue_seconds` is the time from the request's arrival to its first step. `embedding` are float32 numbers, little
-    endian, not normalized. `refusal` is set where the engine has not even queued the request.
+    endian, not normalized. `refusal` is set where the caller's request is at fault: the engine
+    has not even queued it, or cannot follow its grammar any further.
     """
 
     request_id: str

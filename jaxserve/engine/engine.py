@@ -12,14 +12,14 @@ import numpy as np
 
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.client import EngineStats, window_name
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
-from jaxserve.structured.matchers import Matchers
+from jaxserve.structured.matchers import Matchers, refusal
 
 
 class Engine:
@@ -108,7 +108,7 @@ class Engine:
             constrained = [row.request for row in plan.rows if row.samples and row.request.request.grammar]
             masks = functools.partial(self._masks, constrained, failed) if constrained else None
             self._in_flight.append(self.runner.dispatch(plan, masks=masks))
-            outputs += [self._fail(request, reason) for request, reason in failed.items()]
+            outputs += [self._refuse(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
         while self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
@@ -165,13 +165,7 @@ class Engine:
         compiled, refused = self._matchers.take_compiled(wait=is_idle)
         for group in compiled:
             self.scheduler.add(group)
-        return [
-            EngineOutput(
-                request_id=request.request_id, finish_reason="error", error=str(error), refusal=Refusal.of(error)
-            )
-            for group, error in refused
-            for request in group
-        ]
+        return [_refused(request.request_id, error) for group, error in refused for request in group]
 
     def _masks(self, requests: list[Request], failed: dict[Request, str]) -> Masks:
         """What these requests may draw in the step that has just been started. Waits for their tokens of those before,
@@ -195,10 +189,11 @@ class Engine:
         self.seconds["masks"] += time.perf_counter() - waited
         return Masks(np.array([request.slot for request in requests], np.int32), words)
 
-    def _fail(self, request: Request, reason: str) -> EngineOutput:
+    def _refuse(self, request: Request, reason: str) -> EngineOutput:
+        """End a request whose grammar cannot be followed any further."""
         self.scheduler.fail(request)
         self._forget(request)
-        return EngineOutput(request_id=request.request_id, finish_reason="error", error=reason)
+        return _refused(request.request_id, refusal(reason))
 
     def _forget(self, request: Request) -> None:
         """Drop what is kept here of a request that has ended."""
@@ -297,3 +292,7 @@ class Engine:
             logprobs.entry(first_token + position - row.start, request.token_ids[position + 1], num_top)
             for position in positions
         ]
+
+
+def _refused(request_id: str, error: JaxserveError) -> EngineOutput:
+    return EngineOutput(request_id=request_id, finish_reason="error", error=str(error), refusal=Refusal.of(error))

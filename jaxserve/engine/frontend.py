@@ -207,8 +207,8 @@ class Frontend:
         `group.result()`.
 
         Raises RequestFailed when the engine could not finish a sequence, EngineDead when it has died, and what `take`
-        and `EngineClient.submit` raise, also where an engine elsewhere has refused the request; what came before is
-        taken first. The other prompts are aborted then.
+        and `EngineClient.submit` raise, also where an engine elsewhere has refused the request; InvalidRequest where a
+        grammar cannot be followed further. What came before is taken first. The other prompts are aborted then.
         """
         loop = asyncio.get_running_loop()
         if self._dispatcher is None or self._dispatcher.loop is not loop:

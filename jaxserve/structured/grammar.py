@@ -1,7 +1,8 @@
 """What a caller asks for as one grammar text for llguidance, checked so that the engine can compile it.
 
 A grammar text is llguidance's JSON form: `{"grammars": [...]}`, a list of JSON schemas and Lark grammars that may refer
-to each other by name. It is plain data: the front end writes it, the engine compiles it for its tokenizer.
+to each other by name; beside them may be a limit, `max_items_in_row`. It is plain data: the front end writes it, the
+engine compiles it for its tokenizer.
 """
 
 import functools
@@ -21,6 +22,14 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_GBNF_BYTES = 16 * 1024
 """The translation to Lark takes the square of a grammar's size."""
 
+MAX_ITEMS_IN_ROW = 2000
+"""Ways on from one place in a text, of which each optional property of an object takes three."""
+
+MAX_OWN_ITEMS_IN_ROW = 500
+"""The same for a caller's own Lark or GBNF. Those of programming languages need some 40; of an ambiguous one there are
+more with each token, and its masks take ever longer: up to 40 ms at 500, half a second at 1000.
+"""
+
 ANSWER = "answer"
 """Name of the wish's own grammar, for texts that put something around it (`compose`)."""
 
@@ -37,9 +46,14 @@ _JSON_OPTIONS: Any = {
 }
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(text: str) -> LLParserLimits:
     """The room that a grammar may take, in compiling and in each of its steps; beyond, its request fails."""
-    return LLParserLimits(max_grammar_size=250_000, max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(
+        max_items_in_row=json.loads(text).get("max_items_in_row", MAX_ITEMS_IN_ROW),
+        max_grammar_size=250_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
 
 
 def make_grammar(wish: StructuredOutputs) -> str:
@@ -48,7 +62,7 @@ def make_grammar(wish: StructuredOutputs) -> str:
     Raises InvalidRequest, naming the field and, where there is one, the keyword that is not supported.
     """
     param, entry = _entry(wish)
-    text = json.dumps({"grammars": [entry]})
+    text = _text([entry], wish)
     _check(text, param)
     return text
 
@@ -56,7 +70,7 @@ def make_grammar(wish: StructuredOutputs) -> str:
 def compose(wish: StructuredOutputs, lark: str) -> str:
     """`lark` as the grammar, in which `@answer` stands for the wish. Raises InvalidRequest, as `make_grammar` does."""
     (entry,) = json.loads(make_grammar(wish))["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {"name": ANSWER, **entry}]})
+    return _text([{"lark_grammar": lark}, {"name": ANSWER, **entry}], wish)
 
 
 def lark_grammar(lark: str, *, param: str) -> str:
@@ -73,6 +87,11 @@ def check_json_schema(schema: Any, *, param: str) -> None:
 def json_rule(schema: dict[str, Any]) -> str:
     """A JSON schema as a part of a Lark rule."""
     return "%json " + json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+
+
+def _text(grammars: list[dict[str, Any]], wish: StructuredOutputs) -> str:
+    limits = {} if wish.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
+    return json.dumps({"grammars": grammars, **limits})
 
 
 def _entry(wish: StructuredOutputs) -> tuple[str, dict[str, Any]]:
@@ -142,7 +161,7 @@ def _check(text: str, param: str) -> None:
     """
 
     def compile_and_look() -> LLMatcher:
-        matcher = LLMatcher(_byte_tokenizer(), text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(_byte_tokenizer(), text, log_level=0, limits=parser_limits(text))
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher

@@ -118,7 +118,7 @@ class Matchers:
                 if time.monotonic() < entry.deadline:
                     rest.append(entry)
                 else:
-                    failed.append((entry.requests, _refusal("it took too long to compile")))
+                    failed.append((entry.requests, refusal("it took too long to compile")))
                 continue
             if (error := entry.matchers.exception()) is not None:
                 self._grammars.pop(entry.requests[0].grammar, None)
@@ -227,7 +227,7 @@ class Matchers:
         start = time.perf_counter()
         matcher = with_deep_stack(lambda: self._matcher(text))
         if matcher.is_error():
-            raise _refusal(_first_line(matcher))
+            raise refusal(_first_line(matcher))
         return _Grammar(matcher, time.perf_counter() - start)
 
     def _make_matchers(
@@ -240,7 +240,7 @@ class Matchers:
         return with_deep_stack(lambda: [self._matcher(text) for _ in range(num_matchers)])
 
     def _matcher(self, text: str) -> LLMatcher:
-        return LLMatcher(self._wait_for_tokenizer(), text, log_level=0, limits=parser_limits())
+        return LLMatcher(self._wait_for_tokenizer(), text, log_level=0, limits=parser_limits(text))
 
     def _wait_for_tokenizer(self) -> LLTokenizer:
         assert self._tokenizer is not None
@@ -251,7 +251,8 @@ def _first_line(matcher: LLMatcher) -> str:
     return (matcher.get_error().strip() or "unknown error").splitlines()[0]
 
 
-def _refusal(reason: str) -> InvalidRequest:
+def refusal(reason: str) -> InvalidRequest:
+    """What a caller is told whose grammar cannot be followed, or not any further."""
     return InvalidRequest(f"structured_outputs: {reason}", param="structured_outputs", code="unsupported_grammar")
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from waiting import wait_until
 
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, KVKind, OutputSink
-from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.request import EngineOutput, EngineRequest, TokenLogprobs
+from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError
+from jaxserve.request import EngineOutput, EngineRequest, Refusal, TokenLogprobs
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
 HIDDEN_SIZE = 4
@@ -26,13 +26,13 @@ HIDDEN_SIZE = 4
 class Script:
     """What the fake engine does with one request.
 
-    After `token_ids` it ends with "stop" (as if EOS came), or with an error, or hangs until it is aborted. Stop token
-    ids and max_tokens end it earlier, as in the engine.
+    After `token_ids` it ends with "stop" (as if EOS came), or with an error (an exception: a refusal), or hangs until
+    it is aborted. Stop token ids and max_tokens end it earlier, as in the engine.
     """
 
     token_ids: Iterable[int]
     tokens_per_step: int = 1
-    error: str | None = None
+    error: str | JaxserveError | None = None
     hangs: bool = False
     num_cached_tokens: int = 0
 
@@ -271,7 +271,8 @@ class FakeEngineClient(EngineClient):
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             logprobs=logprobs,
-            error=error,
+            error=None if error is None else str(error),
+            refusal=Refusal.of(error) if isinstance(error, JaxserveError) else None,
             **common,
         )
 

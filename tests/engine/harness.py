@@ -119,7 +119,7 @@ class Result:
 
     def __init__(self):
         self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []
-        self.finish_reason = self.stop_reason = self.error = None
+        self.finish_reason = self.stop_reason = self.error = self.refusal = None
         self.num_cached_tokens = 0
 
     def add(self, output):
@@ -128,7 +128,8 @@ class Result:
         self.logprobs += output.logprobs or []
         self.prompt_logprobs += output.prompt_logprobs or []
         self.num_cached_tokens = output.num_cached_tokens
-        self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.error, self.refusal = output.error, output.refusal
 
 
 def run(engine, requests, *, check=True):

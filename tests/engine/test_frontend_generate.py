@@ -6,8 +6,10 @@ import pytest
 from engine.fake_client import Script, collect, echo
 from waiting import PATIENCE, wait_until
 
-from jaxserve.errors import EngineDead, QueueFull
+from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
 from jaxserve.request import SamplingParams
+
+TOO_COMPLEX = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
 
 
 class TestGenerate:
@@ -83,6 +85,16 @@ class TestGenerate:
         frontend.client.refusal = QueueFull("full")
         with pytest.raises(QueueFull):
             collect(frontend, frontend.prepare("the", SamplingParams(), request_id="x"))
+
+    def test_a_refusal_in_the_middle_ends_one_sequence(self, start, tokenizer):
+        def play(request):
+            return Script(token_ids=[5], error=TOO_COMPLEX if request.request_id == "x-1" else None)
+
+        frontend = start(tokenizer, play)
+        groups = [frontend.prepare("the", SamplingParams(n=2), request_id=name) for name in "xy"]
+        results = [[output.finish_reason for output in result.outputs] for result in collect(frontend, *groups)]
+        assert results == [["stop", "error"], ["stop", "stop"]]
+        assert "too complex" in groups[0].error
 
     def test_from_several_threads(self, start, tokenizer):
         frontend = start(tokenizer)

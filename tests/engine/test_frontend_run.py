@@ -8,7 +8,7 @@ from engine.fake_client import Script, collect, echo
 from waiting import PATIENCE, until
 
 from jaxserve.engine.stream import PROMPTS_A_TURN, Dispatcher
-from jaxserve.errors import EngineDead, QueueFull, RequestFailed
+from jaxserve.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
 from jaxserve.request import EngineOutput, SamplingParams
 
 
@@ -154,6 +154,19 @@ class TestRun:
         with pytest.raises(RequestFailed, match="NaN"):
             asyncio.run(frontend.run([frontend.prepare("the", SamplingParams(n=2), request_id="x")], ignore))
         assert frontend.client.aborted == ["x-0"], "its sibling is aborted"
+
+    def test_a_refusal_in_the_middle_is_raised_as_it_is(self, start, tokenizer):
+        error = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
+
+        def play(request):
+            is_first = request.request_id == "x-0"
+            return Script(token_ids=[5], hangs=is_first, error=None if is_first else error)
+
+        frontend = start(tokenizer, play)
+        with pytest.raises(InvalidRequest, match="too complex") as caught:
+            asyncio.run(frontend.run([frontend.prepare("the", SamplingParams(n=2), request_id="x")], ignore))
+        assert vars(caught.value) == vars(error)
+        assert frontend.client.aborted == ["x-0"]
 
     def test_one_failed_prompt_aborts_the_others(self, start, tokenizer):
         def play(request):

@@ -191,6 +191,22 @@ def test_a_full_queue_is_an_error_before_anything_has_come(engine):
     asyncio.run(run())
 
 
+def test_a_refusal_in_the_middle_of_a_text(engine):
+    error = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
+    engine.play = lambda _: Script(token_ids=[7, 8], error=error)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            frontend, token_ids = Frontend(x, byte_tokenizer()), []
+            group = frontend.prepare([5, 6], SamplingParams(), request_id="a")
+            with pytest.raises(InvalidRequest, match="too complex") as refused:
+                await frontend.run([group], lambda _, delta: token_ids.extend(delta.outputs[0].token_ids))
+            assert token_ids == [7, 8]
+            assert vars(refused.value) == vars(error)
+
+    asyncio.run(run())
+
+
 def test_a_refusal_of_an_unknown_kind_is_still_an_error():
     assert type(Refusal(kind="Surprise", message="?").error()) is JaxserveError
 

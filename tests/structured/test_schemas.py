@@ -201,6 +201,22 @@ def test_a_text_that_is_cut_keeps_to_the_grammar(llm):
     assert output.outputs[0].text
 
 
+def test_a_grammar_that_becomes_too_complex(llm):
+    """It is the caller's own. What has come until then is shown, and beside others they are complete."""
+    wish = StructuredOutputs(grammar="start: s\ns: s s s s s | s s | /[a-z]/ | ")
+    params = SamplingParams(max_tokens=200, ignore_eos=True, seed=1, structured_outputs=wish)
+    free = SamplingParams(max_tokens=20, temperature=0)
+    (alone,) = llm.generate("x", free, use_tqdm=False)
+    texts = []
+    with pytest.raises(InvalidRequest, match="cannot be followed further") as caught:
+        texts.extend(delta.outputs[0].text for delta in llm.stream("x", params))
+    assert (caught.value.param, caught.value.code) == ("structured_outputs", "unsupported_grammar")
+    assert re.fullmatch("[a-z]{10,}", "".join(texts))
+    beside = llm.generate(["x", "x"], [params, free], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in beside] == ["error", alone.outputs[0].finish_reason]
+    assert beside[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

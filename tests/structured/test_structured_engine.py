@@ -343,6 +343,13 @@ class TestOtherWishes:
         assert decoded(tokenizer, result) in WISHES["choice"].choice
 
 
+def assert_refused(result, message):
+    error = result.refusal.error()
+    assert result.finish_reason == "error"
+    assert message in result.error == str(error)
+    assert (type(error), error.param, error.code) == (InvalidRequest, "structured_outputs", "unsupported_grammar")
+
+
 class TestFailures:
     def test_a_grammar_that_the_engine_cannot_compile_is_refused(self, start, tokenizer):
         (eos,) = tokenizer.eos_token_ids
@@ -356,12 +363,28 @@ class TestFailures:
 
     def test_a_grammar_that_grows_too_complex_ends_its_request_only(self, start, tokenizer, monkeypatch):
         (eos,) = tokenizer.eos_token_ids
-        monkeypatch.setattr("jaxserve.structured.matchers.parser_limits", lambda: LLParserLimits(step_max_items=2))
+        monkeypatch.setattr("jaxserve.structured.matchers.parser_limits", lambda _: LLParserLimits(step_max_items=2))
         prompt = [1, 2, 3]
         engine = start()
         results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"], eos=eos), request("free", prompt, 8)])
-        assert results["deep"].finish_reason == "error"
+        assert_refused(results["deep"], "Too many items")
         assert results["free"].finish_reason == "length"
+
+    def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
+        """Its siblings too go on to where they are no further."""
+        (eos,) = tokenizer.eos_token_ids
+        (a,) = tokenizer.encode("a")
+        ambiguous = make_grammar(StructuredOutputs(grammar='start: s\ns: s s s s s | s s | "a" | '))
+        params = SamplingParams(temperature=0.0, logit_bias={a: 100})
+        deep = [asks(f"deep{i}", [1], 90, ambiguous, params, eos=eos, group_id="deep0") for i in range(2)]
+        engine = start()
+        results = run(engine, [*deep, asks("json", [5], 40, GRAMMARS["choice"], eos=eos), request("free", [1, 2], 80)])
+        for name in ("deep0", "deep1"):
+            assert_refused(results[name], "cannot be followed further")
+            assert set(results[name].token_ids) == {a}
+        assert results["json"].token_ids == naive(llama, tokenizer, [5], 40, GRAMMARS["choice"])
+        assert results["free"].token_ids == llama.naive([1, 2], 80)
+        assert not engine.has_work
 
     def test_without_an_end_of_text_there_is_no_grammar(self, start, tokenizer):
         engine = start(load=lambda: ascii_tokenizer(has_eos=False))
