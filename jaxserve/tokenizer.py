@@ -47,7 +47,8 @@ _NOT_TEMPLATE_VARIABLES = {
 
 
 class Tokenizer:
-    """The tokenizer of one model. Safe to use from several threads.
+    """The tokenizer of one model. Safe to use from several threads, and a long text stops none of them: single ones go
+    to the backend as a batch too, since it gives up the interpreter's lock for batches only.
 
     Attributes:
         eos_token_ids: what ends a generation: the tokenizer's EOS and those of generation_config.json.
@@ -115,8 +116,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS if the model wants one. Raises InvalidRequest for lone surrogates."""
-        _check_unicode(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
@@ -130,7 +130,7 @@ class Tokenizer:
         if any(token_id < 0 for token_id in token_ids):
             raise InvalidRequest("token ids must not be negative", param="tokens")
         known = [token_id for token_id in token_ids if token_id <= self.max_token_id]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text: possibly a part of a UTF-8 character, empty for an unknown id."""
@@ -142,7 +142,7 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text` where nothing in it is taken for an added token, and nothing is put around it."""
-        return self._plain_backend.encode(text, add_special_tokens=False).ids
+        return self._plain_backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @functools.cached_property
     def _plain_backend(self) -> Any:

@@ -1,5 +1,6 @@
 import json
 import pathlib
+import threading
 
 import pytest
 import tiny_tokenizer
@@ -87,6 +88,27 @@ class TestText:
         assert detokenize_in_steps(tokenizer, ids)[-1] == tokenizer.decode(ids)
         with pytest.raises(InvalidRequest, match="negative"):
             tokenizer.decode([-1])
+
+    @pytest.mark.parametrize("method", ["encode", "encode_plain", "decode"])
+    def test_other_threads_go_on_meanwhile(self, byte_level, method):
+        """As the tokenizer's own lock is the interpreter's, if it is not given up."""
+        text = "the upon a " * 100_000
+        given = byte_level.encode(text) if method == "decode" else text
+        begun, ended = threading.Event(), threading.Event()
+        turns = 0
+
+        def work():
+            begun.set()
+            getattr(byte_level, method)(given)
+            ended.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        begun.wait()
+        while not ended.wait(0.0005):
+            turns += 1
+        thread.join()
+        assert turns > 10
 
     def test_lone_surrogates_are_refused(self, tokenizer):
         with pytest.raises(InvalidRequest, match="Unicode") as caught:
