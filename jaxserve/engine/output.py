@@ -274,6 +274,11 @@ class RequestGroup:
         return stopped
 
     @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Those of the prompt so far, if asked for and not forgotten."""
+        return self._prompt_logprobs
+
+    @property
     def unfinished_ids(self) -> list[str]:
         """Ids of the sequences that the engine still works on."""
         return [sequence.request_id for sequence in self._sequences.values() if sequence.finish_reason is None]

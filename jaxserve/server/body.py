@@ -1,10 +1,14 @@
 """Bodies: JSON in, checked against a struct; a struct out as JSON."""
 
 import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from jaxserve.errors import InvalidRequest, UnsupportedMediaType
 from jaxserve.server.protocol.common import decode_body
@@ -15,6 +19,11 @@ MAX_PARTS = {b"{": 2**17, b"[": 2**17, b'":': 2**18, b",": 2**20}
 the interpreter's lock: 8 MiB of text take 6 ms, as many bytes of lists would take half a second, in which nobody is
 served; what these limits let pass takes 50 ms of processor time at the most.
 """
+
+VALUES_A_TURN = 64  # tokens with their candidates, say: 20 of each take 3 ms
+PIECES_A_TURN = 16
+AT_ONCE = 2**18  # bytes of an answer up to which it is sent in one piece
+_MARK = uuid.uuid4().hex.encode()  # stands for a list that is encoded already: nobody outside knows it
 
 
 async def read_json[T](request: Request, kind: type[T]) -> T:
@@ -36,6 +45,63 @@ def _decode_large[T](body: bytes, kind: type[T]) -> T:
     return decode_body(body, kind)
 
 
+class EncodedList:
+    """A list in an answer that is encoded as it grows: half a million values at once would stop the event loop.
+
+    A struct that is only made to be encoded can have it in the place of a list.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def extend(self, values: Sequence[object]) -> None:
+        """Append `values`."""
+        if values:
+            encoded = msgspec.json.encode(values)[1:-1]
+            self.pieces.append(b",%b" % encoded if self.pieces else encoded)
+
+
+async def in_turns[T](values: list[T]) -> AsyncGenerator[list[T]]:
+    """Take the values off their list, some at a time; others have their turn in the event loop between them."""
+    while values:
+        taken = values[:VALUES_A_TURN]
+        del values[:VALUES_A_TURN]
+        yield taken
+        await asyncio.sleep(0)
+
+
+async def encoded_in_turns(values: list[Any]) -> Any:
+    """An EncodedList of `values`, which are used up."""
+    encoded = EncodedList()
+    async for some in in_turns(values):
+        encoded.extend(some)
+    return encoded
+
+
 def json_response(body: msgspec.Struct) -> Response:
-    """`body` with status 200."""
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    """`body` with status 200. Any list in it may be an EncodedList."""
+    lists: list[EncodedList] = []
+
+    def mark(value: object) -> msgspec.Raw:
+        assert isinstance(value, EncodedList), value
+        lists.append(value)
+        return msgspec.Raw(_MARK)
+
+    encoded = msgspec.json.encode(body, enc_hook=mark)
+    if not lists:
+        return Response(encoded, media_type="application/json")
+    first, *others = encoded.split(_MARK)
+    pieces = [first]
+    for each, rest in zip(lists, others, strict=True):
+        pieces += [b"[", *each.pieces, b"]%b" % rest]
+    size = sum(len(piece) for piece in pieces)
+    if size <= AT_ONCE:
+        return Response(b"".join(pieces), media_type="application/json")
+    return StreamingResponse(_joined(pieces), headers={"content-length": str(size)}, media_type="application/json")
+
+
+async def _joined(pieces: Sequence[bytes]) -> AsyncGenerator[bytes]:
+    """Some at a time."""
+    for some in itertools.batched(pieces, PIECES_A_TURN):
+        yield b"".join(some)
+        await asyncio.sleep(0)

@@ -1,8 +1,11 @@
 """Log probabilities of tokens, from the engine's candidates to the two shapes that clients know."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxserve.request import Logprob
+from jaxserve.server.body import EncodedList, in_turns
 from jaxserve.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from jaxserve.server.protocol.completions import CompletionLogprobs
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -13,7 +16,7 @@ Candidates = Mapping[int, Logprob]
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], candidates: Sequence[Candidates], *, num_top: int
+    tokenizer: Tokenizer, token_ids: Iterable[int], candidates: Iterable[Candidates], *, num_top: int
 ) -> ChatLogprobs:
     """`logprobs` of a chat choice: each token with the `num_top` most likely ones at its position."""
     content = []
@@ -25,6 +28,18 @@ def chat_logprobs(
         token = entry[token_id]
         token_bytes = list(tokenizer.token_bytes(token_id))
         content.append(TokenLogprob(token.decoded_token, _finite(token.logprob), token_bytes, top))
+    return ChatLogprobs(content)
+
+
+async def chat_logprobs_in_turns(
+    tokenizer: Tokenizer, token_ids: Sequence[int], candidates: list[dict[int, Logprob]], *, num_top: int
+) -> ChatLogprobs:
+    """The same of a whole choice, encoded. `candidates` are used up."""
+    content: Any = EncodedList()
+    ids = iter(token_ids)
+    async for some in in_turns(candidates):
+        taken = itertools.islice(ids, len(some))
+        content.extend(chat_logprobs(tokenizer, taken, some, num_top=num_top).content)
     return ChatLogprobs(content)
 
 
@@ -49,7 +64,7 @@ class CompletionLogprobsBuilder:
         self._num_top = num_top
         self._offset = 0
 
-    def add(self, token_ids: Sequence[int], candidates: Sequence[Candidates | None]) -> CompletionLogprobs:
+    def add(self, token_ids: Iterable[int], candidates: Iterable[Candidates | None]) -> CompletionLogprobs:
         """The next tokens of the choice. A token without candidates (the first of a prompt) has no log probability."""
         built = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token_id, entry in zip(token_ids, candidates, strict=True):
@@ -64,6 +79,16 @@ class CompletionLogprobsBuilder:
                 built.token_logprobs.append(_finite(entry[token_id].logprob))
                 built.top_logprobs.append(self._top(token_id, entry))
         return built
+
+    async def add_in_turns(self, token_ids: Sequence[int], candidates: list[Candidates | None]) -> CompletionLogprobs:
+        """The same of a whole choice, encoded. `candidates` are used up."""
+        lists: dict[str, Any] = {name: EncodedList() for name in CompletionLogprobs.__struct_fields__}
+        ids = iter(token_ids)
+        async for some in in_turns(candidates):
+            built = self.add(itertools.islice(ids, len(some)), some)
+            for name, encoded in lists.items():
+                encoded.extend(getattr(built, name))
+        return CompletionLogprobs(**lists)
 
     def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
         """The most likely tokens, and the token itself, by text; of two with the same text the likelier."""

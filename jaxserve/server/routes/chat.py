@@ -14,8 +14,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.answers import AnswerWriter
-from jaxserve.server.body import json_response, read_json
-from jaxserve.server.logprobs import chat_logprobs
+from jaxserve.server.body import encoded_in_turns, json_response, read_json
+from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
     ChatChoice,
@@ -150,15 +150,16 @@ class Chat:
         """Everything at once."""
         await self._run(self._count)
         result = self._group.result()
+        self._group.forget_logprobs()
         response = ChatResponse(
             id=self._group.request_id,
             created=self._created,
             model=self._state.model,
-            choices=[self._choice(output) for output in result.outputs],
+            choices=[await self._choice(output) for output in result.outputs],
             usage=self.usage.total(),
         )
         if self._body.prompt_logprobs is not None:
-            response.prompt_logprobs = result.prompt_logprobs or []
+            response.prompt_logprobs = await encoded_in_turns(result.prompt_logprobs or [])
         if self._body.return_token_ids:
             response.prompt_token_ids = result.prompt_token_ids
         return response
@@ -225,12 +226,16 @@ class Chat:
             self._writers[index] = AnswerWriter(parser, syntax.tool_parser, counter)
         return self._writers[index]
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    async def _choice(self, output: CompletionOutput) -> ChatChoice:
         writer = self._writer(output.index)
+        logprobs = None
+        if (num_top := self._body.num_logprobs) is not None:
+            tokenizer = self._state.frontend.tokenizer
+            logprobs = await chat_logprobs_in_turns(tokenizer, output.token_ids, output.logprobs or [], num_top=num_top)
         return ChatChoice(
             index=output.index,
             message=writer.message(output),
-            logprobs=self._logprobs(output),
+            logprobs=logprobs,
             finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._body.return_token_ids else UNSET,

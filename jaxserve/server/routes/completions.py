@@ -13,7 +13,7 @@ from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
-from jaxserve.server.body import json_response, read_json
+from jaxserve.server.body import encoded_in_turns, json_response, read_json
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
 from jaxserve.server.protocol.common import sampling_params
 from jaxserve.server.protocol.completions import (
@@ -96,13 +96,19 @@ class _Completion:
     async def answer(self) -> CompletionResponse:
         """Everything at once."""
         await self._run(self._usage.count)
-        choices = [
-            _ChoiceWriter(
-                self._state, self._body, group, index=prompt_index * len(group.requests) + output.index
-            ).write(output)
-            for prompt_index, group in enumerate(self._groups)
-            for output in group.result().outputs
-        ]
+        choices: list[CompletionChoice] = []
+        for group in self._groups:
+            outputs, prompt_logprobs = group.result().outputs, group.prompt_logprobs
+            writers = [
+                _ChoiceWriter(self._state, self._body, group, index=len(choices) + output.index) for output in outputs
+            ]
+            group.forget_logprobs()  # they go as they are encoded
+            of_group = [await writer.write_whole(output) for writer, output in zip(writers, outputs, strict=True)]
+            if self._body.prompt_logprobs is not None:
+                encoded = await encoded_in_turns(prompt_logprobs or [])
+                for choice in of_group:
+                    choice.prompt_logprobs = encoded
+            choices += of_group
         return self._response(choices, usage=self._usage.total())
 
     async def stream(self, write: Write) -> None:
@@ -163,6 +169,7 @@ class _ChoiceWriter:
         self._body = body
         self._group = group
         self._index = index
+        self._prompt_logprobs = group.prompt_logprobs or []
         self._is_first = True
         self._logprobs: CompletionLogprobsBuilder | None = None
         if body.logprobs is not None:
@@ -175,6 +182,21 @@ class _ChoiceWriter:
 
     def write(self, output: CompletionOutput) -> CompletionChoice:
         """The next piece, from what is new of the sequence."""
+        choice, token_ids, candidates = self._begin(output)
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs.add(token_ids, candidates)
+        return choice
+
+    async def write_whole(self, output: CompletionOutput) -> CompletionChoice:
+        """All of it, in turns with others. Takes the log probabilities of `output` off it."""
+        choice, token_ids, candidates = self._begin(output)
+        output.logprobs = None
+        if self._logprobs is not None:
+            choice.logprobs = await self._logprobs.add_in_turns(token_ids, candidates)
+        return choice
+
+    def _begin(self, output: CompletionOutput) -> tuple[CompletionChoice, list[int], list[Candidates | None]]:
+        """A piece without its `logprobs`, and the tokens that these are of."""
         body, group = self._body, self._group
         choice = CompletionChoice(
             index=self._index, text=output.text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
@@ -190,15 +212,12 @@ class _ChoiceWriter:
             self._is_first = False
             if body.return_token_ids:
                 choice.prompt_token_ids = group.prompt_token_ids
-            if body.prompt_logprobs is not None:
-                choice.prompt_logprobs = group.result().prompt_logprobs or []
             if body.echo:
                 choice.text = self._prompt_text() + choice.text
                 token_ids = [*group.prompt_token_ids, *token_ids]
-                candidates = [*(group.result().prompt_logprobs or ()), *candidates]
-        if self._logprobs is not None:
-            choice.logprobs = self._logprobs.add(token_ids, candidates)
-        return choice
+                candidates = [*self._prompt_logprobs, *candidates]
+            self._prompt_logprobs = []
+        return choice, token_ids, candidates
 
     def _prompt_text(self) -> str:
         if self._group.prompt is not None and self._body.truncate_prompt_tokens is None:

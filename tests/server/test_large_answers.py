@@ -1,0 +1,152 @@
+"""Answers with many log probabilities: encoded in turns with others, and to the byte what they are in one go."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from server.serving import assert_well, frames
+
+from jaxserve.server import body
+from jaxserve.server.body import EncodedList, in_turns, json_response
+
+COMPLETION = {"prompt": ["abc" * 30, "hé"], "n": 2, "max_tokens": 150, "logprobs": 20}
+CHAT = {
+    "messages": [{"role": "user", "content": "hé" * 50}],
+    "n": 2,
+    "max_tokens": 150,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+class Answer(msgspec.Struct):
+    first: list[int]
+    text: str
+    others: list[list[str | None]]
+
+
+def sent(response):
+    """What a response sends: its messages."""
+    messages = []
+
+    async def send(message):
+        messages.append(message)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    asyncio.run(response({"type": "http"}, receive, send))
+    return messages
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 100_000])
+def test_an_encoded_list_is_that_list(length):
+    first, other = list(range(length)), ["é", None]
+    numbers, texts = EncodedList(), EncodedList()
+    for start in range(0, length + 1, 1000):  # the last one is empty
+        numbers.extend(first[start : start + 1000])
+    texts.extend(other)
+    start, *parts = sent(json_response(Answer(numbers, "x", [texts] * 2)))
+    whole = msgspec.json.encode(Answer(first, "x", [other] * 2))
+    assert b"".join(part["body"] for part in parts) == whole
+    assert dict(start["headers"]) == {b"content-length": b"%d" % len(whole), b"content-type": b"application/json"}
+    assert max(len(part["body"]) for part in parts) <= body.AT_ONCE
+
+
+def test_others_have_their_turns():
+    """As many as values are taken, which are free then."""
+    num_turns, numbers = 0, list(range(10 * body.VALUES_A_TURN))
+    expected = list(numbers)
+
+    async def others():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def take():
+        waiting = asyncio.create_task(others())
+        found = []
+        async for some in in_turns(numbers):
+            found += some
+            assert len(found) + len(numbers) == len(expected)
+            assert num_turns * body.VALUES_A_TURN >= len(found) - body.VALUES_A_TURN
+        waiting.cancel()
+        return found
+
+    assert asyncio.run(take()) == expected
+    assert num_turns >= 10
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "num_encoded"),
+    [
+        ("/v1/completions", COMPLETION, 4 * 600),  # lists of 4 choices
+        ("/v1/completions", COMPLETION | {"echo": True}, 4 * (600 + 2 * (91 + 4))),
+        ("/v1/completions", COMPLETION | {"logprobs": None, "prompt_logprobs": 20}, 91 + 4),  # once for all choices
+        ("/v1/chat/completions", CHAT, 300),
+    ],
+)
+def test_log_probabilities_are_encoded_in_turns(server, monkeypatch, path, asked, num_encoded):
+    lengths = []
+    extend = EncodedList.extend
+    monkeypatch.setattr(EncodedList, "extend", lambda self, values: (lengths.append(len(values)), extend(self, values)))
+    assert server.post(path, asked).status_code == 200
+    assert sum(lengths) == num_encoded
+    assert max(lengths) <= body.VALUES_A_TURN
+    assert_well(server)
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True, "return_token_ids": True}])
+def test_a_completion_is_what_its_stream_brings(server, more):
+    asked = COMPLETION | more | {"n": 8}
+    answer = server.post("/v1/completions", asked)
+    assert len(answer.content) > body.AT_ONCE
+    found = answer.json()["choices"]
+    pieces = [
+        choice
+        for frame in frames(server.stream("/v1/completions", asked | {"stream": True}))
+        for choice in frame["choices"]
+    ]
+    assert [choice["index"] for choice in found] == list(range(16))
+    for choice in found:
+        whole, *rest = [piece for piece in pieces if piece["index"] == choice["index"]]
+        for piece in rest:
+            whole |= {name: whole[name] + piece[name] for name in ("text", "token_ids") if name in whole}
+            whole |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
+            whole["logprobs"] = {name: values + piece["logprobs"][name] for name, values in whole["logprobs"].items()}
+        assert json.dumps(choice) == json.dumps(whole)
+
+
+def test_all_choices_have_the_log_probabilities_of_their_prompt(server):
+    choices = server.post("/v1/completions", COMPLETION | {"prompt_logprobs": 20}).json()["choices"]
+    of_prompts = [choice["prompt_logprobs"] for choice in choices]
+    assert [len(entries) for entries in of_prompts] == [91, 91, 4, 4]
+    assert of_prompts[0] == of_prompts[1]
+    assert of_prompts[2] == of_prompts[3]
+    for entries, prompt in ((of_prompts[0], COMPLETION["prompt"][0]), (of_prompts[2], COMPLETION["prompt"][1])):
+        assert entries[0] is None
+        for entry, token_id in zip(entries[1:], server.tokenizer.encode(prompt)[1:], strict=True):
+            assert entry[str(token_id)]["rank"] == 2
+            assert len(entry) == 20
+
+
+def test_a_chat_is_what_its_stream_brings(server):
+    answer = server.post("/v1/chat/completions", CHAT | {"prompt_logprobs": 20})
+    assert len(answer.content) > body.AT_ONCE
+    pieces = [
+        choice
+        for frame in frames(server.stream("/v1/chat/completions", CHAT | {"stream": True}))
+        for choice in frame["choices"]
+        if choice["logprobs"]
+    ]
+    for choice in answer.json()["choices"]:
+        content = [
+            token for piece in pieces if piece["index"] == choice["index"] for token in piece["logprobs"]["content"]
+        ]
+        assert choice["logprobs"] == {"content": content, "refusal": None}
+        assert len(content) == 150
+    of_prompt = answer.json()["prompt_logprobs"]
+    assert of_prompt[0] is None
+    assert len(of_prompt) == len(server.client.submitted[0].prompt_token_ids)
