@@ -1,6 +1,7 @@
 """From the prompts of one HTTP request to what is new for each of them; completions and chat share it."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,17 +21,22 @@ from jaxserve.server.tracing import Times
 GRAMMAR_TIMEOUT = 10.0  # seconds to check a grammar; the worst that its limits let pass takes less than half of it
 GRAMMAR_QUEUE_TIMEOUT = 10.0  # seconds to wait for those before it
 THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
+TURN_THRESHOLD = 2**20  # bytes from which on they wait for their turn to be
 
 
 async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, grammar_field: str | None = None) -> T:
-    """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow.
+    """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow,
+    and in its turn where it makes that long.
 
     With `grammar_field`, the field that a grammar is made of, it checks that too: always in a thread, and in its turn,
     which lasts until the thread is done. Raises InvalidRequest when that takes too long, QueueFull when its turn does
     not come.
     """
     if grammar_field is None:
-        return work() if size < THREAD_THRESHOLD else await asyncio.to_thread(work)
+        if size < THREAD_THRESHOLD:
+            return work()
+        async with contextlib.nullcontext() if size < TURN_THRESHOLD else state.tokenizing:
+            return await asyncio.to_thread(work)
     turn = state.compiling
     try:
         async with asyncio.timeout(GRAMMAR_QUEUE_TIMEOUT):

@@ -26,6 +26,7 @@ from jaxserve.server.tracing import Tracing
 
 _KEY = "server"
 MAX_COMPILING = 2
+MAX_TOKENIZING = 2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -48,6 +49,8 @@ class ServerState:
     """How the model writes thoughts and tool calls."""
     compiling: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
     """Whoever checks a grammar holds it: that may keep a core busy for seconds."""
+    tokenizing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
+    """Whoever tokenizes a large body holds it: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
     slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     is_draining: bool = False

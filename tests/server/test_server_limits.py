@@ -1,10 +1,15 @@
 """The limits on a request's size, and paths and methods that do not exist."""
 
+import concurrent.futures
 import socket
+import threading
 
 import pytest
 from server.serving import assert_error, assert_well, running
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
+
+from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
+from jaxserve.server.state import MAX_TOKENIZING
 
 KEY = "s3cret-\u00e9"
 
@@ -95,3 +100,31 @@ def test_not_http_at_all(server):
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
     assert_well(server)
+
+
+def test_large_bodies_are_tokenized_in_their_turn(server, monkeypatch):
+    """Others need not wait for them."""
+    go_on, begun = threading.Event(), []
+
+    def encode(text, add_special_tokens=True):
+        begun.append(len(text))
+        if len(text) >= TURN_THRESHOLD:
+            go_on.wait(PATIENCE)
+        return [1]
+
+    monkeypatch.setattr(server.tokenizer, "encode", encode)
+
+    def tokenize(length):
+        return server.post("/tokenize", {"prompt": "x" * length}).status_code
+
+    num_large = MAX_TOKENIZING + 8
+    with concurrent.futures.ThreadPoolExecutor(num_large) as executor:
+        large = [executor.submit(tokenize, TURN_THRESHOLD) for _ in range(num_large)]
+        try:
+            wait_until(lambda: server.server.state.num_inside == num_large and len(begun) >= MAX_TOKENIZING)
+            assert tokenize(THREAD_THRESHOLD) == 200
+            assert len(begun) == MAX_TOKENIZING + 1
+        finally:
+            go_on.set()
+        assert [answer.result() for answer in large] == [200] * num_large
+    assert len(begun) == num_large + 1
