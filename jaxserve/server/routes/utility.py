@@ -53,13 +53,15 @@ async def detokenize(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_json(request, DetokenizeRequest)
     state.check_model(body.model)
+    size = len(await request.body())
+    return json_response(await generation.prepare(state, lambda: _detokenized(state, body), size=size))
+
+
+def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:
     tokenizer = state.frontend.tokenizer
     if not all(0 <= token <= tokenizer.max_token_id for token in body.tokens):
         raise InvalidRequest(f"tokens must be in [0, {tokenizer.max_token_id}]", param="tokens")
-    text = await generation.prepare(
-        state, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), size=len(await request.body())
-    )
-    return json_response(DetokenizeResponse(text))
+    return DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
 async def health(request: Request) -> Response:
