@@ -46,7 +46,8 @@ async def chat_logprobs_in_turns(
 class CompletionLogprobsBuilder:
     """Builds `logprobs` of one completion choice, piece by piece, with the place of each token in the choice's text.
 
-    `prompt_token_ids` precede the text: they are [] where the prompt is echoed and so a part of it.
+    `prompt_token_ids` precede the text: they are [] where the prompt is echoed and so a part of it. A text that begins
+    with a form `keeps_first_space`.
     """
 
     def __init__(
@@ -55,10 +56,14 @@ class CompletionLogprobsBuilder:
         *,
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
+        keeps_first_space: bool,
         num_top: int,
     ):
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            keeps_first_space=keeps_first_space,
         )
         self._tokenizer = tokenizer
         self._num_top = num_top

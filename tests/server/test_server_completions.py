@@ -2,8 +2,12 @@
 
 import openai
 import pytest
+import tiny_tokenizer
 from engine.fake_client import Script
+from server.serving import running
 from waiting import PATIENCE
+
+from jaxserve.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -80,6 +84,34 @@ def test_logprobs(server, openai_client):
 def test_logprobs_0_are_those_of_the_tokens(server, openai_client):
     logprobs = openai_client.completions.create(model="fake", prompt="ab", logprobs=0).choices[0].logprobs
     assert logprobs.top_logprobs[:2] == [{"a": -1.5}, {"b": -1.5}]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_server(tmp_path_factory):
+    with running(Tokenizer.load(tiny_tokenizer.sentencepiece(tmp_path_factory.mktemp("sentencepiece")))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "form", "text"),
+    [
+        ("", None, "theon"),
+        ("", {"regex": " theon"}, " theon"),
+        ("a b", None, " theon"),
+        ("a b", {"regex": " theon"}, " theon"),
+    ],
+)
+def test_text_offsets_behind_a_first_space(sentencepiece_server, prompt, form, text, echo):
+    """A tokenizer that puts a space before every text takes it away again, but from a form."""
+    sentencepiece_server.says("theon")
+    (choice,) = sentencepiece_server.post(
+        "/v1/completions", {"prompt": prompt, "structured_outputs": form, "logprobs": 0, "echo": echo}
+    ).json()["choices"]
+    assert choice["text"] == prompt * echo + text
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][-2:] == [" the", "on"]
+    assert logprobs["text_offset"][-2:] == [len(prompt * echo), len(choice["text"]) - len("on")]
 
 
 def test_echo(openai_client):

@@ -173,10 +173,12 @@ class _ChoiceWriter:
         self._is_first = True
         self._logprobs: CompletionLogprobsBuilder | None = None
         if body.logprobs is not None:
+            request = group.requests[0]
             self._logprobs = CompletionLogprobsBuilder(
                 state.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
-                skip_special_tokens=group.requests[0].params.skip_special_tokens,
+                skip_special_tokens=request.params.skip_special_tokens,
+                keeps_first_space=bool(request.grammar) and not (body.echo and self._prompt_text()),
                 num_top=body.logprobs,
             )
 
