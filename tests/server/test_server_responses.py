@@ -264,7 +264,7 @@ def test_the_background_ends_with_the_server(tokenizer):
 
 def test_only_the_background_can_be_cancelled(server, client):
     answer = client.responses.create(model="fake", input="hi")
-    assert_error(server.post(f"{PATH}/{answer.id}/cancel", {}), 400, None)
+    assert_error(server.post(f"{PATH}/{answer.id}/cancel", {}), 400, "response_id")
 
 
 def test_a_client_that_leaves(server):

@@ -96,7 +96,9 @@ async def cancel(request: Request) -> Response:
     state = server_state(request.scope)
     stored = await _find(request)
     if not _read(stored).background:
-        raise InvalidRequest("only a response that was created with background=true can be cancelled")
+        raise InvalidRequest(
+            "only a response that was created with background=true can be cancelled", param="response_id"
+        )
     await asyncio.to_thread(state.responses.cancel, request.path_params["response_id"])
     deadline = time.monotonic() + WAIT_FOR_CANCEL
     while _is_running(_read(stored)) and time.monotonic() < deadline:
