@@ -101,6 +101,18 @@ def test_input_items_with_nulls_and_more_than_is_known(server):
     assert found["data"][1]["content"] == call["content"]
 
 
+def test_later_turns_are_without_log_probabilities(server):
+    server.says("kept")
+    asked = {"input": "hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    first = server.post(PATH, asked).json()
+    assert len(first["output"][0]["content"][0]["logprobs"]) == 4
+    assert server.get(f"{PATH}/{first['id']}").json() == first
+    second = server.post(PATH, {"input": "go on", "previous_response_id": first["id"]}).json()
+    _, message, _ = server.get(f"{PATH}/{second['id']}/input_items").json()["data"]
+    first["output"][0]["content"][0]["logprobs"] = []
+    assert message == first["output"][0]
+
+
 def test_retrieve_and_delete(server, client):
     server.says("kept")
     answer = client.responses.create(model="fake", input="hi", metadata={"topic": "test"})

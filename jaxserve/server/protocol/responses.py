@@ -185,6 +185,14 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
 OutputItem = OutputMessage | ReasoningItem | FunctionCall
 
 
+def without_logprobs(item: OutputItem) -> OutputItem:
+    """What later turns need of an item."""
+    if not isinstance(item, OutputMessage):
+        return item
+    content = [msgspec.structs.replace(part, logprobs=[]) for part in item.content]
+    return msgspec.structs.replace(item, content=content)
+
+
 class ResponseError(msgspec.Struct):
     """Why a response has failed."""
 

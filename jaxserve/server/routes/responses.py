@@ -27,9 +27,11 @@ from jaxserve.server.protocol.responses import (
     ResponseBody,
     ResponseError,
     ResponsesRequest,
+    Status,
     TextConfig,
     TextFormat,
     check_responses_request,
+    without_logprobs,
 )
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.response_writer import Event, ResponseWriter, frame
@@ -95,13 +97,13 @@ async def cancel(request: Request) -> Response:
     """Stop a response that runs in the background; the answer shows what has become of it."""
     state = server_state(request.scope)
     stored = await _find(request)
-    if not _read(stored).background:
+    if not _progress(stored).background:
         raise InvalidRequest(
             "only a response that was created with background=true can be cancelled", param="response_id"
         )
     await asyncio.to_thread(state.responses.cancel, request.path_params["response_id"])
     deadline = time.monotonic() + WAIT_FOR_CANCEL
-    while _is_running(_read(stored)) and time.monotonic() < deadline:
+    while _is_running(_progress(stored)) and time.monotonic() < deadline:
         await asyncio.sleep(CANCEL_INTERVAL / 5)
         stored = await _find(request)
     return Response(stored.body, media_type="application/json")
@@ -151,7 +153,7 @@ async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> 
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    status = _read(stored).status
+    status = _progress(stored).status
     if status not in ("completed", "incomplete"):
         raise InvalidRequest(f"the previous response is {status}", param="previous_response_id")
     return stored
@@ -324,10 +326,9 @@ class _Answer:
                 await saving
 
     def _stored(self) -> StoredResponse:
-        output = msgspec.to_builtins(self.response.output)
         return StoredResponse(
             body=msgspec.json.encode(self.response),
-            items=msgspec.json.encode([*self._items, *output]),
+            items=msgspec.json.encode([*self._items, *map(without_logprobs, self.response.output)]),
             num_inputs=len(self._items),
         )
 
@@ -335,13 +336,24 @@ class _Answer:
 def fail_abandoned(responses: ResponseStore) -> None:
     """Say of what ran in the background of a worker that was killed that it has failed; its successor does."""
     for response_id, stored in responses.incomplete().items():
-        response = _read(stored)
+        response = msgspec.json.decode(stored.body, type=ResponseBody)
         for _ in ResponseWriter(response).fail(ResponseError("server_error", "the server's process has ended")):
             pass
         responses.replace(response_id, stored._replace(body=msgspec.json.encode(response)))
 
 
-def _is_running(response: ResponseBody) -> bool:
+class _Progress(msgspec.Struct):
+    """What of a stored response is asked for without the rest, which may have many log probabilities."""
+
+    status: Status
+    background: bool
+
+
+def _progress(stored: StoredResponse) -> _Progress:
+    return msgspec.json.decode(stored.body, type=_Progress)
+
+
+def _is_running(response: ResponseBody | _Progress) -> bool:
     return response.status in ("queued", "in_progress")
 
 
@@ -357,10 +369,6 @@ async def _find(request: Request) -> StoredResponse:
 
 def _not_found(response_id: str) -> NotFound:
     return NotFound(f"there is no stored response {response_id[:80]!r}", param="response_id", code="not_found")
-
-
-def _read(stored: StoredResponse) -> ResponseBody:
-    return msgspec.json.decode(stored.body, type=ResponseBody)
 
 
 def _failure(error: Exception) -> ResponseError:
