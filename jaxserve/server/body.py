@@ -34,14 +34,20 @@ async def read_json[T](request: Request, kind: type[T]) -> T:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
-    body = await request.body()
-    return decode_body(body, kind) if len(body) <= COUNTED_FROM else await asyncio.to_thread(_decode_large, body, kind)
+    return await decode(await request.body(), kind, name="the request body")
 
 
-def _decode_large[T](body: bytes, kind: type[T]) -> T:
+async def decode[T](body: bytes, kind: type[T], *, name: str) -> T:
+    """The JSON `body`, called `name` in errors, as `kind`. Raises InvalidRequest, also for more than MAX_PARTS."""
+    if len(body) <= COUNTED_FROM:
+        return decode_body(body, kind)
+    return await asyncio.to_thread(_decode_large, body, kind, name)
+
+
+def _decode_large[T](body: bytes, kind: type[T], name: str) -> T:
     for part, limit in MAX_PARTS.items():
         if body.count(part) > limit:
-            raise InvalidRequest(f"the request body has more than {limit} {part.decode()!r}", code="too_many_parts")
+            raise InvalidRequest(f"{name} has more than {limit} {part.decode()!r}", code="too_many_parts")
     return decode_body(body, kind)
 
 

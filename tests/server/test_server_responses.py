@@ -13,6 +13,7 @@ from server.serving import assert_error, assert_well, response_events, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import QueueFull
+from jaxserve.server.body import MAX_PARTS
 
 PATH = "/v1/responses"
 
@@ -99,6 +100,17 @@ def test_input_items_with_nulls_and_more_than_is_known(server):
     assert [item["type"] for item in found["data"]] == ["message", "function_call", "function_call_output"]
     assert found["data"][0]["content"] == [{"type": "input_text", "text": "a"}]
     assert found["data"][1]["content"] == call["content"]
+
+
+def test_a_conversation_of_too_many_parts(server):
+    """Each turn has as many as a request may have, and decoding them all would take ever longer."""
+    turn = {"input": [{"role": "user", "content": "hi", "unknown": [{"a": 12}] * (MAX_PARTS[b"{"] - 10)}]}
+    first = server.post(PATH, turn).json()
+    second = server.post(PATH, turn | {"previous_response_id": first["id"]}).json()
+    third = server.post(PATH, turn | {"previous_response_id": second["id"]})
+    assert_error(third, 400, "previous_response_id")
+    assert third.json()["error"]["code"] == "too_many_parts"
+    assert_well(server)
 
 
 def test_later_turns_are_without_log_probabilities(server):

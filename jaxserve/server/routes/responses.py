@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server import generation
-from jaxserve.server.body import json_response, read_json
+from jaxserve.server.body import decode, json_response, read_json
 from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, rename
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
@@ -120,7 +120,11 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     earlier: list[Item] = []
     if body.previous_response_id is not None:
         stored = await _find_earlier(state, body.previous_response_id, owner=owner)
-        earlier = msgspec.json.decode(stored.items)
+        try:
+            earlier = await decode(stored.items, list, name="the conversation")
+        except InvalidRequest as error:
+            error.param = "previous_response_id"
+            raise
         size += len(stored.items)
     items = [*earlier, *input_items(body.input)]
     if not items:
