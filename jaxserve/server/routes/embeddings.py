@@ -2,6 +2,7 @@
 
 import base64
 import uuid
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +12,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server import generation
-from jaxserve.server.body import json_response, read_json
+from jaxserve.server.body import EncodedList, in_turns, json_response, read_json
 from jaxserve.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import while_wanted
@@ -26,9 +27,12 @@ async def create(request: Request) -> Response:
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size)
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
+    data: Any = EncodedList()
+    async for some in in_turns(list(enumerate(groups))):
+        data.extend([_embedding(body, index, group) for index, group in some])
     return json_response(
         EmbeddingResponse(
-            data=[_embedding(body, index, group) for index, group in enumerate(groups)],
+            data=data,
             model=state.model,
             usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
         )
