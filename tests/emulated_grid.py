@@ -205,7 +205,9 @@ class Grid:
             arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in inputs]
             results = [self._garbage(x) for x in out_types]
             refs = [Ref(self, array) for array in (*arrays, *results)]
-            self.shared = [[self._allocate(kind, block) for kind in scratch_types] for block in range(num_blocks)]
+            self.shared = [
+                [kind and self._allocate(kind, block) for kind in scratch_types] for block in range(num_blocks)
+            ]
             self._run(num_blocks, num_threads, lambda block: body(*refs, *self.shared[block]))
             for x, array in zip(inputs, arrays, strict=True):
                 if isinstance(x, jax.Ref):

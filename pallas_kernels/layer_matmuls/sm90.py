@@ -239,6 +239,7 @@ def decode_layer_sm90(
         num_tiles=num_kv_heads,
         tiles_per_head=1,
         tile_rows=members - 2,
+        columns=0,
         queries_per_token=members - 2,
         num_queries=1,
         scale=scale,

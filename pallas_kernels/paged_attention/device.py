@@ -1,5 +1,6 @@
 """What the Hopper kernel needs and Pallas does not offer: counters in global memory that are no semaphores of Pallas's
-(which a memset before every call would have to clear), and the first rows of a matrix that lies in registers.
+(which a memset before every call would have to clear), some rows or columns of a matrix that lies in registers, and
+what makes a small matrix an operand of wgmma.
 
 Each acts as one warpgroup. The interpreter knows none of them: `interpret` swaps in what it can do.
 """
@@ -8,14 +9,24 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
+from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.registers import row_and_quarter
 
+# pyright takes them for abstract classes.
+SWIZZLED = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
+"""Of 16-bit values in shared memory: 8 rows of 64, whose chunks of 8 lie in another order in each."""
+
+EXCHANGED = 256
+"""Floats through which the warps of a warpgroup reduce rows."""
+
 _REF = plgpu.RefType()
+_SWIZZLED_REF = plgpu.RefType(SWIZZLED)
+_WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
 
@@ -39,8 +50,53 @@ def store_first_rows(ref, x, *, interpret: bool) -> None:
         _store_first_rows(ref, x)
 
 
-def _inline(*arg_types: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return cast(Any, plgpu.inline_mgpu(arg_types=arg_types))
+def store_columns(ref, x, *, interpret: bool) -> None:
+    """The first columns of a matrix in WGMMA layout as the rows of a ref, as many as it has, in its type."""
+    x = x.astype(ref.dtype)
+    if interpret:
+        ref[...] = x.T[: ref.shape[0]]
+    else:
+        _store_columns(ref, x)
+
+
+def store_vector(ref, x) -> None:
+    """A row of a matrix in WGMMA layout, whose rows are all alike, as the first elements of a ref in global memory."""
+    _store_vector(ref, x)
+
+
+def copy_rows(swizzled, rows, *, interpret: bool) -> None:
+    """From plain shared memory to swizzled."""
+    if interpret:
+        swizzled[...] = rows[...]
+    else:
+        _copy_rows(swizzled, rows)
+
+
+def store_transposed(swizzled, x) -> None:
+    """A matrix of 16-bit values in WGMMA layout, transposed, into swizzled shared memory."""
+    _store_transposed(swizzled, x)
+
+
+def maxima(x, exchanged, *, interpret: bool):
+    """Of each column of a float32 matrix in WGMMA layout; `exchanged` are as many floats of shared memory."""
+    return x.max(axis=0) if interpret else _reduced(x, exchanged, "max")
+
+
+def sums(x, exchanged, *, interpret: bool):
+    """As `maxima`."""
+    return x.sum(axis=0) if interpret else _reduced(x, exchanged, "add")
+
+
+def _reduced(x, exchanged, op: str):
+    def reduce(_, x, exchanged):
+        return x.reduce(op, 0, exchanged)
+
+    out = plgpu.ShapeDtypeStruct((x.shape[1],), jnp.float32, layout=_WGMMA.reduce(0))
+    return _inline(_WGMMA, _REF, out=out)(reduce)(x, exchanged)
+
+
+def _inline(*arg_types: Any, out: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return cast(Any, plgpu.inline_mgpu(arg_types=arg_types, return_type=out))
 
 
 @_inline(_REF)
@@ -55,7 +111,7 @@ def _wait(_, counter, value) -> None:
     mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter)).wait(value, memory_scope="gpu")
 
 
-@_inline(_REF, plgpu.Layout.WGMMA)
+@_inline(_REF, _WGMMA)
 def _store_first_rows(_, ref, x) -> None:
     num_rows, num_columns = ref.type.shape
     i32 = ir.IntegerType.get_signless(32)
@@ -72,3 +128,83 @@ def _store_first_rows(_, ref, x) -> None:
                 place = (row, arith.addi(first_column, c(8 * matrix)))
                 values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
                 vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in place])
+
+
+def _c(value: int):
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _index(values):
+    return [arith.index_cast(ir.IndexType.get(), value) for value in values]
+
+
+@_inline(_SWIZZLED_REF, _REF)
+def _copy_rows(_, tiled, rows) -> None:
+    """[rows / 8, columns / 64, 8, 64] from [rows, columns]: 8 values (16 bytes) a lane and step."""
+    num_rows, num_columns = rows.type.shape
+    chunks = num_columns // 8
+    thread = arith.remui(mgpu.utils.thread_idx(), _c(128))
+    kind = ir.VectorType.get((8,), rows.type.element_type)
+    for step in range(-(-num_rows * chunks // 128)):
+        number = arith.addi(thread, _c(128 * step))
+
+        def move(number=number):
+            row, chunk = arith.divui(number, _c(chunks)), arith.remui(number, _c(chunks))
+            value = vector.load(kind, rows, _index([row, arith.muli(chunk, _c(8))]))
+            within = arith.remui(row, _c(8))
+            place = arith.xori(arith.remui(chunk, _c(8)), within)
+            vector.store(
+                value,
+                tiled,
+                _index([arith.divui(row, _c(8)), arith.divui(chunk, _c(8)), within, arith.muli(place, _c(8))]),
+            )
+
+        if (step + 1) * 128 <= num_rows * chunks:
+            move()
+        else:
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, _c(num_rows * chunks))):
+                move()
+
+
+def _elements(x):
+    """(row, column, value) of a lane's values of a matrix in WGMMA layout."""
+    first_row, quarter = row_and_quarter()
+    first_column = arith.muli(quarter, _c(2))
+    for index in np.ndindex(x.registers.shape):
+        tile, group, half = index[0], index[1], index[4]
+        row = arith.addi(first_row, _c(64 * tile + 8 * half))
+        for i in range(2):
+            column = arith.addi(first_column, _c(8 * group + i))
+            yield row, column, vector.extract(x.registers[index], dynamic_position=[], static_position=[i])
+
+
+@_inline(_SWIZZLED_REF, _WGMMA)
+def _store_transposed(_, tiled, x) -> None:
+    """[columns / 8, keys / 64, 8, 64] from [keys, columns], a value at a time."""
+    for row, column, value in _elements(x):
+        within = arith.remui(column, _c(8))
+        place = arith.xori(arith.remui(row, _c(64)), arith.muli(within, _c(8)))
+        memref.store(value, tiled, _index([arith.divui(column, _c(8)), arith.divui(row, _c(64)), within, place]))
+
+
+@_inline(_REF, _WGMMA)
+def _store_columns(_, ref, x) -> None:
+    num_rows = ref.type.shape[0]
+    for row, column, value in _elements(x):
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, column, _c(num_rows))):
+            memref.store(value, ref, _index([column, row]))
+
+
+@_inline(_REF, _WGMMA)
+def _store_vector(_, ref, x) -> None:
+    [number] = ref.type.shape
+    first_row, quarter = row_and_quarter()
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, first_row, _c(0))):
+        for group in range(x.registers.shape[1]):
+            for i in range(2):
+                column = arith.addi(arith.muli(quarter, _c(2)), _c(8 * group + i))
+                value = vector.extract(
+                    x.registers[0, group, 0, 0, 0, 0, 0, 0, 0], dynamic_position=[], static_position=[i]
+                )
+                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, column, _c(number))):
+                    memref.store(value, ref, _index([column]))

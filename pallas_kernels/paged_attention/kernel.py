@@ -1,7 +1,8 @@
 """The two warpgroups of a stream of the Hopper kernel: one copies queries and pages into shared memory, tile after tile
 without a pause between them, the other computes, with a running softmax (Dao et al. 2023, arXiv:2307.08691).
 
-The queries that share a KV head are the rows of one 64-row tile, padded.
+The queries that share a KV head are the columns of what is computed (`query_columns`) or, if they are many, its rows
+(`query_rows`).
 """
 
 import functools
@@ -12,12 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import device
+from pallas_kernels.paged_attention import device, query_columns, query_rows
 from pallas_kernels.paged_attention.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
-from pallas_kernels.registers import written
 
 _LAYOUT = plgpu.Layout.WGMMA
-_ROW_LAYOUT = _LAYOUT.reduce(1)
 
 
 def copy(problem, share, refs, scratch):
@@ -103,12 +102,12 @@ def compute(problem, share, refs, scratch):
         def _():
             slopes = None
             if refs.alibi_slopes is not None:
-                slopes = problem.load(refs.alibi_slopes.at[tile.index], _ROW_LAYOUT) * LOG2E
+                slopes = problem.load(refs.alibi_slopes.at[tile.index], _form(problem).VECTOR_LAYOUT) * LOG2E
 
             @pl.when(has_blocks)
             def _():
                 plgpu.barrier_wait(scratch.q_full.at[scratch.stream])
-                scratch.q[...] = problem.load(scratch.q_in, _LAYOUT)
+                _form(problem).take_queries(problem, scratch)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch.q_free.at[scratch.stream])
 
@@ -121,16 +120,15 @@ def compute(problem, share, refs, scratch):
             full_end = (
                 tile.first if all_masked else lax.min(tile.end, lax.div(tile.seq_len, jnp.int32(config.block_kv)))
             )
-            state = (
-                problem.cast(jnp.zeros((ROWS, problem.head_dim), jnp.float32), _LAYOUT),
-                problem.cast(jnp.full((ROWS,), LOWEST, jnp.float32), _ROW_LAYOUT),
-                problem.cast(jnp.zeros((ROWS,), jnp.float32), _ROW_LAYOUT),
-            )
+            state = _form(problem).nothing_yet(problem)
             if not all_masked:
                 state = lax.fori_loop(tile.first, full_end, functools.partial(attend, is_masked=False), state)
             state = lax.fori_loop(
                 lax.max(full_end, tile.first), tile.end, functools.partial(attend, is_masked=True), state
             )
+
+            acc, maximum, total = state
+            state = acc, maximum, _form(problem).totals(problem, total, scratch)
 
             is_whole = tile.is_begun & (tile.end == tile.row_end)
 
@@ -168,8 +166,14 @@ def compute(problem, share, refs, scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
+def _form(problem):
+    """How a stream computes: a module."""
+    return query_columns if problem.columns else query_rows
+
+
 def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     """The running softmax's `state` after one more block."""
+    form = _form(problem)
     block_kv = problem.config.block_kv
     acc, maximum, total = state
     slot = scratch.stream * problem.config.stages + lax.rem(index, jnp.int32(problem.config.stages))
@@ -183,16 +187,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
             _clear_outside(problem, scratch.v.at[slot], block, first_held, tile.seq_len)
 
     plgpu.barrier_wait(scratch.k_full.at[slot])
-
-    def product(scores_ref):
-        plgpu.wgmma(scores_ref, scratch.q, scratch.k.at[slot].transpose((1, 0)))
-        return written(scores_ref[...])
-
-    if problem.interpret:
-        scores = jnp.dot(scratch.q[...].astype(jnp.float32), scratch.k[slot].astype(jnp.float32).T)
-        plgpu.commit_smem()
-    else:
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, block_kv), jnp.float32))
+    scores = form.scores(problem, scratch.k.at[slot], scratch)
     plgpu.barrier_arrive(scratch.k_free.at[slot])
 
     if problem.soft_cap is None:
@@ -201,11 +196,11 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
         # tanh from exp: the hardware's own is good for 11 bits only.
         grown = jnp.exp2(scores * (2 * LOG2E * problem.scale / problem.soft_cap))
         scores = (problem.soft_cap * LOG2E) * (1.0 - 2.0 / (grown + 1.0))
-    key = problem.iota((ROWS, block_kv), 1) + block * block_kv
+    key = problem.iota(scores.shape, form.KEYS) + block * block_kv
     position = _query_position(problem, tile, key)
     if slopes is not None:
         distance = (key - position).astype(jnp.float32)
-        scores = scores + lax.broadcast_in_dim(slopes, scores.shape, [0]) * distance
+        scores = scores + form.spread(problem, slopes, scores.shape) * distance
     if is_masked:
         if problem.num_queries == 1:
             allowed = (key < tile.seq_len) & (key >= first_held)
@@ -215,24 +210,16 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
                 allowed = allowed & (key > position - problem.sliding_window)
         scores = jnp.where(allowed, scores, LOWEST)
 
-    new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+    new_maximum = jnp.maximum(maximum, form.maxima(problem, scores, scratch))
     keep = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
-    total = total * keep + weights.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
+    weights = jnp.exp2(scores - form.spread(problem, new_maximum, scores.shape))
+    total = form.add_weights(problem, total, keep, weights)
+    acc = acc * form.spread(problem, keep, acc.shape)
     weights = weights.astype(scratch.v.dtype)
 
     if not is_masked:
         plgpu.barrier_wait(scratch.v_full.at[slot])
-
-    def add_product(acc_ref):
-        plgpu.wgmma(acc_ref, weights, scratch.v.at[slot])
-
-    if problem.interpret:
-        acc = acc + jnp.dot(weights.astype(jnp.float32), scratch.v[slot].astype(jnp.float32))
-        plgpu.commit_smem()
-    else:
-        acc = written(pl.run_state(add_product)(plgpu.ACC.init(acc)))
+    acc = form.add_values(problem, acc, weights, scratch.v.at[slot], scratch)
     plgpu.barrier_arrive(scratch.v_free.at[slot])
     return acc, new_maximum, total
 
@@ -241,7 +228,7 @@ def _query_position(problem, tile, key):
     """Where the query of each row stands, in the shape of `key`; a number if there is one query."""
     if problem.num_queries == 1:
         return tile.seq_len - 1
-    row = problem.iota(key.shape, 0)
+    row = problem.iota(key.shape, _form(problem).QUERIES)
     row = row + lax.rem(tile.index, jnp.int32(problem.tiles_per_head)) * ROWS
     query = lax.div(row, jnp.full_like(row, problem.queries_per_token))
     return query + (tile.seq_len - tile.query_len)
@@ -270,17 +257,12 @@ def _write_result(problem, tile, refs, scratch, acc, maximum, total):
     item = tile.row * problem.num_tiles + tile.index
     sinks = None
     if refs.sinks is not None:
-        sinks = problem.load(refs.sinks.at[tile.index], _ROW_LAYOUT)
+        sinks = problem.load(refs.sinks.at[tile.index], _form(problem).VECTOR_LAYOUT)
     factor, lse = normalize(maximum, total, sinks)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the tile before
-    # All at once needs more registers than there are for 256 columns. Only then: of narrower rows, Mosaic has been seen
-    # to store slices to the wrong place (jax 0.11.2, 64 of 128 columns, 32 of 80).
-    width = 32 if problem.head_dim == 256 else problem.head_dim
-    for column in range(0, problem.head_dim, width):
-        part = acc[:, column : column + width]
-        part = (part * lax.broadcast_in_dim(factor, part.shape, [0])).astype(scratch.out.dtype)
-        scratch.out.at[:, pl.ds(column, width)][...] = part
-    refs.lse.at[item][...] = lse
+    form = _form(problem)
+    form.write_result(problem, scratch.out, acc, factor)
+    form.write_vector(problem, refs.lse.at[item], lse)
     _copy_out(problem, item, refs, scratch)
 
 
@@ -294,9 +276,10 @@ def _copy_out(problem, item, refs, scratch):
 
 def _leave_part(problem, place, refs, acc, maximum, total):
     """Put what this CTA has of a tile to where the CTA that has its beginning finds it."""
-    device.store_first_rows(refs.parts.at[place], acc, interpret=problem.interpret)
-    refs.stats.at[place, 0][...] = maximum
-    refs.stats.at[place, 1][...] = total
+    form = _form(problem)
+    form.write_part(problem, refs.parts.at[place], acc)
+    form.write_vector(problem, refs.stats.at[place, 0], maximum)
+    form.write_vector(problem, refs.stats.at[place, 1], total)
 
 
 def swizzle_bytes(head_dim: int) -> int:
@@ -323,13 +306,15 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """In shared memory; q_in, q and out of one stream, the others of all."""
+    """In shared memory; q_in, q, out, weights and exchanged of one stream, the others of all."""
 
     q_in: Any
     q: Any
     k: Any
     v: Any
     out: Any
+    weights: Any
+    exchanged: Any
     q_full: Any
     q_free: Any
     k_full: Any

@@ -17,10 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
 from pallas_kernels.paged_attention.plan import make_plan
 from pallas_kernels.paged_attention.tiles import ROWS, Config, Problem, part_rows
 from pallas_kernels.paging.checks import check_pages_for_sm90
+
+MAX_COLUMNS = 16
+"""Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
 
 
 def heuristic(head_dim: int, num_tiles: int) -> Config:
@@ -64,13 +68,17 @@ def paged_attention_sm90(
     head_rows = num_queries * queries_per_token
     tiles_per_head = -(-head_rows // ROWS)
     config = config or heuristic(head_dim, num_rows * num_kv_heads * tiles_per_head)
+    tile_rows = head_rows if tiles_per_head == 1 else ROWS
+    columns = -(-tile_rows // 8) * 8 if head_dim % 64 == 0 and tile_rows <= MAX_COLUMNS else 0
+    width = columns or ROWS
     problem = Problem(
         config=config,
         head_dim=head_dim,
         block_size=block_size,
         num_tiles=num_kv_heads * tiles_per_head,
         tiles_per_head=tiles_per_head,
-        tile_rows=head_rows if tiles_per_head == 1 else ROWS,
+        tile_rows=tile_rows,
+        columns=columns,
         queries_per_token=queries_per_token,
         num_queries=num_queries,
         scale=scale,
@@ -100,8 +108,8 @@ def paged_attention_sm90(
         if of_heads is None:
             return None
         rows = jnp.tile(of_heads.astype(jnp.float32).reshape(num_kv_heads, -1), (1, num_queries))
-        rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * ROWS - head_rows)))
-        return rows.reshape(problem.num_tiles, ROWS)
+        rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * width - head_rows)))
+        return rows.reshape(problem.num_tiles, width)
 
     operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes)]
     out, lse = _call(problem, num_rows * problem.num_tiles, q.dtype, operands)
@@ -127,9 +135,10 @@ def _call(problem, num_items, dtype, operands):
         scratch = Scratch(*shared, stream=None)
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, jnp.int32(config.streams))
-        scratch = scratch._replace(
-            q_in=scratch.q_in.at[stream], q=scratch.q.at[stream], out=scratch.out.at[stream], stream=stream
-        )
+        own = {"q_in": scratch.q_in, "q": scratch.q, "out": scratch.out}
+        if problem.columns:
+            own |= {"weights": scratch.weights, "exchanged": scratch.exchanged}
+        scratch = scratch._replace(stream=stream, **{name: ref.at[stream] for name, ref in own.items()})
 
         def own_share():
             # Started first: those whose parts others wait for.
@@ -159,15 +168,23 @@ def _call(problem, num_items, dtype, operands):
     pages_per_block = max(1, config.block_kv // problem.block_size)
     streams, slots = config.streams, config.streams * config.stages
     blocks = plgpu.SMEM((slots, config.block_kv, head_dim), dtype, transforms=transforms)
-    rows = plgpu.SMEM((streams, ROWS, head_dim), dtype)
+    width = problem.columns or ROWS
+    rows = plgpu.SMEM((streams, width, head_dim), dtype)
+    weights = exchanged = None
+    if problem.columns:
+        shape = streams, problem.columns, config.block_kv
+        weights = plgpu.SMEM(shape, dtype, transforms=device.SWIZZLED)
+        exchanged = plgpu.SMEM((streams, device.EXCHANGED), jnp.float32)
     full = plgpu.Barrier(num_barriers=slots, num_arrivals=pages_per_block)
     free = plgpu.Barrier(num_barriers=slots)
     scratch = Scratch(
         q_in=rows,
-        q=plgpu.SMEM((streams, ROWS, head_dim), dtype, transforms=transforms),
+        q=plgpu.SMEM((streams, width, head_dim), dtype, transforms=transforms),
         k=blocks,
         v=blocks,
         out=rows,
+        weights=weights,
+        exchanged=exchanged,
         q_full=plgpu.Barrier(num_barriers=streams),
         q_free=plgpu.Barrier(num_barriers=streams),
         k_full=full,
@@ -180,9 +197,9 @@ def _call(problem, num_items, dtype, operands):
         body,
         out_type=(
             jax.ShapeDtypeStruct((operands[0].shape[0], head_dim), dtype),
-            jax.ShapeDtypeStruct((num_items, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, width), jnp.float32),
             jax.ShapeDtypeStruct((2 * config.num_shares, part_rows(problem.tile_rows), head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((2 * config.num_shares, 2, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_shares, 2, max(16, width)), jnp.float32),
         ),
         scratch_types=tuple(scratch)[:-1],
         grid=(config.num_ctas,),

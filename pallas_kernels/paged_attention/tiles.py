@@ -57,7 +57,9 @@ class Problem(NamedTuple):
     """Of a row."""
     tiles_per_head: int
     tile_rows: int
-    """In use, of ROWS."""
+    """In use, of ROWS or of columns."""
+    columns: int
+    """0 where queries are rows."""
     queries_per_token: int
     """Query heads that share a KV head."""
     num_queries: int

@@ -22,8 +22,8 @@ from pallas_kernels.gated_linear_unit import kernel as gated_kernel
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
+from pallas_kernels.paged_attention import query_columns, query_rows, tiles
 from pallas_kernels.paged_attention import sm90 as paged_sm90
-from pallas_kernels.paged_attention import tiles
 from pallas_kernels.sampling import sm90 as sampling_sm90
 from pallas_kernels.sampling import thread_ops
 from pallas_kernels.small_matmul import sm90 as small_sm90
@@ -101,19 +101,30 @@ def test_norm_between_small_matmuls_of_clusters(monkeypatch, seed):
 
 
 PAGED = test_paged_attention_sm90.INTERPRETED | {
-    "parts of one context": {"lens": [900], "heads": (4, 1, 32)},
-    "nothing but padding": {"lens": [0, 0, 1], "heads": (2, 2, 32)},
+    "parts of one context": {"lens": [900], "heads": (4, 1, 64)},
+    "parts of one context, queries as rows": {"lens": [900], "heads": (4, 1, 32)},
+    "nothing but padding": {"lens": [0, 0, 1], "heads": (2, 2, 64)},
 }
 
 
 def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     arrays, options, want = test_paged_attention_sm90.make_case(**PAGED[name])
     config = paged_sm90.Config(block_kv=64, stages=2, streams=streams, num_ctas=3)
-    grid = emulate(monkeypatch, paged_kernel, tiles, paged_sm90, seed=seed)
+    grid = emulate(monkeypatch, paged_kernel, query_columns, query_rows, tiles, paged_sm90, seed=seed)
     monkeypatch.setattr(paged_sm90, "jnp", jnp)
+
+    def put(ref, values):
+        ref[...] = values
+
     monkeypatch.setattr(paged_device, "signal", grid.signal)
     monkeypatch.setattr(paged_device, "wait", grid.wait_and_take)
     monkeypatch.setattr(paged_device, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
+    monkeypatch.setattr(paged_device, "store_columns", lambda ref, x, **_: put(ref, x.T[: ref.shape[0]]))
+    monkeypatch.setattr(paged_device, "store_vector", lambda ref, x: put(ref.at[pl.ds(0, x.shape[1])], x[0]))
+    monkeypatch.setattr(paged_device, "copy_rows", lambda swizzled, rows, **_: put(swizzled, rows[...]))
+    monkeypatch.setattr(paged_device, "store_transposed", lambda swizzled, x: put(swizzled, x.T))
+    monkeypatch.setattr(paged_device, "maxima", lambda x, *_, **__: x.max(axis=0))
+    monkeypatch.setattr(paged_device, "sums", lambda x, *_, **__: x.sum(axis=0))
     fault(grid, monkeypatch)
     with jax.disable_jit():
         attend: Any = paged_sm90.paged_attention_sm90

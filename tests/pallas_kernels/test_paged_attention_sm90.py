@@ -78,9 +78,20 @@ def check(got, want):
 
 # Contexts that CTAs share and CTAs that share contexts, with rows of nothing between.
 INTERPRETED = {
-    "decode": {"lens": [70, 0, 300, 5], "heads": (4, 2, 32)},
+    "decode": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64)},
+    "decode, queries as rows": {"lens": [70, 0, 300, 5], "heads": (4, 2, 32)},
     "ALiBi": {"lens": [70, 200], "heads": (4, 2, 16), "has_alibi": True},
     "verification": {
+        "lens": [70, 12, 300],
+        "heads": (4, 1, 64),
+        "num_queries": 3,
+        "query_lens": [3, 0, 2],
+        "has_sinks": True,
+        "has_alibi": True,
+        "sliding_window": 90,
+        "soft_cap": 4.0,
+    },
+    "verification, queries as rows": {
         "lens": [70, 12, 300],
         "heads": (4, 2, 16),
         "block_size": 128,
@@ -189,6 +200,7 @@ def compiled(
     "case",
     [
         {"heads": (32, 8, 128)},
+        {"heads": (32, 8, 128), "num_queries": 4},
         {"heads": (16, 8, 256)},
         {"heads": (16, 8, 256), "num_queries": 3},
         {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},

@@ -1,0 +1,106 @@
+"""Queries as the columns of what a stream computes: keys are the 64 rows of wgmma, and so are the values' columns.
+
+A tile of G query heads is padded to 8 columns, and not to 64 rows: an eighth of the products and of the softmax.
+Decoding on an H200 is bound by its power, and so by what is computed for nobody (NOTES.md, paged_attention). What it
+takes: a maximum over warps, and weights that go through shared memory.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import device
+from pallas_kernels.paged_attention.tiles import LOWEST, ROWS
+from pallas_kernels.registers import written
+
+LAYOUT = plgpu.Layout.WGMMA
+VECTOR_LAYOUT = LAYOUT.reduce(0)
+KEYS, QUERIES = 0, 1
+"""Dimensions of scores."""
+
+
+def nothing_yet(problem):
+    """The running softmax before the first block: sums of values, maxima, and totals, of its rows in each lane."""
+    columns = problem.columns
+    return (
+        problem.cast(jnp.zeros((problem.head_dim, columns), jnp.float32), LAYOUT),
+        problem.cast(jnp.full((columns,), LOWEST, jnp.float32), VECTOR_LAYOUT),
+        problem.cast(jnp.zeros((ROWS, columns), jnp.float32), LAYOUT),
+    )
+
+
+def take_queries(problem, scratch):
+    """Put the tile's queries to where wgmma reads them."""
+    device.copy_rows(scratch.q, scratch.q_in, interpret=problem.interpret)
+
+
+def scores(problem, keys, scratch):
+    """A score for each key and query: [keys, columns]."""
+    if problem.interpret:
+        result = jnp.dot(keys[...].astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
+        plgpu.commit_smem()
+        return result
+
+    def product(scores_ref):
+        plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))
+        return written(scores_ref[...])
+
+    return pl.run_scoped(product, plgpu.ACC((keys.shape[0], problem.columns), jnp.float32))
+
+
+def maxima(problem, x, scratch):
+    """Of each column."""
+    return device.maxima(x, scratch.exchanged, interpret=problem.interpret)
+
+
+def totals(problem, total, scratch):
+    """Of each column, from what each lane has."""
+    return device.sums(total, scratch.exchanged, interpret=problem.interpret)
+
+
+def add_weights(problem, total, keep, weights):
+    """The new total, not yet added up over the rows that lanes have."""
+    total = total * spread(problem, keep, total.shape)
+    for first in range(0, weights.shape[0], ROWS):
+        total = total + weights[first : first + ROWS]
+    return total
+
+
+def spread(problem, x, shape):
+    """A value a column, down the columns."""
+    return problem.cast(lax.broadcast_in_dim(x, shape, [1]), LAYOUT)
+
+
+def add_values(problem, acc, weights, values, scratch):
+    """Add values^T weights to the sums; weights are [keys, columns]."""
+    if problem.interpret:
+        acc = acc + jnp.dot(values[...].astype(jnp.float32).T, weights.astype(jnp.float32))
+        plgpu.commit_smem()
+        return acc
+    device.store_transposed(scratch.weights, weights)
+    plgpu.commit_smem()
+
+    def add_product(acc_ref):
+        plgpu.wgmma(acc_ref, values.transpose((1, 0)), scratch.weights.transpose((1, 0)))
+
+    return written(pl.run_state(add_product)(plgpu.ACC.init(acc)))
+
+
+def write_result(problem, out, acc, factor):
+    """Put the sums times a factor into `out` in shared memory."""
+    acc = acc * spread(problem, factor, acc.shape)
+    device.store_columns(out, acc, interpret=problem.interpret)
+
+
+def write_part(problem, part, acc):
+    """Put the sums into global memory."""
+    device.store_columns(part, acc, interpret=problem.interpret)
+
+
+def write_vector(problem, ref, x):
+    """Put a value a query into global memory."""
+    if problem.interpret:
+        ref.at[pl.ds(0, x.shape[0])][...] = x
+    else:
+        device.store_vector(ref, spread(problem, x, (ROWS, problem.columns)))
