@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.bench import paged_attention_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.sampling.bench import sampling_rows
 from pallas_kernels.small_matmul.bench import small_matmul_rows
+from pallas_kernels.sustained import sustained_rows
 from pallas_kernels.timing import Row, on_gpu
 
 OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -38,6 +39,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "ragged_prefill_attention": ragged_prefill_attention_rows,
     "sampling": sampling_rows,
     "small_matmul": small_matmul_rows,
+    "sustained": sustained_rows,
 }
 
 
