@@ -84,10 +84,8 @@ def sustained_rows() -> Iterator[Row]:
 
     def attention(x: jax.Array, pages: tuple[jax.Array, jax.Array], _: list[jax.Array]) -> jax.Array:
         q, scale = x.reshape(rows, 1, heads, head_dim), head_dim**-0.5
-        y, _ = paged_attention(
-            q, *pages, block_tables=tables, seq_lens=lens, scale=scale, implementation=implementation
-        )
-        return y.reshape(x.shape)
+        run = functools.partial(paged_attention, scale=scale, implementation=implementation)
+        return run(q, *pages, block_tables=tables, seq_lens=lens)[0].reshape(x.shape)
 
     def reading(x: jax.Array, pages: tuple[jax.Array, jax.Array], _: list[jax.Array]) -> jax.Array:
         keys, values = (page.astype(jnp.float32).sum() for page in pages)
