@@ -75,6 +75,10 @@ class Matmul(NamedTuple):
     """Steps whose rows there is room for."""
     in_flight: int
     """Steps whose weights are on their way at most."""
+    first_in_flight: int
+    """The same of its first ones, as many as the ring holds: meanwhile blocks wait for what others have made."""
+    begins_apart: bool
+    """Whether each block begins with another part of K, else all would read the same rows at a time."""
 
     @property
     def tile(self) -> int:
@@ -165,6 +169,8 @@ class _Block(NamedTuple):
 
     def k(self, matmul: Matmul, step: Any) -> Any:
         """Where a step of a tile begins."""
+        if matmul.begins_apart:
+            step = lax.rem(step + lax.div(self.cta, _int(matmul.split)), _int(matmul.steps))
         return (step * matmul.split + self.rank(matmul)) * matmul.block_k
 
     def first_step(self, index: int) -> Any:
@@ -265,13 +271,16 @@ def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, th
     problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
     view, first_step = smem.weights[matmul.name], num_blocks + block.first_step(index)
 
-    def copy(index, there):
-        step = first_step + index
+    def copy(number, there):
+        step = first_step + number
         slot = lax.rem(step, _int(problem.w_slots))
         _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
-        there = _wait_until_there(block, there, step - (matmul.in_flight - 1))
-        first = block.tile(matmul, lax.div(index, _int(matmul.steps))) * matmul.tile
-        columns = pl.ds(block.k(matmul, lax.rem(index, _int(matmul.steps))), matmul.block_k)
+        in_flight = _int(matmul.in_flight)
+        if index > 0 and matmul.first_in_flight < matmul.in_flight:
+            in_flight = jnp.where(number < problem.w_slots, matmul.first_in_flight, in_flight)
+        there = _wait_until_there(block, there, step + 1 - in_flight)
+        first = block.tile(matmul, lax.div(number, _int(matmul.steps))) * matmul.tile
+        columns = pl.ds(block.k(matmul, lax.rem(number, _int(matmul.steps))), matmul.block_k)
         # Two arrivals a step, whatever the matmul, since they share a barrier.
         if matmul.halves == 2:
             for half in range(2):

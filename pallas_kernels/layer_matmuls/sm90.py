@@ -56,6 +56,8 @@ class Config:
     """Room for rows, in multiples of 1024."""
     bytes_in_flight: int = 56 * 1024
     """Of weights: with more of them on their way, all else that reads memory waits for longer."""
+    first_bytes_in_flight: int = 56 * 1024
+    """At most, of the first weights of a matmul but the first one: until then thread blocks wait for each other."""
     splits: bool = True
     """Whether thread blocks may share tiles."""
 
@@ -110,8 +112,10 @@ class Product(NamedTuple):
     squares: str | None = None
 
 
-def cut(product: Product, rows: int, config: Config) -> Matmul:
+def cut(product: Product, rows: int, config: Config, before: Matmul | None = None) -> Matmul:
     """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows.
+
+    `before` is the matmul that makes the rows, if they are not there.
 
     Two blocks share one that is twice as wide where each would else read more rows from the L2 than weights. Raises
     ValueError if the config has no room for two steps of rows or weights: a step's are given back when those of the
@@ -135,6 +139,10 @@ def cut(product: Product, rows: int, config: Config) -> Matmul:
         raise ValueError(f"{config} has no room for two steps of {rows} rows and {num_halves * split * width} outputs")
     block_k = max(k for k in range(64, limit + 1, 64) if config.slot_bytes % (16 * k) == 0)
     step_bytes = 2 * num_halves * width * split * block_k
+
+    def num_steps(num_bytes: int) -> int:
+        return min(max(round(num_bytes / step_bytes), 1), config.w_slots)
+
     return Matmul(
         name=product.name,
         x=product.x,
@@ -148,8 +156,19 @@ def cut(product: Product, rows: int, config: Config) -> Matmul:
         split=split,
         block_k=block_k,
         x_slots=min(config.x_bytes // (rows * block_k * 2), MAX_X_SLOTS),
-        in_flight=min(max(round(config.bytes_in_flight / step_bytes), 1), config.w_slots),
+        in_flight=num_steps(config.bytes_in_flight),
+        first_in_flight=num_steps(config.first_bytes_in_flight),
+        # Rows that come in several rounds are taken in their order.
+        begins_apart=split == 1 and (before is None or before.rounds == 1),
     )
+
+
+def cut_all(products: Sequence[Product], rows: int, config: Config) -> list[Matmul]:
+    """Each makes the rows of the next one."""
+    matmuls: list[Matmul] = []
+    for product in products:
+        matmuls.append(cut(product, rows, config, matmuls[-1] if matmuls else None))
+    return matmuls
 
 
 def heuristic(rows: int, products: Sequence[Product]) -> Config:
@@ -162,12 +181,18 @@ def heuristic(rows: int, products: Sequence[Product]) -> Config:
         slot_bytes, x_bytes = 16 * 1024, 64 * 1024
         sums_bytes = ROWS * (ROWS - 8) * 4  # of a tile that is shared, as it has fewer columns than rows
         w_slots = (SHARED_MEMORY - x_bytes - sums_bytes) // slot_bytes
-        return Config(slot_bytes=slot_bytes, w_slots=w_slots, x_bytes=x_bytes, bytes_in_flight=64 * 1024)
+        return Config(
+            slot_bytes=slot_bytes,
+            w_slots=w_slots,
+            x_bytes=x_bytes,
+            bytes_in_flight=64 * 1024,
+            first_bytes_in_flight=32 * 1024,
+        )
     x_bytes = (28 if rows <= 8 else 56) * 1024
 
     def bytes_held(config: Config) -> float:
         """On average over the time that weights take."""
-        matmuls = [cut(product, rows, config) for product in products]
+        matmuls = cut_all(products, rows, config)
         sizes = [product.weight.size for product in products]
         held = [config.w_slots * 2 * matmul.halves * matmul.tile * matmul.block_k for matmul in matmuls]
         return sum(size * bytes_ for size, bytes_ in zip(sizes, held, strict=True)) / sum(sizes)
@@ -317,7 +342,7 @@ def _run_all(
     config = config or heuristic(rows, products)
     if interpret:  # it has no clusters
         config = dataclasses.replace(config, splits=False)
-    matmuls = [cut(product, rows, config) for product in products]
+    matmuls = cut_all(products, rows, config)
     make_problem = functools.partial(
         Problem,
         rows=rows,

@@ -15,7 +15,7 @@ from interpreting import interpret
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls import Weights, layer_matmuls, supports
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
-from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, heuristic, layer_matmuls_sm90
+from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, cut_all, heuristic, layer_matmuls_sm90
 
 EPS = 1e-5
 # Of the norm of the result: what lies between two matmuls is rounded to 8 bits too.
@@ -200,6 +200,19 @@ def test_two_thread_blocks_share_a_tile_where_rows_are_more_than_weights():
 
     assert [split(num_rows, 4096) for num_rows in (16, 32, 40, 64)] == [1, 1, 2, 2]
     assert [split(64, outputs) for outputs in (6144, 14_336)] == [2, 1]
+
+
+def test_blocks_begin_with_other_parts_of_rows_that_come_at_once_and_are_not_shared():
+    def begin_apart(num_rows):
+        shapes = {"o": (4096, 4096), "gate_up": (2, 14_336, 4096), "down": (4096, 14_336), "qkv": (6144, 4096)}
+        products = [
+            Product(name, "x", "y", jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for name, shape in shapes.items()
+        ]
+        matmuls = cut_all(products, num_rows, heuristic(num_rows, products))
+        return {matmul.name for matmul in matmuls if matmul.begins_apart}
+
+    assert begin_apart(1) == begin_apart(16) == {"o", "gate_up", "qkv"}  # down's come in two rounds
+    assert begin_apart(64) == {"gate_up"}
 
 
 LLAMA_3_8B = {"depth": 4096, "hidden": 4096, "inner": 14336, "outputs": 6144}

@@ -43,7 +43,7 @@ MATMULS = {
     ),
     "64 rows, shared tiles": (
         {"num_rows": 64, "depth": 512, "hidden": 320, "inner": 448, "outputs": 328},
-        Config(slot_bytes=16384, w_slots=3, x_bytes=65536),
+        Config(slot_bytes=16384, w_slots=3, x_bytes=65536, first_bytes_in_flight=16384),
         [(1, 2), (2, 1), (1, 2), (1, 2)],
     ),
 }
