@@ -1,15 +1,16 @@
 """Frontend.run: prompts in an event loop."""
 
 import asyncio
+import itertools
 import threading
 
 import pytest
 from engine.fake_client import Script, collect, echo
 from waiting import PATIENCE, until
 
-from jaxserve.engine.stream import PROMPTS_A_TURN, Dispatcher
+from jaxserve.engine.stream import PROMPT_LOGPROBS_A_TURN, PROMPTS_A_TURN, Dispatcher
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
-from jaxserve.request import EngineOutput, SamplingParams
+from jaxserve.request import EngineOutput, SamplingParams, TokenLogprobs
 
 
 def ignore(_index, _delta):
@@ -119,6 +120,43 @@ class TestRun:
         asyncio.run(main())
         assert seen == ["new", *names]
         assert between[0] <= PROMPTS_A_TURN < len(seen) == between[-1]
+
+    @pytest.mark.parametrize("is_first", [True, False])
+    @pytest.mark.parametrize("length", [0, 1, PROMPT_LOGPROBS_A_TURN, 5 * PROMPT_LOGPROBS_A_TURN + 3])
+    def test_log_probabilities_of_a_long_prompt_come_in_turns(self, start, tokenizer, length, is_first):
+        """with the loop; before all of them are there, nothing is told."""
+        frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
+        group = frontend.prepare("the", SamplingParams(n=2, prompt_logprobs=1), request_id="x")
+        outputs = [
+            EngineOutput(
+                request_id="x-0",
+                new_token_ids=[7],
+                prompt_logprobs=[TokenLogprobs(5, -float(i), 2, [6], [-0.5]) for i in range(length)],
+                num_cached_tokens=3,
+            ),
+            EngineOutput(request_id="x-1", new_token_ids=[8]),
+        ]
+        deltas, lengths = [], [1]
+
+        async def main():
+            running = asyncio.create_task(frontend.run([group], lambda _index, delta: deltas.append(delta)))
+            await asyncio.sleep(0)
+            frontend._dispatcher.sink(outputs if is_first else outputs[::-1])
+            while sum(len(delta.outputs) for delta in deltas) < 2:
+                await asyncio.sleep(0)
+                lengths.append(len(group.prompt_logprobs))
+                assert not deltas or lengths[-1] == length + 1
+            running.cancel()
+
+        asyncio.run(main())
+        told = [(output.index, output.token_ids) for delta in deltas for output in delta.outputs]
+        assert told == [(0, [7]), (1, [8])]
+        assert max(after - before for before, after in itertools.pairwise(lengths)) <= PROMPT_LOGPROBS_A_TURN
+        none, *entries = group.result().prompt_logprobs
+        assert none is None
+        assert [entry[5].logprob for entry in entries] == [-float(i) for i in range(length)]
+        assert deltas[0].prompt_logprobs == [none, *entries]
+        assert deltas[0].num_cached_tokens == 3
 
     def test_cancelling_aborts(self, start, tokenizer):
         frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
