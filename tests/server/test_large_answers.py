@@ -120,6 +120,21 @@ def test_a_completion_is_what_its_stream_brings(server, more):
         assert json.dumps(choice) == json.dumps(whole)
 
 
+def test_the_text_of_an_echo_is_decoded_once(server, monkeypatch):
+    texts = []
+    decode = server.tokenizer.decode
+
+    def counted(*args, **kwargs):
+        texts.append(decode(*args, **kwargs))
+        return texts[-1]
+
+    monkeypatch.setattr(server.tokenizer, "decode", counted)
+    answer = server.post("/v1/completions", {"prompt": [70, 71], "n": 4, "max_tokens": 2, "echo": True})
+    (text,) = texts
+    continued = text + 2 * server.tokenizer.token_text(71)
+    assert [choice["text"] for choice in answer.json()["choices"]] == [continued] * 4
+
+
 def test_all_choices_have_the_log_probabilities_of_their_prompt(server):
     choices = server.post("/v1/completions", COMPLETION | {"prompt_logprobs": 20}).json()["choices"]
     of_prompts = [choice["prompt_logprobs"] for choice in choices]

@@ -79,6 +79,8 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             shorten_output=body.max_tokens is None,
             grammar=grammar,
         )
+        if body.echo and (group.prompt is None or body.truncate_prompt_tokens is not None):
+            group.prompt = state.frontend.tokenizer.decode(group.prompt_token_ids)
         groups.append(group)
     return groups
 
@@ -178,7 +180,7 @@ class _ChoiceWriter:
                 state.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
                 skip_special_tokens=request.params.skip_special_tokens,
-                keeps_first_space=bool(request.grammar) and not (body.echo and self._prompt_text()),
+                keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
                 num_top=body.logprobs,
             )
 
@@ -215,13 +217,8 @@ class _ChoiceWriter:
             if body.return_token_ids:
                 choice.prompt_token_ids = group.prompt_token_ids
             if body.echo:
-                choice.text = self._prompt_text() + choice.text
+                choice.text = (group.prompt or "") + choice.text
                 token_ids = [*group.prompt_token_ids, *token_ids]
                 candidates = [*self._prompt_logprobs, *candidates]
             self._prompt_logprobs = []
         return choice, token_ids, candidates
-
-    def _prompt_text(self) -> str:
-        if self._group.prompt is not None and self._body.truncate_prompt_tokens is None:
-            return self._group.prompt
-        return self._state.frontend.tokenizer.decode(self._group.prompt_token_ids)
