@@ -82,22 +82,28 @@ async def encoded_in_turns(values: list[Any]) -> Any:
     return encoded
 
 
-def json_response(body: msgspec.Struct) -> Response:
-    """`body` with status 200. Any list in it may be an EncodedList."""
+def encoded(value: object) -> list[bytes]:
+    """`value` as JSON, in pieces that are one behind the other. Any list in it may be an EncodedList."""
     lists: list[EncodedList] = []
 
-    def mark(value: object) -> msgspec.Raw:
-        assert isinstance(value, EncodedList), value
-        lists.append(value)
+    def mark(part: object) -> msgspec.Raw:
+        assert isinstance(part, EncodedList), part
+        lists.append(part)
         return msgspec.Raw(_MARK)
 
-    encoded = msgspec.json.encode(body, enc_hook=mark)
+    whole = msgspec.json.encode(value, enc_hook=mark)
     if not lists:
-        return Response(encoded, media_type="application/json")
-    first, *others = encoded.split(_MARK)
+        return [whole]
+    first, *others = whole.split(_MARK)
     pieces = [first]
     for each, rest in zip(lists, others, strict=True):
         pieces += [b"[", *each.pieces, b"]%b" % rest]
+    return pieces
+
+
+def json_response(body: msgspec.Struct) -> Response:
+    """`body` with status 200. Any list in it may be an EncodedList."""
+    pieces = encoded(body)
     size = sum(len(piece) for piece in pieces)
     if size <= AT_ONCE:
         return Response(b"".join(pieces), media_type="application/json")

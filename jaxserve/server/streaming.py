@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.errors import Draining, JaxserveError, RequestFailed
+from jaxserve.server.body import encoded
 from jaxserve.server.errors import error_body
 from jaxserve.server.http import WRITE_CHUNK
 
@@ -41,6 +42,11 @@ _encode_text = msgspec.json.Encoder().encode
 def event(data: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(data)
+
+
+def large_event(data: msgspec.Struct) -> bytes:
+    """The same, where any list in `data` may be an EncodedList."""
+    return b"".join([b"data: ", *encoded(data), b"\n\n"])
 
 
 class TextEvents:

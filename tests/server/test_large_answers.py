@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from server.serving import assert_well, frames
 
-from jaxserve.server import body
+from jaxserve.server import body, streaming
 from jaxserve.server.body import EncodedList, in_turns, json_response
 
 COMPLETION = {"prompt": ["abc" * 30, "hé"], "n": 2, "max_tokens": 150, "logprobs": 20}
@@ -84,6 +84,7 @@ def test_others_have_their_turns():
     [
         ("/v1/completions", COMPLETION, 4 * 600),  # lists of 4 choices
         ("/v1/completions", COMPLETION | {"echo": True}, 4 * (600 + 2 * (91 + 4))),
+        ("/v1/completions", COMPLETION | {"echo": True, "stream": True}, 4 * (600 + 2 * (91 + 4))),
         ("/v1/completions", COMPLETION | {"logprobs": None, "prompt_logprobs": 20}, 91 + 4),  # once for all choices
         ("/v1/chat/completions", CHAT, 300),
         ("/v1/embeddings", {"input": [[5]] * 150}, 150),
@@ -118,6 +119,15 @@ def test_a_completion_is_what_its_stream_brings(server, more):
             whole |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
             whole["logprobs"] = {name: values + piece["logprobs"][name] for name, values in whole["logprobs"].items()}
         assert json.dumps(choice) == json.dumps(whole)
+
+
+def test_a_stream_of_many_echoes_is_sent_as_it_is_encoded(server, monkeypatch):
+    """It is no slow reader who has nothing of it before all of it is there."""
+    monkeypatch.setattr(streaming, "MAX_HELD_BYTES", 2**20)
+    asked = {"prompt": "abc" * 130, "n": 64, "max_tokens": 1, "logprobs": 20, "echo": True, "stream": True}
+    answer = server.post("/v1/completions", asked)
+    assert len(answer.content) > 4 * streaming.MAX_HELD_BYTES
+    assert sum(frame["choices"][0]["text"].startswith("abc" * 130) for frame in frames(answer)) == 64
 
 
 def test_the_text_of_an_echo_is_decoded_once(server, monkeypatch):

@@ -164,6 +164,15 @@ def test_an_error_after_the_first_byte_is_an_event(server, step_by_step, path):
     assert not any(choice["finish_reason"] for chunk in chunks for choice in chunk["choices"])
 
 
+def test_an_error_comes_behind_what_waits_for_its_turn(server):
+    server.play = lambda request: Script(token_ids=[70, 71], error="NaN in the logits")
+    body = {"prompt": "abc" * 100, "stream": True, "echo": True, "logprobs": 2}
+    first, *_, last = frames(server.post("/v1/completions", body))
+    assert first["choices"][0]["text"].startswith("abc" * 100)
+    assert last["error"]["message"] == "NaN in the logits"
+    wait_until(lambda: server.client.num_running == 0)
+
+
 def test_an_error_before_the_first_byte_has_its_status(server):
     server.play = lambda request: Script(token_ids=[], error="NaN in the logits")
     answer = server.post("/v1/completions", {"prompt": "abc", "stream": True})
@@ -192,10 +201,13 @@ def hanging(request):
     return Script(token_ids=[70, 71], hangs=True)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_leaves_a_stream_aborts_its_request(server, path):
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("/v1/completions", {}), ("/v1/completions", {"echo": True, "logprobs": 2}), ("/v1/chat/completions", {})],
+)
+def test_a_client_that_leaves_a_stream_aborts_its_request(server, path, more):
     server.play = hanging
-    body = {"prompt": ["a", "b"], "messages": [USER], "n": 2, "stream": True}
+    body = {"prompt": ["a", "b"], "messages": [USER], "n": 2, "stream": True} | more
     with httpx.stream("POST", server.url + path, json=body, timeout=PATIENCE, verify=False) as response:
         lines = response.iter_lines()  # kept: with this iterator the connection would go
         assert next(lines).startswith("data: ")

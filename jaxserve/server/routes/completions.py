@@ -1,5 +1,6 @@
 """POST /v1/completions: texts or token ids in, their continuations out."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from jaxserve.server.protocol.completions import (
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
+from jaxserve.server.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
 from jaxserve.structured.grammar import make_grammar
 
 
@@ -105,7 +106,7 @@ class _Completion:
                 _ChoiceWriter(self._state, self._body, group, index=len(choices) + output.index) for output in outputs
             ]
             group.forget_logprobs()  # they go as they are encoded
-            of_group = [await writer.write_whole(output) for writer, output in zip(writers, outputs, strict=True)]
+            of_group = [await writer.write_in_turns(output) for writer, output in zip(writers, outputs, strict=True)]
             if self._body.prompt_logprobs is not None:
                 encoded = await encoded_in_turns(prompt_logprobs or [])
                 for choice in of_group:
@@ -115,6 +116,16 @@ class _Completion:
 
     async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
+        options = self._body.stream_options
+        if self._body.echo and self._body.logprobs is not None:
+            await self._stream_in_turns(write)
+        else:
+            await self._stream_at_once(write)
+        if options is not None and options.include_usage:
+            write(event(self._response([], usage=self._usage.total())))
+
+    async def _stream_at_once(self, write: Write) -> None:
+        """Each piece in the turn in which it comes."""
         body = self._body
         options = body.stream_options
         writers: dict[int, _ChoiceWriter] = {}
@@ -142,8 +153,36 @@ class _Completion:
             group.forget_logprobs()
 
         await self._run(take)
-        if options is not None and options.include_usage:
-            write(event(self._response([], usage=self._usage.total())))
+
+    async def _stream_in_turns(self, write: Write) -> None:
+        """The log probabilities of a long prompt, which each choice begins with, take long: the pieces wait for it."""
+        writers: dict[int, _ChoiceWriter] = {}
+        waiting: asyncio.Queue[tuple[_ChoiceWriter, CompletionOutput, Usage | UnsetType | None] | None]
+        waiting = asyncio.Queue()
+
+        def take(prompt_index: int, delta: RequestOutput) -> None:
+            self._usage.count(prompt_index, delta)
+            usage = self._usage.in_chunk(self._body.stream_options)
+            group = self._groups[prompt_index]
+            for output in delta.outputs:
+                index = prompt_index * len(group.requests) + output.index
+                if index not in writers:
+                    writers[index] = _ChoiceWriter(self._state, self._body, group, index=index)
+                waiting.put_nowait((writers[index], output, usage))
+            group.forget_logprobs()
+
+        running = asyncio.create_task(self._run(take))
+        running.add_done_callback(lambda _: waiting.put_nowait(None))
+        try:
+            while (piece := await waiting.get()) is not None:
+                writer, output, usage = piece
+                choice = await writer.write_in_turns(output)
+                if _has_news(choice):
+                    write(large_event(self._response([choice], usage=usage)))
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def _run(self, take: Take) -> None:
         await generation.run(self._state, self._groups, take, grammar_field=self._body.wish_field)
@@ -191,8 +230,8 @@ class _ChoiceWriter:
             choice.logprobs = self._logprobs.add(token_ids, candidates)
         return choice
 
-    async def write_whole(self, output: CompletionOutput) -> CompletionChoice:
-        """All of it, in turns with others. Takes the log probabilities of `output` off it."""
+    async def write_in_turns(self, output: CompletionOutput) -> CompletionChoice:
+        """The same in turns with others, its log probabilities encoded. Takes those of `output` off it."""
         choice, token_ids, candidates = self._begin(output)
         output.logprobs = None
         if self._logprobs is not None:
