@@ -2,10 +2,9 @@
 
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import msgspec
-
+from jaxserve.server.body import EncodedList, encoded
 from jaxserve.server.protocol.chat import ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.responses import (
     FunctionCall,
@@ -29,7 +28,8 @@ type Event = dict[str, Any]
 class ResponseWriter:
     """Fills `response` as the pieces come. Each method yields the events of what it does, in order: iterate over all.
 
-    At most one output item is open at a time; a piece of another kind closes it.
+    At most one output item is open at a time; a piece of another kind closes it. Log probabilities are encoded once, as
+    they come: an item and what closes it have them four times.
     """
 
     def __init__(self, response: ResponseBody):
@@ -37,6 +37,7 @@ class ResponseWriter:
         self._num_events = 0
         self._open: OutputItem | None = None
         self._text: list[str] = []  # of the open item
+        self._logprobs = EncodedList()
         self._call_index = -1
 
     @property
@@ -56,12 +57,11 @@ class ResponseWriter:
             yield from self._close("completed")
             item = OutputMessage(id=_new_id("msg"), status="in_progress", content=[])
             yield from self._add(item)
-            item.content.append(OutputText(text=""))
+            self._logprobs = EncodedList()
+            item.content.append(OutputText(text="", logprobs=cast(Any, self._logprobs)))
             yield self._part_event("response.content_part.added", {"part": item.content[0]})
         self._text.append(text)
-        item = self._open
-        assert isinstance(item, OutputMessage)
-        item.content[0].logprobs += logprobs
+        self._logprobs.extend(logprobs)
         yield self._part_event("response.output_text.delta", {"delta": text, "logprobs": list(logprobs)})
 
     def reasoning(self, text: str) -> Iterator[Event]:
@@ -130,7 +130,7 @@ class ResponseWriter:
         yield self._event("response.output_item.added", {"output_index": self._output_index, "item": item})
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
-        item = self._open
+        item, self._open = self._open, None  # at once: whoever stops half-way closes nothing twice
         if item is None:
             return
         text = "".join(self._text)
@@ -149,7 +149,6 @@ class ResponseWriter:
             item.arguments = text
             yield self._item_event("response.function_call_arguments.done", {"name": item.name, "arguments": text})
         yield self._event("response.output_item.done", {"output_index": self._output_index, "item": item})
-        self._open = None
 
     @property
     def _output_index(self) -> int:
@@ -162,8 +161,7 @@ class ResponseWriter:
         return self._item_event(kind, {"content_index": 0} | fields)
 
     def _item_event(self, kind: str, fields: Event) -> Event:
-        assert self._open is not None
-        return self._event(kind, {"item_id": self._open.id, "output_index": self._output_index} | fields)
+        return self._event(kind, {"item_id": self.response.output[-1].id, "output_index": self._output_index} | fields)
 
     def _event(self, kind: str, fields: Event) -> Event:
         """An event as plain data. Encoded before the next one is made: its structs change as the answer grows."""
@@ -174,7 +172,7 @@ class ResponseWriter:
 
 def frame(event: Event) -> bytes:
     """One server-sent event, with its type as its name."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+    return b"".join([b"event: %b\ndata: " % event["type"].encode(), *encoded(event), b"\n\n"])
 
 
 def _new_id(prefix: str) -> str:

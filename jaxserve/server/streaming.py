@@ -9,7 +9,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, override
+from typing import Any, Protocol, override
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -23,8 +23,6 @@ from jaxserve.server.http import WRITE_CHUNK
 
 logger = logging.getLogger(__name__)
 
-type Write = Callable[[bytes], None]
-
 DONE = b"data: [DONE]\n\n"
 
 MAX_HELD_BYTES = 16 * 2**20
@@ -35,6 +33,19 @@ MAX_ALL_HELD_BYTES = 256 * 2**20
 
 MAX_SENT_BYTES = 256 * 2**10
 """Of frames that a connection is given at a time, unless one alone has more: what it has taken is not counted."""
+
+
+class Write(Protocol):
+    """What writes a stream."""
+
+    def __call__(self, frame: bytes, /) -> None:
+        """Send a frame, now or later. Raises RequestFailed when too much waits already."""
+        ...
+
+    async def drain(self) -> None:
+        """Let others have their turn, and wait until the connection has taken every frame."""
+        ...
+
 
 _encode_text = msgspec.json.Encoder().encode
 
@@ -149,7 +160,7 @@ class EventStream(Response):
         async with frames.bounded():
             sending = asyncio.create_task(frames.keep_sending())
             try:
-                await self._work(frames.write)
+                await self._work(frames)
             finally:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
@@ -201,6 +212,7 @@ class _Frames:
         self._is_direct = False  # what comes now need not wait for anything
         self._held: list[bytes] = []
         self._has_held = asyncio.Event()
+        self._has_none_held = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
         self._error: RequestFailed | None = None
 
@@ -209,8 +221,8 @@ class _Frames:
         """Whether the client has something, or will have."""
         return self._is_head_sent or bool(self._held)
 
-    def write(self, frame: bytes) -> None:
-        """Raises RequestFailed when too much waits already, of this stream or of all."""
+    def __call__(self, frame: bytes, /) -> None:
+        """Send it, now or later. Raises RequestFailed when too much waits already, of this stream or of all."""
         if self._is_direct and self._write_chunk(frame):
             return
         if self.num_held_bytes > MAX_HELD_BYTES:
@@ -226,6 +238,12 @@ class _Frames:
         self.drop()
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def drain(self) -> None:
+        """Let others have their turn, and wait until nothing waits; for `keep_sending`, unless it is cancelled."""
+        await asyncio.sleep(0)
+        if self._held:
+            await self._has_none_held.wait()
 
     def drop(self) -> None:
         """Forget what waits."""
@@ -275,6 +293,7 @@ class _Frames:
                 del self._held[0]
                 self._count(-len(data))
         self._has_held.clear()
+        self._has_none_held.set()
         self._is_direct = self._is_head_sent and self._error is None
 
     def _join_first(self) -> bytes:
@@ -292,6 +311,7 @@ class _Frames:
         self._held.append(frame)
         self._count(len(frame))
         self._has_held.set()
+        self._has_none_held.clear()
 
     def _count(self, num_bytes: int) -> None:
         self.num_held_bytes += num_bytes

@@ -92,6 +92,35 @@ def test_frames_keep_their_order_however_often_the_connection_stops(seed, is_dir
     assert connection.is_complete
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_work_can_wait_until_its_frames_are_taken(monkeypatch, is_direct):
+    """Then a reader who is slow, but reads, loses nothing, however large they are."""
+    monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 0)
+
+    async def main():
+        connection, num_written = Connection(), 0
+
+        async def work(write):
+            nonlocal num_written
+            await write.drain()
+            for number in range(10):
+                write(b"%d;" % number)
+                num_written += 1
+                await write.drain()
+
+        running = answer(connection, work, is_direct=is_direct)
+        for _ in range(12):
+            connection.takes.clear()
+            await turns(20)
+            assert num_written <= max(0, len(connection.messages) - 1) + 1
+            connection.takes.set()
+            await turns(1)
+        await running
+        return connection
+
+    assert asyncio.run(main()).body == b"".join(b"%d;" % number for number in range(10)) + DONE
+
+
 @pytest.mark.parametrize("num_sent", [0, 1])
 def test_a_client_that_leaves_while_frames_are_held(num_sent):
     async def main():

@@ -5,7 +5,7 @@ import json
 
 import msgspec
 import pytest
-from server.serving import assert_well, frames
+from server.serving import assert_well, frames, response_events
 
 from jaxserve.server import body, streaming
 from jaxserve.server.body import EncodedList, in_turns, json_response
@@ -156,6 +156,34 @@ def test_all_choices_have_the_log_probabilities_of_their_prompt(server):
         for entry, token_id in zip(entries[1:], server.tokenizer.encode(prompt)[1:], strict=True):
             assert entry[str(token_id)]["rank"] == 2
             assert len(entry) == 20
+
+
+def test_a_response_is_what_its_stream_brings(server, monkeypatch):
+    """Its log probabilities are encoded as they come; the events behind them wait for the reader."""
+    lengths, num_drains = [], 0
+    extend, drain = EncodedList.extend, streaming._Frames.drain
+
+    async def counted(frames):
+        nonlocal num_drains
+        num_drains += 1
+        await drain(frames)
+
+    monkeypatch.setattr(EncodedList, "extend", lambda self, values: (lengths.append(len(values)), extend(self, values)))
+    monkeypatch.setattr(streaming._Frames, "drain", counted)
+    asked = {"input": "hi" * 50, "max_output_tokens": 150, "top_logprobs": 20}
+    asked["include"] = ["message.output_text.logprobs"]
+    *deltas, text, part, item, completed = response_events(server.post("/v1/responses", asked | {"stream": True}))[4:]
+    assert sum(lengths) == 150
+    assert max(lengths) <= body.VALUES_A_TURN
+    assert num_drains == 3
+    logprobs = [token for delta in deltas for token in delta["logprobs"]]
+    assert len(logprobs) == 150
+    assert text["logprobs"] == part["part"]["logprobs"] == logprobs
+    assert item["item"]["content"] == completed["response"]["output"][0]["content"] == [part["part"]]
+    stored = server.get(f"/v1/responses/{completed['response']['id']}")
+    assert stored.json() == completed["response"]
+    whole = server.post("/v1/responses", asked).json()
+    assert whole["output"][0]["content"] == [part["part"]]
 
 
 def test_a_chat_is_what_its_stream_brings(server):

@@ -8,6 +8,7 @@ from engine.fake_client import Script
 from server.serving import response_events, running
 from waiting import wait_until
 
+from jaxserve.errors import RequestFailed
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.response_writer import ResponseWriter
 
@@ -95,3 +96,17 @@ def test_a_response_that_is_cut_while_it_is_stored(tokenizer, monkeypatch):
         server.says("Hello")
         *_, last = response_events(server.post(PATH, {"input": "hi", "stream": True}))
         assert last["response"] == kept[-1]
+
+
+def test_what_is_being_closed_is_not_closed_again(server, monkeypatch):
+    """Where a stream stops between the events that close an item, those left are not told."""
+
+    async def drain(_frames):
+        raise RequestFailed("the server stops")
+
+    monkeypatch.setattr("jaxserve.server.streaming._Frames.drain", drain)
+    server.says("ab")
+    found = response_events(server.post(PATH, {"input": "hi", "stream": True}))
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert kinds[-3:] == ["output_text.delta", "output_text.done", "failed"]
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "ab"

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server import generation
-from jaxserve.server.body import decode, json_response, read_json
+from jaxserve.server.body import decode, encoded, json_response, read_json
 from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, rename
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
@@ -202,7 +202,7 @@ class _Answer:
 
     async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
-        await self.run(lambda event: write(frame(event)))
+        await self.run(lambda event: write(frame(event)), drain=write.drain)
 
     async def fail(self, error: Exception) -> bytes:
         """Say that it could not be finished, and store that; returns the events that are left to tell."""
@@ -265,8 +265,11 @@ class _Answer:
             await asyncio.sleep(CANCEL_INTERVAL)
         return {"type": "http.disconnect"}
 
-    async def run(self, tell: Callable[[Event], None]) -> None:
-        """Answer, and `tell` what happens, in order. The answer is stored before its last event is told."""
+    async def run(self, tell: Callable[[Event], None], *, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Answer, and `tell` what happens, in order. The answer is stored before its last event is told.
+
+        The last events have all that was told before: `drain` is waited for between them.
+        """
         finish_reason: ChatFinishReason | None = None
         saving: asyncio.Task[None] | None = None
         is_begun = False
@@ -293,6 +296,8 @@ class _Answer:
                 await saving
         for event in self._writer.finish(finish_reason, self._chat.usage.total()):
             tell(event)
+            if drain is not None:
+                await drain()
         await self._save()
         tell(self._writer.end())
 
@@ -331,7 +336,7 @@ class _Answer:
 
     def _stored(self) -> StoredResponse:
         return StoredResponse(
-            body=msgspec.json.encode(self.response),
+            body=b"".join(encoded(self.response)),
             items=msgspec.json.encode([*self._items, *map(without_logprobs, self.response.output)]),
             num_inputs=len(self._items),
         )
