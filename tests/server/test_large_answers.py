@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from server.serving import assert_well, frames, response_events
 
 from jaxserve.server import body, streaming
 from jaxserve.server.body import EncodedList, in_turns, json_response
+from jaxserve.server.routes import utility
 
 COMPLETION = {"prompt": ["abc" * 30, "hé"], "n": 2, "max_tokens": 150, "logprobs": 20}
 CHAT = {
@@ -204,3 +206,24 @@ def test_a_chat_is_what_its_stream_brings(server):
     of_prompt = answer.json()["prompt_logprobs"]
     assert of_prompt[0] is None
     assert len(of_prompt) == len(server.client.submitted[0].prompt_token_ids)
+
+
+def test_many_tokens_are_encoded_in_the_thread_that_finds_them(server, monkeypatch):
+    """in pieces, between which the event loop has its turn."""
+    lengths, threads = [], set()
+    extend = EncodedList.extend
+
+    def counted(encoded, values):
+        lengths.append(len(values))
+        threads.add(threading.current_thread().name)
+        extend(encoded, values)
+
+    monkeypatch.setattr(EncodedList, "extend", counted)
+    text = "h\u00e9" * utility.VALUES_A_PIECE
+    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    tokens = server.tokenizer.encode(text)
+    assert (answer["count"], answer["tokens"]) == (len(tokens), tokens)
+    assert answer["token_strs"] == [server.tokenizer.token_text(token) for token in tokens]
+    assert sum(lengths) == 2 * len(tokens)
+    assert max(lengths) == utility.VALUES_A_PIECE
+    assert "server" not in threads

@@ -1,5 +1,8 @@
 """What operators and evaluation tools ask for: tokens, health, version, metrics. Nothing here waits for the engine."""
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -7,7 +10,7 @@ from starlette.responses import Response
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import generation
-from jaxserve.server.body import json_response, read_json
+from jaxserve.server.body import EncodedList, json_response, read_json
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -20,6 +23,7 @@ from jaxserve.server.protocol.utility import (
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.template import render_chat
 
+VALUES_A_PIECE = 2**14  # token ids, of which so many take 0.3 ms to encode
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,9 +47,20 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=state.frontend.client.info.max_model_len,
-        tokens=tokens,
-        token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+        tokens=_encoded(tokens),
+        token_strs=_encoded(tokens, tokenizer.token_text) if body.return_token_strs else None,
     )
+
+
+def _encoded(values: list[int], shown: Callable[[int], object] | None = None) -> Any:
+    """The values, as they are `shown`, in an EncodedList: the event loop, which would encode a list in one go, is in
+    another thread, and has its turn between the pieces.
+    """
+    encoded = EncodedList()
+    for start in range(0, len(values), VALUES_A_PIECE):
+        piece = values[start : start + VALUES_A_PIECE]
+        encoded.extend(piece if shown is None else [shown(value) for value in piece])
+    return encoded
 
 
 async def detokenize(request: Request) -> Response:
