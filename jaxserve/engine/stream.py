@@ -82,6 +82,10 @@ class Dispatcher:
         submitted: list[RequestGroup] = []
         try:
             for index, group in enumerate(groups):
+                if index and index % PROMPTS_A_TURN == 0:
+                    await asyncio.sleep(0)
+                    if run.ended.done():
+                        break
                 prompt = _Prompt(index, group, run)
                 for request in group.requests:  # before submitting: the first output may come at once
                     self._prompts[request.request_id] = prompt

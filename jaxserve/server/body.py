@@ -19,7 +19,8 @@ the interpreter's lock: 8 MiB of text take 6 ms, as many bytes of lists would ta
 served; what these limits let pass takes 50 ms of processor time at the most.
 """
 
-VALUES_A_TURN = 64  # tokens with 20 candidates each take 3 ms, say, and vectors of 4,096 numbers 20
+VALUES_A_TURN = 64  # tokens with 20 candidates each take 3 ms
+VECTORS_A_TURN = 16  # of 4,096 numbers each take 4 ms
 AT_ONCE = 2**18  # bytes of an answer up to which it is sent in one piece
 _MARK = uuid.uuid4().hex.encode()  # stands for a list that is encoded already: nobody outside knows it
 
@@ -65,11 +66,11 @@ class EncodedList:
             self.pieces.append(b",%b" % encoded if self.pieces else encoded)
 
 
-async def in_turns[T](values: list[T]) -> AsyncGenerator[list[T]]:
+async def in_turns[T](values: list[T], *, num_a_turn: int = VALUES_A_TURN) -> AsyncGenerator[list[T]]:
     """Take the values off their list, some at a time; others have their turn in the event loop between them."""
     while values:
-        taken = values[:VALUES_A_TURN]
-        del values[:VALUES_A_TURN]
+        taken = values[:num_a_turn]
+        del values[:num_a_turn]
         yield taken
         await asyncio.sleep(0)
 

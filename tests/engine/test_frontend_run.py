@@ -84,6 +84,31 @@ class TestRun:
         (delta,) = deltas
         assert len(delta.outputs[0].token_ids) == 40
 
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_many_prompts_are_submitted_in_turns(self, start, tokenizer, fails):
+        """with the loop; a failure of one that has been is not waited for."""
+        frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
+        num_prompts = 3 * PROMPTS_A_TURN + 1
+        groups = [frontend.prepare("the", SamplingParams(), request_id=f"{i}") for i in range(num_prompts)]
+        counts = [0]
+
+        async def main():
+            running = asyncio.create_task(frontend.run(groups, ignore))
+            while counts[-1] < num_prompts and not running.done():
+                await asyncio.sleep(0)
+                counts.append(len(frontend.client.submitted))
+                if fails and counts[-1] == PROMPTS_A_TURN:
+                    frontend._dispatcher.sink([EngineOutput(request_id="0-0", finish_reason="error", error="NaN")])
+            running.cancel()
+            with pytest.raises(RequestFailed if fails else asyncio.CancelledError):
+                await running
+
+        asyncio.run(main())
+        assert counts[-1] < num_prompts if fails else counts[-1] == num_prompts
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= PROMPTS_A_TURN
+        assert len(frontend.client.aborted) == counts[-1] - fails
+        assert frontend._dispatcher._prompts == {}
+
     def test_a_newcomer_goes_before_those_who_have_begun(self, start, tokenizer):
         """and a step's news come in turns, between which the loop does other things."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))

@@ -12,7 +12,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server import generation
-from jaxserve.server.body import EncodedList, in_turns, json_response, read_json
+from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response, read_json
 from jaxserve.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import while_wanted
@@ -28,7 +28,7 @@ async def create(request: Request) -> Response:
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
     data: Any = EncodedList()
-    async for some in in_turns(list(enumerate(groups))):
+    async for some in in_turns(list(enumerate(groups)), num_a_turn=VECTORS_A_TURN):
         data.extend([_embedding(body, index, group) for index, group in some])
     return json_response(
         EmbeddingResponse(
