@@ -1,7 +1,7 @@
 """From the prompts of one HTTP request to what is new for each of them; completions and chat share it."""
 
 import asyncio
-import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,6 +23,8 @@ GRAMMAR_QUEUE_TIMEOUT = 10.0  # seconds to wait for those before it
 THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
 TURN_THRESHOLD = 2**20  # bytes from which on they wait for their turn to be
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+
 
 async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, grammar_field: str | None = None) -> T:
     """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow,
@@ -35,8 +37,10 @@ async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, gr
     if grammar_field is None:
         if size < THREAD_THRESHOLD:
             return work()
-        async with contextlib.nullcontext() if size < TURN_THRESHOLD else state.tokenizing:
+        if size < TURN_THRESHOLD:
             return await asyncio.to_thread(work)
+        async with state.tokenizing:
+            return await asyncio.to_thread(_give_memory_back, work)
     turn = state.compiling
     try:
         async with asyncio.timeout(GRAMMAR_QUEUE_TIMEOUT):
@@ -55,6 +59,17 @@ async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, gr
     if not done:
         raise InvalidRequest(f"{grammar_field}: the grammar takes too long to compile", param=grammar_field)
     return task.result()
+
+
+def _give_memory_back[T](work: Callable[[], T]) -> T:
+    """The result of `work`. What the tokenizer has freed then goes back to the system: the C library would keep it for
+    this thread, 0.7 to 1.4 GB after 8 MiB of text. Takes a fiftieth of the time that such a text does.
+    """
+    try:
+        return work()
+    finally:
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
 
 def check_text_length(text: str, state: ServerState) -> None:

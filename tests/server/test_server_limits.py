@@ -8,6 +8,7 @@ import pytest
 from server.serving import assert_error, assert_well, running
 from waiting import PATIENCE, wait_until
 
+from jaxserve.server import generation
 from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
 from jaxserve.server.state import MAX_TOKENIZING
 
@@ -128,3 +129,12 @@ def test_large_bodies_are_tokenized_in_their_turn(server, monkeypatch):
             go_on.set()
         assert [answer.result() for answer in large] == [200] * num_large
     assert len(begun) == num_large + 1
+
+
+def test_memory_of_large_bodies_is_given_back(server, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(generation, "_malloc_trim", sizes.append)
+    assert server.post("/tokenize", {"prompt": "x" * THREAD_THRESHOLD}).status_code == 200
+    assert sizes == []
+    assert server.post("/tokenize", {"prompt": "x" * TURN_THRESHOLD}).status_code == 200
+    assert sizes == [0]
