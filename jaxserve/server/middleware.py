@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
+MAX_DISCARDED_BYTES = 2**26  # of a body that is too large; they have as long to come as any body
 
 OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
 PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
@@ -48,7 +49,11 @@ class Faults:
 
 
 class Limits:
-    """Refuses too many headers (431) and bodies over `max_body_size` bytes (413), declared or sent."""
+    """Refuses too many headers (431) and bodies over `max_body_size` bytes (413), declared or sent.
+
+    Of a body that is refused up to MAX_DISCARDED_BYTES more are read before the connection is closed: a client that
+    reads when it has sent all would find that it is reset, and no answer.
+    """
 
     def __init__(self, app: ASGIApp, max_body_size: int):
         self._app = app
@@ -60,6 +65,7 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = _lingering(receive, send)
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             await refusal(431, "the request has too many headers, or too long ones")(scope, receive, send)
@@ -79,6 +85,29 @@ class Limits:
             return message
 
         await self._app(scope, counted, send)
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """`send`, but an answer 413 is ended, not sent, only when the client has sent its body, or too much of it."""
+    is_refusal = False
+
+    async def lingering(message: Message) -> None:
+        nonlocal is_refusal
+        if message["type"] == "http.response.start":
+            is_refusal = message["status"] == 413
+        if not is_refusal or message["type"] != "http.response.body" or message.get("more_body", False):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        num_discarded = 0
+        while num_discarded <= MAX_DISCARDED_BYTES:
+            part = await receive()
+            num_discarded += len(part.get("body", b""))
+            if not part.get("more_body", False):
+                break
+        await send({"type": "http.response.body", "body": b""})
+
+    return lingering
 
 
 class Authentication:

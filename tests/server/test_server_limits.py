@@ -8,7 +8,7 @@ import pytest
 from server.serving import assert_error, assert_well, running
 from waiting import PATIENCE, wait_until
 
-from jaxserve.server import generation
+from jaxserve.server import generation, middleware
 from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
 from jaxserve.server.state import MAX_TOKENIZING
 
@@ -138,3 +138,21 @@ def test_memory_of_large_bodies_is_given_back(server, monkeypatch):
     assert sizes == []
     assert server.post("/tokenize", {"prompt": "x" * TURN_THRESHOLD}).status_code == 200
     assert sizes == [0]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, monkeypatch, is_chunked):
+    body = b"x" * 2**25
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b\r\n\r\n" % framing
+    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+        connection.sendall(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body))
+        answer = b""
+        while data := connection.recv(2**16):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**20)
+    connection = socket.create_connection(server.server.address, timeout=PATIENCE)
+    with connection, pytest.raises(ConnectionError):
+        connection.sendall(head + (b"%x\r\n%b" % (len(body), body) if is_chunked else body))
+    assert_well(server)
