@@ -65,7 +65,7 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = _lingering(receive, send)
+        receive, send = _lingering(receive, send)
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             await refusal(431, "the request has too many headers, or too long ones")(scope, receive, send)
@@ -87,11 +87,17 @@ class Limits:
         await self._app(scope, counted, send)
 
 
-def _lingering(receive: Receive, send: Send) -> Send:
-    """`send`, but an answer 413 is ended, not sent, only when the client has sent its body, or too much of it."""
-    is_refusal = False
+def _lingering(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """The two, but an answer 413 is ended, not sent, only when the client has sent its body, or too much of it."""
+    is_refusal = has_ended = False
 
-    async def lingering(message: Message) -> None:
+    async def receive_part() -> Message:
+        nonlocal has_ended
+        message = await receive()
+        has_ended = not message.get("more_body", False)
+        return message
+
+    async def send_and_linger(message: Message) -> None:
         nonlocal is_refusal
         if message["type"] == "http.response.start":
             is_refusal = message["status"] == 413
@@ -100,14 +106,11 @@ def _lingering(receive: Receive, send: Send) -> Send:
             return
         await send({**message, "more_body": True})
         num_discarded = 0
-        while num_discarded <= MAX_DISCARDED_BYTES:
-            part = await receive()
-            num_discarded += len(part.get("body", b""))
-            if not part.get("more_body", False):
-                break
+        while not has_ended and num_discarded <= MAX_DISCARDED_BYTES:
+            num_discarded += len((await receive_part()).get("body", b""))
         await send({"type": "http.response.body", "body": b""})
 
-    return lingering
+    return receive_part, send_and_linger
 
 
 class Authentication:

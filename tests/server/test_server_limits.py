@@ -1,11 +1,14 @@
 """The limits on a request's size, and paths and methods that do not exist."""
 
+import asyncio
 import concurrent.futures
 import socket
 import threading
 
 import pytest
 from server.serving import assert_error, assert_well, running
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from waiting import PATIENCE, wait_until
 
 from jaxserve.server import generation, middleware
@@ -156,3 +159,29 @@ def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, mo
     with connection, pytest.raises(ConnectionError):
         connection.sendall(head + (b"%x\r\n%b" % (len(body), body) if is_chunked else body))
     assert_well(server)
+
+
+def test_an_answer_does_not_wait_for_a_body_that_has_come():
+    """As uvicorn, which says nothing more once it has handed on the last part, until the client goes."""
+    parts = [{"type": "http.request", "body": b"x" * 5, "more_body": more_body} for more_body in (True, False)]
+    sent = []
+
+    async def receive():
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    async def read_all(scope, receive, send):
+        try:
+            while (await receive())["more_body"]:
+                pass
+        except HTTPException as error:
+            await Response(status_code=error.status_code)(scope, receive, send)
+
+    limits = middleware.Limits(read_all, max_body_size=9)
+    asyncio.run(asyncio.wait_for(limits({"type": "http", "headers": []}, receive, send), PATIENCE))
+    assert sent[0]["status"] == 413
+    assert not sent[-1].get("more_body", False)
