@@ -257,7 +257,7 @@ class Engine:
                 params = request.request.params
                 of_prompt = of_token = None
                 if params.prompt_logprobs is not None and prompt_logprobs is not None:
-                    of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token)
+                    of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token) or None
                 if outcome is not RowOutcome.CHUNK or of_prompt:
                     new_token_ids = [] if outcome is RowOutcome.CHUNK else [token_id]
                     if params.logprobs is not None and logprobs is not None and new_token_ids:

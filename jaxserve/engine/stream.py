@@ -25,7 +25,7 @@ a new prompt goes before them: its first token must not wait for everyone's next
 """
 
 PROMPT_LOGPROBS_A_TURN = 64
-"""Those of 8,000 tokens, with 20 candidates each, come in one output and take 70 ms; so many take half of one."""
+"""Those of 8,000 tokens, with 20 candidates each, may come in one output and take 70 ms; so many take half of one."""
 
 _ALIVE_CHECK_SECONDS = 1.0
 
@@ -126,10 +126,10 @@ class Dispatcher:
                 else:
                     prompt.has_begun = True
                     due.appendleft(prompt)
-            if output.prompt_logprobs is None:
-                prompt.pending.append(output)
-            else:
+            if output.prompt_logprobs:
                 prompt.pending += _in_pieces(output, output.prompt_logprobs)
+            else:
+                prompt.pending.append(output)
         if due and not were_due:
             self.loop.call_soon(self._take_turns)
 
@@ -197,16 +197,19 @@ def _until_failure(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], Eng
 
 
 def _turn(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], list[EngineOutput]]:
-    """What is pushed now, and what later: log probabilities of the prompt go one by one, before any token of it."""
+    """What is pushed now, and what later: log probabilities of the prompt go one by one, before any token.
+
+    No output overtakes another of its own sequence, whose tokens come behind what it has of the prompt.
+    """
     for index, output in enumerate(outputs):
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs:
             return [output], [*outputs[:index], *outputs[index + 1 :]]
     return outputs, []
 
 
 def _in_pieces(output: EngineOutput, prompt_logprobs: list[TokenLogprobs]) -> Iterator[EngineOutput]:
     """The output, as several with some of its `prompt_logprobs` each; the last one has the rest of it."""
-    starts = range(0, len(prompt_logprobs) or 1, PROMPT_LOGPROBS_A_TURN)
+    starts = range(0, len(prompt_logprobs), PROMPT_LOGPROBS_A_TURN)
     for start in starts[:-1]:
         piece = prompt_logprobs[start : start + PROMPT_LOGPROBS_A_TURN]
         yield EngineOutput(request_id=output.request_id, prompt_logprobs=piece)

@@ -126,6 +126,7 @@ class Result:
         assert self.finish_reason is None, "output after the last"
         self.token_ids += output.new_token_ids
         self.logprobs += output.logprobs or []
+        assert output.prompt_logprobs != [], "log probabilities of the prompt, of which there are none"
         self.prompt_logprobs += output.prompt_logprobs or []
         self.num_cached_tokens = output.num_cached_tokens
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

@@ -183,6 +183,28 @@ class TestRun:
         assert deltas[0].prompt_logprobs == [none, *entries]
         assert deltas[0].num_cached_tokens == 3
 
+    @pytest.mark.parametrize("in_one_step", [False, True])
+    def test_no_token_overtakes_another(self, start, tokenizer, in_one_step):
+        """Whatever is said of the prompt beside them."""
+        frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
+        group = frontend.prepare("the", SamplingParams(prompt_logprobs=1), request_id="x")
+        of_prompt = [TokenLogprobs(5, -1.0, 2, [6], [-0.5])]
+        outputs = [
+            EngineOutput(request_id="x-0", new_token_ids=[7], prompt_logprobs=of_prompt),
+            EngineOutput(request_id="x-0", new_token_ids=[8]),
+            EngineOutput(request_id="x-0", new_token_ids=[9], prompt_logprobs=[], finish_reason="length"),
+        ]
+
+        async def main():
+            running = asyncio.create_task(frontend.run([group], ignore))
+            await asyncio.sleep(0)
+            for some in [outputs] if in_one_step else [[output] for output in outputs]:
+                frontend._dispatcher.sink(some)
+            await asyncio.wait_for(running, PATIENCE)
+
+        asyncio.run(main())
+        assert group.result().outputs[0].token_ids == [7, 8, 9]
+
     def test_cancelling_aborts(self, start, tokenizer):
         frontend = start(tokenizer, lambda _: Script(token_ids=[5], hangs=True))
 
