@@ -170,7 +170,7 @@ class _Block(NamedTuple):
     def k(self, matmul: Matmul, step: Any) -> Any:
         """Where a step of a tile begins."""
         if matmul.begins_apart:
-            step = lax.rem(step + lax.div(self.cta, _int(matmul.split)), _int(matmul.steps))
+            step = lax.rem(step + self.cta, _int(matmul.steps))
         return (step * matmul.split + self.rank(matmul)) * matmul.block_k
 
     def first_step(self, index: int) -> Any:
