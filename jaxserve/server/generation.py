@@ -53,7 +53,8 @@ async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, gr
         if not task.cancelled():
             task.exception()  # seen, should nobody wait any more
 
-    task = asyncio.create_task(asyncio.to_thread(work))
+    is_large = size >= TURN_THRESHOLD
+    task = asyncio.create_task(asyncio.to_thread(_give_memory_back, work) if is_large else asyncio.to_thread(work))
     task.add_done_callback(end)
     done, _ = await asyncio.wait({task}, timeout=GRAMMAR_TIMEOUT)
     if not done:

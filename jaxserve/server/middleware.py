@@ -3,6 +3,8 @@
 Pure ASGI, so that a stream passes through untouched. From the outside: Faults, Limits, Authentication, Door.
 """
 
+import asyncio
+import contextlib
 import logging
 
 from starlette.exceptions import HTTPException
@@ -17,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
-MAX_DISCARDED_BYTES = 2**26  # of a body that is too large; they have as long to come as any body
+MAX_DISCARDED_BYTES = 2**26  # of a body that is too large
+LINGERING_SECONDS = 5.0  # that they have to come
 
 OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
 PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
@@ -51,8 +54,8 @@ class Faults:
 class Limits:
     """Refuses too many headers (431) and bodies over `max_body_size` bytes (413), declared or sent.
 
-    Of a body that is refused up to MAX_DISCARDED_BYTES more are read before the connection is closed: a client that
-    reads when it has sent all would find that it is reset, and no answer.
+    Of a body that is refused up to MAX_DISCARDED_BYTES more are read, for LINGERING_SECONDS at most, before the
+    connection is closed: a client that reads when it has sent all would find that it is reset, and no answer.
     """
 
     def __init__(self, app: ASGIApp, max_body_size: int):
@@ -65,8 +68,8 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        receive, send = _lingering(receive, send)
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        receive, send = _lingering(receive, send, waits_to_be_told=(b"expect", b"100-continue") in headers)
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             await refusal(431, "the request has too many headers, or too long ones")(scope, receive, send)
             return
@@ -87,9 +90,12 @@ class Limits:
         await self._app(scope, counted, send)
 
 
-def _lingering(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """The two, but an answer 413 is ended, not sent, only when the client has sent its body, or too much of it."""
-    is_refusal = has_ended = False
+def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple[Receive, Send]:
+    """The two, but an answer 413 ends, though it is sent at once, only when the body has come, or too much of it.
+
+    A client that `waits_to_be_told` sends none before something is received.
+    """
+    is_refusal, has_ended = False, waits_to_be_told
 
     async def receive_part() -> Message:
         nonlocal has_ended
@@ -106,8 +112,10 @@ def _lingering(receive: Receive, send: Send) -> tuple[Receive, Send]:
             return
         await send({**message, "more_body": True})
         num_discarded = 0
-        while not has_ended and num_discarded <= MAX_DISCARDED_BYTES:
-            num_discarded += len((await receive_part()).get("body", b""))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGERING_SECONDS):
+                while not has_ended and num_discarded <= MAX_DISCARDED_BYTES:
+                    num_discarded += len((await receive_part()).get("body", b""))
         await send({"type": "http.response.body", "body": b""})
 
     return receive_part, send_and_linger

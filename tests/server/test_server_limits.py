@@ -141,6 +141,9 @@ def test_memory_of_large_bodies_is_given_back(server, monkeypatch):
     assert sizes == []
     assert server.post("/tokenize", {"prompt": "x" * TURN_THRESHOLD}).status_code == 200
     assert sizes == [0]
+    body = {"prompt": "x" * TURN_THRESHOLD, "truncate_prompt_tokens": 5, "structured_outputs": {"regex": "a"}}
+    assert server.post("/v1/completions", body).status_code == 200
+    assert sizes == [0, 0]
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -161,12 +164,20 @@ def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, mo
     assert_well(server)
 
 
-def test_an_answer_does_not_wait_for_a_body_that_has_come():
-    """As uvicorn, which says nothing more once it has handed on the last part, until the client goes."""
-    parts = [{"type": "http.request", "body": b"x" * 5, "more_body": more_body} for more_body in (True, False)]
+@pytest.mark.parametrize("case", ["it has come", "it does not come", "it comes when it is asked for"])
+def test_how_long_an_answer_waits_for_a_body_that_is_too_large(monkeypatch, case):
+    """uvicorn says nothing more once it has handed on the last part, until the client goes."""
+    monkeypatch.setattr(middleware, "LINGERING_SECONDS", 0.01 if case == "it does not come" else 2 * PATIENCE)
+    parts = [{"type": "http.request", "body": b"x" * 5, "more_body": True}] * 2
+    headers = []
+    if case == "it has come":
+        parts[1] = parts[1] | {"more_body": False}
+    if case == "it comes when it is asked for":
+        headers, parts = [(b"content-length", b"10"), (b"expect", b"100-continue")], []
     sent = []
 
     async def receive():
+        assert headers == []
         if not parts:
             await asyncio.Event().wait()
         return parts.pop(0)
@@ -182,6 +193,7 @@ def test_an_answer_does_not_wait_for_a_body_that_has_come():
             await Response(status_code=error.status_code)(scope, receive, send)
 
     limits = middleware.Limits(read_all, max_body_size=9)
-    asyncio.run(asyncio.wait_for(limits({"type": "http", "headers": []}, receive, send), PATIENCE))
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+    asyncio.run(asyncio.wait_for(limits(scope, receive, send), PATIENCE))
     assert sent[0]["status"] == 413
     assert not sent[-1].get("more_body", False)

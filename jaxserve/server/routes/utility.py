@@ -47,20 +47,20 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=state.frontend.client.info.max_model_len,
-        tokens=_encoded(tokens),
-        token_strs=_encoded(tokens, tokenizer.token_text) if body.return_token_strs else None,
+        tokens=_as_encoded_list(tokens),
+        token_strs=_as_encoded_list(tokens, tokenizer.token_text) if body.return_token_strs else None,
     )
 
 
-def _encoded(values: list[int], shown: Callable[[int], object] | None = None) -> Any:
+def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = None) -> Any:
     """The values, as they are `shown`, in an EncodedList: the event loop, which would encode a list in one go, is in
     another thread, and has its turn between the pieces.
     """
-    encoded = EncodedList()
+    pieces = EncodedList()
     for start in range(0, len(values), VALUES_A_PIECE):
         piece = values[start : start + VALUES_A_PIECE]
-        encoded.extend(piece if shown is None else [shown(value) for value in piece])
-    return encoded
+        pieces.extend(piece if shown is None else [shown(value) for value in piece])
+    return pieces
 
 
 async def detokenize(request: Request) -> Response:
