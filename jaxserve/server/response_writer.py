@@ -28,8 +28,8 @@ type Event = dict[str, Any]
 class ResponseWriter:
     """Fills `response` as the pieces come. Each method yields the events of what it does, in order: iterate over all.
 
-    At most one output item is open at a time; a piece of another kind closes it. Log probabilities are encoded once, as
-    they come: an item and what closes it have them four times.
+    At most one output item is open at a time; a piece of another kind closes it. Log probabilities are encoded as they
+    come, once for all events that close an item and the response: these have them four times.
     """
 
     def __init__(self, response: ResponseBody):
@@ -135,19 +135,20 @@ class ResponseWriter:
             return
         text = "".join(self._text)
         item.status = status
-        if isinstance(item, OutputMessage):
-            (part,) = item.content
-            part.text = text
-            yield self._part_event("response.output_text.done", {"text": text, "logprobs": part.logprobs})
-            yield self._part_event("response.content_part.done", {"part": part})
-        elif isinstance(item, ReasoningItem):
-            (thought,) = item.content
-            thought.text = text
-            yield self._part_event("response.reasoning_text.done", {"text": text})
-            yield self._part_event("response.content_part.done", {"part": thought})
-        else:
-            item.arguments = text
-            yield self._item_event("response.function_call_arguments.done", {"name": item.name, "arguments": text})
+        match item:  # of one that was only just opened nothing may be told yet
+            case OutputMessage(content=[part]):
+                part.text = text
+                yield self._part_event("response.output_text.done", {"text": text, "logprobs": part.logprobs})
+                yield self._part_event("response.content_part.done", {"part": part})
+            case ReasoningItem(content=[thought]):
+                thought.text = text
+                yield self._part_event("response.reasoning_text.done", {"text": text})
+                yield self._part_event("response.content_part.done", {"part": thought})
+            case FunctionCall():
+                item.arguments = text
+                yield self._item_event("response.function_call_arguments.done", {"name": item.name, "arguments": text})
+            case _:
+                pass
         yield self._event("response.output_item.done", {"output_index": self._output_index, "item": item})
 
     @property

@@ -213,6 +213,7 @@ class _Frames:
         self._held: list[bytes] = []
         self._has_held = asyncio.Event()
         self._has_none_held = asyncio.Event()
+        self._has_stopped_sending = False
         self._scope: asyncio.Timeout | None = None
         self._error: RequestFailed | None = None
 
@@ -240,9 +241,9 @@ class _Frames:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self) -> None:
-        """Let others have their turn, and wait until nothing waits; for `keep_sending`, unless it is cancelled."""
+        """Let others have their turn, and wait until nothing waits, as long as `keep_sending` runs."""
         await asyncio.sleep(0)
-        if self._held:
+        if self._held and not self._has_stopped_sending:
             await self._has_none_held.wait()
 
     def drop(self) -> None:
@@ -277,9 +278,13 @@ class _Frames:
 
     async def keep_sending(self) -> None:
         """Send what has to wait, until cancelled."""
-        while True:
-            await self._has_held.wait()
-            await self.flush()
+        try:
+            while True:
+                await self._has_held.wait()
+                await self.flush()
+        finally:
+            self._has_stopped_sending = True
+            self._has_none_held.set()
 
     async def flush(self) -> None:
         """Wait until nothing has to wait. What has not been sent when this is cancelled is still held."""

@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from waiting import PATIENCE
 
 from jaxserve.errors import Draining, RequestFailed
 from jaxserve.server.http import WRITE_CHUNK
@@ -119,6 +120,27 @@ def test_work_can_wait_until_its_frames_are_taken(monkeypatch, is_direct):
         return connection
 
     assert asyncio.run(main()).body == b"".join(b"%d;" % number for number in range(10)) + DONE
+
+
+def test_work_does_not_wait_for_a_connection_that_fails():
+    async def main():
+        connection = Connection()
+
+        async def send(message):
+            await turns()
+            raise ConnectionError("it is broken")
+
+        async def work(write):
+            write(b"a")
+            for _ in range(3):
+                await write.drain()
+                write(b"b")
+
+        connection.send = send
+        with pytest.raises(ConnectionError, match="broken"):
+            await asyncio.wait_for(answer(connection, work, is_direct=False), PATIENCE)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("num_sent", [0, 1])

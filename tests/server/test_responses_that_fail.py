@@ -9,6 +9,7 @@ from server.serving import response_events, running
 from waiting import wait_until
 
 from jaxserve.errors import RequestFailed
+from jaxserve.server.protocol.responses import Reasoning, ResponseBody, ResponseError, TextConfig, TextFormat
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.response_writer import ResponseWriter
 
@@ -99,14 +100,56 @@ def test_a_response_that_is_cut_while_it_is_stored(tokenizer, monkeypatch):
 
 
 def test_what_is_being_closed_is_not_closed_again(server, monkeypatch):
-    """Where a stream stops between the events that close an item, those left are not told."""
+    """Where a stream stops between the events that close an item, the others are told once. It is stored before."""
+    kept = []
 
     async def drain(_frames):
+        assert kept == ["completed"]
         raise RequestFailed("the server stops")
 
+    put = ResponseStore.put
+    monkeypatch.setattr(
+        ResponseStore,
+        "put",
+        lambda self, key, stored, **options: (
+            kept.append(json.loads(stored.body)["status"]) or put(self, key, stored, **options)
+        ),
+    )
     monkeypatch.setattr("jaxserve.server.streaming._Frames.drain", drain)
     server.says("ab")
     found = response_events(server.post(PATH, {"input": "hi", "stream": True}))
     kinds = [event["type"].removeprefix("response.") for event in found]
-    assert kinds[-3:] == ["output_text.delta", "output_text.done", "failed"]
+    assert kinds[-5:] == ["output_text.delta", "output_text.done", "content_part.done", "output_item.done", "failed"]
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == "ab"
+    assert kept == ["completed", "failed"]
+
+
+@pytest.mark.parametrize("begin", ["text", "reasoning"])
+def test_a_stream_that_stops_when_an_item_is_opened(begin):
+    response = ResponseBody(
+        id="resp_x",
+        created_at=0,
+        status="in_progress",
+        background=False,
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model="m",
+        output=[],
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        reasoning=Reasoning(),
+        store=True,
+        temperature=1.0,
+        text=TextConfig(format=TextFormat(type="text")),
+        tool_choice="auto",
+        tools=[],
+        top_logprobs=0,
+        top_p=1.0,
+    )
+    writer = ResponseWriter(response)
+    told = next(writer.text("a", []) if begin == "text" else writer.reasoning("a"))
+    assert told["type"] == "response.output_item.added"
+    [closed] = writer.fail(ResponseError(code="server_error", message="it stops"))
+    assert closed["type"] == "response.output_item.done"
+    assert response.status == "failed"

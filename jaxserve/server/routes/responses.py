@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -61,7 +61,7 @@ async def create(request: Request) -> Response:
         return EventStream(
             answer.stream, slow_readers=state.slow_readers, stopping=state.stopping, done=b"", tell_failure=answer.fail
         )
-    await while_wanted(answer.run(_ignore), receive=request.receive, stopping=state.stopping)
+    await while_wanted(answer.run(), receive=request.receive, stopping=state.stopping)
     return json_response(answer.response)
 
 
@@ -199,14 +199,15 @@ class _Answer:
         self._items = items
         self._writer = ResponseWriter(response)
         self._logprobs: list[TokenLogprob] = []
+        self._untold: list[bytes] = []  # events that have happened
 
     async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
-        await self.run(lambda event: write(frame(event)), drain=write.drain)
+        await self.run(write)
 
     async def fail(self, error: Exception) -> bytes:
         """Say that it could not be finished, and store that; returns the events that are left to tell."""
-        frames = [frame(event) for event in self._writer.fail(_failure(error))]
+        frames = [*self._untold, *(frame(event) for event in self._writer.fail(_failure(error)))]
         try:
             await self._save()
         except sqlite3.Error:  # it may be why it could not be finished
@@ -250,7 +251,7 @@ class _Answer:
             if not await self._begin(is_begun, limit):
                 return
             try:
-                await while_wanted(self.run(_ignore), receive=self._unwanted, stopping=self._state.stopping)
+                await while_wanted(self.run(), receive=self._unwanted, stopping=self._state.stopping)
             except ClientDisconnect:
                 self._writer.cancel()
                 await self._save()
@@ -265,14 +266,17 @@ class _Answer:
             await asyncio.sleep(CANCEL_INTERVAL)
         return {"type": "http.disconnect"}
 
-    async def run(self, tell: Callable[[Event], None], *, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Answer, and `tell` what happens, in order. The answer is stored before its last event is told.
-
-        The last events have all that was told before: `drain` is waited for between them.
+    async def run(self, write: Write | None = None) -> None:
+        """Answer, and `write` what happens, in order. The answer is stored as soon as it is complete, read or not; the
+        events that end it, which have all that was told before, wait for their reader.
         """
         finish_reason: ChatFinishReason | None = None
         saving: asyncio.Task[None] | None = None
         is_begun = False
+
+        def tell(event: Event) -> None:
+            if write is not None:
+                write(frame(event))
 
         def take(piece: ChatChunkChoice) -> None:
             nonlocal finish_reason, saving, is_begun
@@ -295,10 +299,13 @@ class _Answer:
             if saving is not None:  # what is saved next must not be overwritten by it
                 await saving
         for event in self._writer.finish(finish_reason, self._chat.usage.total()):
-            tell(event)
-            if drain is not None:
-                await drain()
+            if write is not None:
+                self._untold.append(frame(event))
         await self._save()
+        while write is not None and self._untold:
+            write(self._untold[0])
+            del self._untold[0]
+            await write.drain()
         tell(self._writer.end())
 
     def _write(self, piece: ChatChunkChoice) -> Iterator[Event]:
@@ -383,7 +390,3 @@ def _not_found(response_id: str) -> NotFound:
 def _failure(error: Exception) -> ResponseError:
     detail = error_body(error).error
     return ResponseError(code="server_error", message=detail.message)
-
-
-def _ignore(_event: Event) -> None:
-    """Nobody listens: the answer is read when it is complete."""
