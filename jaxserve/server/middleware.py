@@ -69,7 +69,8 @@ class Limits:
             await self._app(scope, receive, send)
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        receive, send = _lingering(receive, send, waits_to_be_told=(b"expect", b"100-continue") in headers)
+        waits = any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+        receive, send = _lingering(receive, send, waits_to_be_told=waits)
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             await refusal(431, "the request has too many headers, or too long ones")(scope, receive, send)
             return

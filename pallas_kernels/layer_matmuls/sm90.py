@@ -57,7 +57,7 @@ class Config:
     bytes_in_flight: int = 56 * 1024
     """Of weights: with more of them on their way, all else that reads memory waits for longer."""
     first_bytes_in_flight: int = 56 * 1024
-    """At most, of the first weights of a matmul but the first one: until then thread blocks wait for each other."""
+    """The same of a matmul's first steps, as many as the ring holds, while thread blocks wait for the matmul before."""
     splits: bool = True
     """Whether thread blocks may share tiles."""
 
