@@ -146,7 +146,8 @@ def test_logprobs_that_were_sent_are_forgotten(server, monkeypatch, path, body):
     monkeypatch.setattr(server.frontend, "prepare", remember)
     server.says("good day")
     answer = server.post(path, body | {"stream": True})
-    assert answer.text.count("-1.5") >= body.get("n", 1) * len("good day")  # the alternative of each token, in any chunks
+    sent = len("good day")  # of the tokens, in however many chunks: each with the alternative of it
+    assert answer.text.count("-1.5") >= body.get("n", 1) * sent
     (group,) = groups
     result = group.result()
     assert all(output.text == "good day" and output.logprobs == [] for output in result.outputs)
