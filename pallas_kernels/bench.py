@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from pallas_kernels.add_rms_norm.bench import add_rms_norm_rows
+from pallas_kernels.all_gather.bench import all_gather_rows
 from pallas_kernels.all_reduce.bench import all_reduce_rows
 from pallas_kernels.expert_routing.bench import expert_routing_rows
 from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
@@ -27,6 +28,7 @@ from pallas_kernels.timing import Row, on_gpu
 
 OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "add_rms_norm": add_rms_norm_rows,
+    "all_gather": all_gather_rows,
     "all_reduce": all_reduce_rows,
     "decode_layer": decode_layer_rows,
     "expert_routing": expert_routing_rows,

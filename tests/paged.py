@@ -9,6 +9,7 @@ from naive import QUICK_TO_COMPILE
 
 from jaxserve.execution.kv_cache import abstract_kv_cache, init_kv_cache
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import paged_attention_of
 
 BLOCK_SIZE = 4
@@ -57,7 +58,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
     hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
-    return family.logits(params, config, hidden, "xla"), kv_cache
+    return gathered(family.logits(params, config, hidden, "xla")), kv_cache
 
 
 def chunked_logits(params, config, family, sequence, chunkings, *, mesh):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.batch import Batch, Kernels, Tables
 from jaxserve.scheduling.plan import StepPlan
-from pallas_kernels.all_reduce import PeerBuffers
+from pallas_kernels.peers import PeerBuffers
 
 
 @dataclasses.dataclass(frozen=True)

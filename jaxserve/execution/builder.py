@@ -35,12 +35,12 @@ from jaxserve.execution.step import (
     step,
 )
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.norm import peer_buffers
 from jaxserve.layers.params import abstract_params
+from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import mesh_axis
 from jaxserve.models import get_family, with_context
 from jaxserve.sampling.logprobs import Logprobs
-from pallas_kernels.all_reduce import can_reach_each_other
+from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +170,16 @@ class StepBuilder:
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._hidden_size = model_config.hidden_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        adds_up_with_peers = kernels != "xla" and has_peers
-        self.peers = peer_buffers(mesh, size=self._hidden_size, dtype=dtype) if adds_up_with_peers else None
+        self.peers = None
+        if kernels != "xla" and has_peers:
+            self.peers = abstract_peers(
+                mesh,
+                hidden_size=self._hidden_size,
+                vocab_size=self.vocab_size,
+                dtype=dtype,
+                max_num_tokens=self.buckets[-1].num_tokens,
+                max_num_rows=max_num_seqs,
+            )
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
         self._admissions = self.replicate(pack_admissions([], **self.table_sizes))
         self._has_special_steps = has_special_steps

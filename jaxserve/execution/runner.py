@@ -23,12 +23,12 @@ from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
 from jaxserve.layers.batch import KVCache
+from jaxserve.layers.peers import Peers, allocate_peers
 from jaxserve.request import Request, TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
 from jaxserve.scheduling.plan import StepPlan
-from pallas_kernels.all_reduce import PeerBuffers, allocate_peer_buffers
 
 
 class HostLogprobs:
@@ -111,7 +111,7 @@ class Runner:
         self._admissions = CompiledSteps(self._lower_admission)
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
-        self._peers: PeerBuffers | None = None
+        self._peers: Peers | None = None
         self._no_admissions: jax.Array | None = None
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
@@ -172,7 +172,7 @@ class Runner:
             # By jit: never two of them at once.
             self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
             if self.builder.peers is not None:
-                self._peers = allocate_peer_buffers(self.builder.peers)
+                self._peers = allocate_peers(self.builder.peers)
             nobody = pack_admissions([], **self.builder.table_sizes)
             self._no_admissions = jax.device_put(nobody, self.builder.replicated)
         jax.block_until_ready((self._kv_cache, self._slots))

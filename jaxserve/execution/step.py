@@ -18,13 +18,14 @@ from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots, admit
 from jaxserve.layers.batch import Kernels, KVCache
+from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import paged_attention_of
+from jaxserve.layers.peers import Peers
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
-from pallas_kernels.all_reduce import PeerBuffers
 
 CORRUPTED = -1
 """Stands for the token of a row whose logits were no numbers."""
@@ -74,7 +75,7 @@ def step(
     params: Any,
     kv_cache: KVCache,
     slots: Slots,
-    peers: PeerBuffers | None,
+    peers: Peers | None,
     packed: Int[Array, " packed"],
     *,
     family: ModuleType,
@@ -116,7 +117,7 @@ def forward(
     params: Any,
     kv_cache: KVCache,
     slots: Slots,
-    peers: PeerBuffers | None,
+    peers: Peers | None,
     packed: Int[Array, " packed"],
     admissions: Int[Array, "rows width"] | None = None,
     *,
@@ -155,13 +156,14 @@ def forward(
         is_decode_only=is_decode_only,
         is_launched_in_parts=is_launched_in_parts,
         kernels=kernels,
-        peers=peers,
+        peers=None if peers is None else peers.sums,
     )
 
     hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
     last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
         logits = family.logits(params, config, last_tokens, kernels)
+        logits = gathered(logits, None if peers is None else peers.logits, kernels=kernels)
 
     rows = DrawingRows(
         slots=pieces["slots"],
@@ -243,7 +245,7 @@ def prompt_logprobs(
 
     def of_chunk(xs: tuple[Array, Array]) -> Logprobs:
         hidden, following = xs
-        return _logprobs(family.logits(params, config, hidden, "xla"), following)
+        return _logprobs(gathered(family.logits(params, config, hidden, "xla")), following)
 
     chunks = jax.lax.map(of_chunk, (hidden, following))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)

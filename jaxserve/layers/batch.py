@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, no_type_check
 import flax.struct
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.all_reduce import PeerBuffers
+from pallas_kernels.peers import PeerBuffers
 
 Kernels = Literal["xla", "sm90"]
 """Implementations of the operations in `pallas_kernels`: plain XLA, and kernels for Hopper GPUs."""

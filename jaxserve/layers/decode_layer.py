@@ -23,6 +23,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rotation
 from pallas_kernels import all_reduce, layer_matmuls, small_matmul
+from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
 """(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
@@ -176,7 +177,7 @@ def _after_attention(
     activation: Callable[[Array], Array],
     eps: float,
     kernels: Kernels,
-    peers: all_reduce.PeerBuffers | None,
+    peers: PeerBuffers | None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
     """The residual stream after the layer, and the next layer's qkv: of the last layer, the hidden states.
 
@@ -193,7 +194,7 @@ def _after_attention(
         weights: Params,
         gains: tuple[Array, Array],
         qkv: Array | None,
-        peers: all_reduce.PeerBuffers | None,
+        peers: PeerBuffers | None,
     ) -> Any:
         def multiply(rows: Rows, name: str, weight: Array, activation: Callable[[Array], Array] | None = None) -> Array:
             matrix = _as_matrix(name, weight)
@@ -232,7 +233,7 @@ def _after_attention(
                 weight_specs,
                 everywhere,
                 qkv_spec,
-                all_reduce.peer_buffers_spec(mesh),
+                peer_buffers_spec(mesh),
             ),
             out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv_spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary

@@ -5,6 +5,7 @@ Layers are unrolled: a Python list of weight trees, so that XLA never copies a l
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from jaxserve.layers.attention import AttentionFn, attend_heads, paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.linear import summed
 from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
 from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
@@ -168,8 +168,14 @@ def decoder(
     attends = [functools.partial(self_attention, **view, **shared) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(
+        params["layers"],
+        x,
+        batch,
+        kv_cache,
+        blocks,
+        finish=lambda x, update: add_norm(x, update, params["norm"])[1],
+    )
 
 
 def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
@@ -185,16 +191,25 @@ def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Bat
 
 
 def run_layers(
-    layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, blocks: Sequence[Block]
+    layers: Sequence[Params],
+    x: Float[Array, "T E"],
+    batch: Batch,
+    kv_cache: KVCache,
+    blocks: Sequence[Block],
+    *,
+    finish: Callable[[Array, Array], Array] = operator.add,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """The residual stream after all layers, each through its block, and the cache with this step's keys and values."""
+    """The residual stream after all layers, each through its block, and the cache with this step's keys and values.
+
+    `finish` adds the last layer's update to the stream, if blocks leave one, and may do more.
+    """
     update = None
     for index, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         with jax.named_scope(f"layer_{index}"):
             x, update, *pools = block(layer, x, update, *kv_cache.of_layer(index))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, *pools)
-    return x if update is None else x + summed(update), kv_cache
+    return x if update is None else finish(x, update), kv_cache
 
 
 def sequential_block(

@@ -1,13 +1,17 @@
 """Token ids to vectors at the bottom of a model, vectors to logits at its top; one table may serve both."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import linear, linear_of_few_rows
+from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.linear import linear, linear_of_few_rows, share_of
 from jaxserve.layers.params import ParamSpec
+from pallas_kernels import all_gather, all_reduce
+from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 
 def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
@@ -16,30 +20,44 @@ def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSp
 
 
 def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:
-    """A table [P, E] of learned positions, whole on every device; `embed` looks positions up in it."""
+    """A table [P, E] of learned positions, whole on every device."""
     return ParamSpec(shape=(num_positions, hidden_size), axes=(None, "embed"), source=(f"{source}.weight",))
 
 
-def embed(table: Float[Array, "V E"], token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
-    """The table's rows for these tokens, replicated."""
+def embed(table: Float[Array, "V E"], batch: Batch) -> Float[Array, "T E"]:
+    """The table's rows for the tokens of a step, replicated."""
     with jax.named_scope("embed"):
         sharding = jax.typeof(table).sharding
         axis = None if sharding.mesh.empty else sharding.spec[0]
         if axis is None:
-            return table[token_ids]
+            return table[batch.token_ids]
+        found = jax.ShapeDtypeStruct((len(batch.token_ids), table.shape[1]), table.dtype)
+        sends = batch.peers is not None and all_reduce.supports(found, batch.peers)
         return jax.shard_map(
-            lambda rows, ids: _embed_shard(rows, ids, axis),
-            in_specs=(PartitionSpec(axis, None), PartitionSpec(None)),
+            functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
+            in_specs=(PartitionSpec(axis, None), PartitionSpec(None), peer_buffers_spec(sharding.mesh)),
             out_specs=PartitionSpec(None, None),
-        )(table, token_ids)
+            check_vma=False,  # a kernel call does not say over which axes its outputs vary
+        )(table, batch.token_ids, batch.peers if sends else None)
 
 
-def _embed_shard(rows: Float[Array, "v E"], token_ids: Int[Array, " T"], axis: str) -> Float[Array, "T E"]:
+def _embed_shard(
+    rows: Float[Array, "v E"], token_ids: Int[Array, " T"], peers: PeerBuffers | None, *, axis: str, kernels: Kernels
+) -> Float[Array, "T E"]:
     """Each device looks up the tokens it owns; the sum over devices has exactly one term that is not zero."""
-    local = token_ids - jax.lax.axis_index(axis) * rows.shape[0]
+    rank = jax.lax.axis_index(axis) if peers is None else peers.ranks[0]
+    local = token_ids - rank * rows.shape[0]
     is_mine = (local >= 0) & (local < rows.shape[0])
     found = jnp.where(is_mine[:, None], rows[jnp.where(is_mine, local, 0)], 0)
-    return jax.lax.psum(found, axis)
+    if peers is None:
+        return jax.lax.psum(found, axis)
+    return all_reduce.all_reduce(found, peers, axis_name=axis, implementation=kernels)
+
+
+def embed_positions(table: Float[Array, "P E"], positions: Int[Array, " T"]) -> Float[Array, "T E"]:
+    """The rows of a table of learned positions."""
+    with jax.named_scope("embed"):
+        return table[positions]
 
 
 def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
@@ -54,17 +72,30 @@ def unembed(
     *,
     kernels: Kernels,
 ) -> Float[Array, "N V"]:
-    """Logits, float32 and replicated."""
+    """Logits in float32, split as the table is: see `gathered`."""
     with jax.named_scope("lm_head"):
         float32 = jnp.dtype(jnp.float32)
         if bias is None:
-            logits = linear_of_few_rows(hidden, table, kernels=kernels, output_dtype=float32)
-        else:
-            logits = linear(hidden, table, bias.astype(jnp.float32), output_dtype=float32)
-        mesh = jax.typeof(logits).sharding.mesh
-        if mesh.empty:
-            return logits
-        return jax.sharding.reshard(logits, NamedSharding(mesh, PartitionSpec(None, None)))
+            return linear_of_few_rows(hidden, table, kernels=kernels, output_dtype=float32)
+        return linear(hidden, table, bias.astype(jnp.float32), output_dtype=float32)
+
+
+def gathered(
+    logits: Float[Array, "N V"], peers: PeerBuffers | None = None, *, kernels: Kernels = "xla"
+) -> Float[Array, "N V"]:
+    """The logits of the whole vocabulary on each device, through the peers' memory where there is room for so many."""
+    sharding = jax.typeof(logits).sharding
+    if sharding.mesh.empty or sharding.spec[1] is None:
+        return logits
+    axis = sharding.spec[1]
+    if peers is None or not all_gather.supports(share_of(logits), peers):
+        return jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec(None, None)))
+    return jax.shard_map(
+        functools.partial(all_gather.all_gather, axis_name=axis, implementation=kernels),
+        in_specs=(PartitionSpec(None, axis), peer_buffers_spec(sharding.mesh)),
+        out_specs=PartitionSpec(None, None),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )(logits, peers)
 
 
 def soft_cap(logits: Float[Array, "N V"], cap: float | None) -> Float[Array, "N V"]:

@@ -97,14 +97,6 @@ def _output_sharding(weight: Array, num_outputs: int, *, leaves_shares: bool = F
     return NamedSharding(sharding.mesh, PartitionSpec(None, *spec[:num_outputs], unreduced=shared))
 
 
-def summed(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sum of which devices have shares, if they do: an all-reduce."""
-    sharding = jax.typeof(x).sharding
-    if not sharding.spec.unreduced:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
-
-
 def is_split(weight: Array) -> bool:
     """Whether devices share a weight."""
     return any(axis is not None for axis in jax.typeof(weight).sharding.spec)

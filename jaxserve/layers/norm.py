@@ -5,17 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.sharding import mesh_axis
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce
-
-MAX_ROWS_OF_PEERS = 256
-"""Of steps in which devices add up shares through each other's memory; where rows are more, NCCL does."""
+from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
@@ -53,14 +50,6 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float
         return (wide * scale * _spread(weight, x.ndim)).astype(x.dtype)
 
 
-def peer_buffers(mesh: Mesh | AbstractMesh, *, size: int, dtype: jnp.dtype) -> all_reduce.PeerBuffers | None:
-    """The shapes of what a Batch needs as `peers`, for hidden states of `size`; None where no devices share a sum."""
-    axis = mesh_axis("ffn", mesh)
-    if axis is None:
-        return None
-    return all_reduce.abstract_peer_buffers(mesh, axis, num_rows=MAX_ROWS_OF_PEERS, size=size, dtype=dtype)
-
-
 def add_rms_norm(
     x: Float[Array, "T E"],
     update: Float[Array, "T E"],
@@ -68,7 +57,7 @@ def add_rms_norm(
     eps: float,
     *,
     kernels: Kernels,
-    peers: all_reduce.PeerBuffers | None = None,
+    peers: PeerBuffers | None = None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """The sum and its `rms_norm`, in one kernel where `kernels` has one for such rows.
 
@@ -78,7 +67,7 @@ def add_rms_norm(
     if shared:
         [axis] = shared
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
-        everywhere, of_device = PartitionSpec(), all_reduce.peer_buffers_spec(mesh)
+        everywhere, of_device = PartitionSpec(), peer_buffers_spec(mesh)
         with jax.named_scope("norm"):
             return jax.shard_map(
                 run,

@@ -119,7 +119,7 @@ def forward(
     feed_forward = functools.partial(mlp, activation=ACTIVATION)
     arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    x = norm(embed(params["embed"], batch.token_ids), params["embed_norm"])
+    x = norm(embed(params["embed"], batch), params["embed_norm"])
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 

@@ -142,7 +142,7 @@ def forward(
     """Hidden states after the final norm, and the cache with this step's latents in it."""
     return latent_decoder(
         params,
-        embed(params["embed"], batch.token_ids),
+        embed(params["embed"], batch),
         batch,
         kv_cache,
         heads=config.latent_heads,

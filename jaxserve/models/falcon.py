@@ -173,7 +173,7 @@ def forward(
     block = functools.partial(
         parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm
     )
-    x = embed(params["embed"], batch.token_ids)
+    x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 

@@ -74,7 +74,7 @@ def forward(
     params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
-    x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5
+    x = embed(params["embed"], batch) * config.hidden_size**0.5
     return decoder(params, config, x, batch, kv_cache, attention)
 
 

@@ -103,7 +103,7 @@ def forward(
         mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
-    x = embed(params["embed"], batch.token_ids) * config.hidden_size**0.5
+    x = embed(params["embed"], batch) * config.hidden_size**0.5
     blocks = [block(index, window) for index, window in enumerate(config.sliding_windows)]
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
     return norm(x, params["norm"]), kv_cache

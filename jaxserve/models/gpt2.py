@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Block, Names, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, position_spec, unembed
+from jaxserve.layers.embedding import embed, embed_positions, position_spec, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
@@ -138,7 +138,7 @@ def forward(
         attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None, scale=scale)
         return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
 
-    x = embed(params["embed"], batch.token_ids) + embed(params["positions"], batch.positions)
+    x = embed(params["embed"], batch) + embed_positions(params["positions"], batch.positions)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block(scale) for scale in config.attention_scales])
     return norm(x, params["norm"]), kv_cache
 

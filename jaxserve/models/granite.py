@@ -98,7 +98,7 @@ def forward(
         return update * config.residual_multiplier
 
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    x = embed(params["embed"], batch.token_ids) * config.embedding_multiplier
+    x = embed(params["embed"], batch) * config.embedding_multiplier
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 

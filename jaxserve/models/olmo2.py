@@ -102,7 +102,7 @@ def forward(
     )
     mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    x = embed(params["embed"], batch.token_ids)
+    x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 

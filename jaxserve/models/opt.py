@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, embedding_spec, position_spec, unembed
+from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec, unembed
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
@@ -130,10 +130,10 @@ def forward(
     feed_forward = functools.partial(mlp, activation=config.activation)
     arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    x = embed(params["embed"], batch.token_ids)
+    x = embed(params["embed"], batch)
     if "project_in" in params:
         x = linear(x, params["project_in"])
-    x = x + embed(params["positions"], batch.positions + FIRST_POSITION)
+    x = x + embed_positions(params["positions"], batch.positions + FIRST_POSITION)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]) if config.has_final_norm else x, kv_cache
 

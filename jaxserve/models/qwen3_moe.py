@@ -92,7 +92,7 @@ def forward(
     params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
-    x = embed(params["embed"], batch.token_ids)
+    x = embed(params["embed"], batch)
     return decoder(
         params, config, x, batch, kv_cache, attention, sliding_windows=config.sliding_windows, routing=config.routing
     )

@@ -83,7 +83,7 @@ def forward(
     )
     feed_forward = functools.partial(mlp, activation=config.activation)
     block = functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
-    x = embed(params["embed"], batch.token_ids)
+    x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
     return norm(x, params["norm"]), kv_cache
 

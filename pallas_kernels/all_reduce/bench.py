@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.all_reduce.op import Implementation, all_reduce_add_rms_norm
-from pallas_kernels.all_reduce.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
+from pallas_kernels.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 from pallas_kernels.timing import Row, measure, on_gpu
 
 AXIS = "tensor"
@@ -23,8 +23,11 @@ def all_reduce_rows() -> Iterator[Row]:
         return
     mesh = jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,))
     size, everywhere, by_device = 4096 if on_gpu() else 512, PartitionSpec(), PartitionSpec(AXIS)
-    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, AXIS, num_rows=256, size=size, dtype=jnp.bfloat16))
-    for num_tokens in (1, 16, 64, 256) if on_gpu() else (1, 64):
+    token_counts = (1, 16, 64, 256, 1024, 8192) if on_gpu() else (1, 64)
+    peers = allocate_peer_buffers(
+        abstract_peer_buffers(mesh, AXIS, num_rows=max(token_counts), size=size, dtype=jnp.bfloat16)
+    )
+    for num_tokens in token_counts:
 
         def put(num_rows: int, spec: PartitionSpec, seed: int) -> jax.Array:
             x = jax.random.normal(jax.random.key(seed), (num_rows, size), jnp.bfloat16)

@@ -1,4 +1,6 @@
-"""The public operation: what stands between two blocks of a layer whose weights several devices share."""
+"""The public operations: sums of which several devices have shares, alone and as they stand between two blocks of a
+layer.
+"""
 
 from typing import Literal, get_args
 
@@ -8,10 +10,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.add_rms_norm import supports as add_rms_norm_supports
-from pallas_kernels.all_reduce.peers import PeerBuffers
-from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90
+from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
+from pallas_kernels.peers import PeerBuffers
 
 Implementation = Literal["xla", "sm90"]
+
+
+def all_reduce(
+    part: Float[Array, "T E"], peers: PeerBuffers | None, *, axis_name: str, implementation: Implementation = "xla"
+) -> Float[Array, "T E"]:
+    """The sum of the parts that the devices along a mesh axis have, in `jax.shard_map`: the same on all of them.
+
+    Implementations and errors are those of `all_reduce_add_rms_norm`.
+    """
+    _check(peers, axis_name, implementation)
+    if implementation == "sm90" and peers is not None:
+        return all_reduce_sm90(part, peers)
+    return lax.psum(part, axis_name)
 
 
 def all_reduce_add_rms_norm(
@@ -33,11 +48,7 @@ def all_reduce_add_rms_norm(
     Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for dtypes and
     sizes that "sm90" cannot do.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    if peers is not None and peers.axis_name != axis_name:
-        raise ValueError(f"a sum over {axis_name!r}, and peers along {peers.axis_name!r}")
+    _check(peers, axis_name, implementation)
     if implementation == "sm90" and peers is not None:
         return all_reduce_add_rms_norm_sm90(x, part, weight, peers, eps=eps)
     return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps, implementation=implementation)
@@ -50,3 +61,11 @@ def supports(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers |
     *_, num_rows, size = peers.inbox.shape
     fits = x.shape[0] <= num_rows and x.shape[1] == size and x.dtype == peers.inbox.dtype
     return fits and add_rms_norm_supports(size, x.dtype)
+
+
+def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if peers is not None and peers.axis_name != axis_name:
+        raise ValueError(f"a sum over {axis_name!r}, and peers along {peers.axis_name!r}")

@@ -1,12 +1,11 @@
-"""`all_reduce_add_rms_norm` for Hopper GPUs (sm_90a) that reach each other's memory, in Mosaic GPU.
-
-A warpgroup a row: it sends its device's part to all peers, tells each that it is there, waits until theirs are, and
-adds them up. Nothing waits for the end of what peers do: a row's places are taken in turns, and a device that has
-received its peers' rows of one call knows that they are done with those of the call before.
+"""Sums over Hopper GPUs (sm_90a) that reach each other's memory, in Mosaic GPU: a warpgroup sends its device's part of
+a row to all peers, and adds up what they send. See `peers.exchange`.
 """
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import norm, row_layout, supports
-from pallas_kernels.all_reduce import device
-from pallas_kernels.all_reduce.peers import NUM_TURNS, PeerBuffers
+from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, supports
+from pallas_kernels.peers import PeerBuffers, device
+from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
+
+BLOCKS_PER_MULTIPROCESSOR = 4
+"""Of rows of up to `VALUES_PER_THREAD` values a thread; of longer ones fewer have room for their registers."""
+
+VALUES_PER_THREAD = 64
 
 
 def all_reduce_add_rms_norm_sm90(
@@ -28,6 +32,17 @@ def all_reduce_add_rms_norm_sm90(
     eps: float,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """See `all_reduce_add_rms_norm`. Raises NotImplementedError for what `supports` does not."""
+    _check(x, part, peers)
+    return _sum_with_norm(x, part, weight, peers, eps=eps)
+
+
+def all_reduce_sm90(part: Float[Array, "T E"], peers: PeerBuffers) -> Float[Array, "T E"]:
+    """See `all_reduce`. Raises NotImplementedError for what `supports` does not."""
+    _check(part, part, peers)
+    return _sum(part, peers)
+
+
+def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
     num_rows, size = peers.inbox.shape[-2:]
     if x.shape[0] > num_rows or x.shape[1] != size or not x.dtype == part.dtype == peers.inbox.dtype:
         raise NotImplementedError(
@@ -36,36 +51,89 @@ def all_reduce_add_rms_norm_sm90(
         )
     if not supports(size, x.dtype):
         raise NotImplementedError(f"rows of {size} values in {x.dtype}: see `add_rms_norm`")
-    return _kernel(x, part, weight, peers, eps=eps)
 
 
-@functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel
-def _kernel(x: Array, part: Array, weight: Array, peers: PeerBuffers, *, eps: float) -> tuple[Array, Array]:
-    run = plgpu.kernel(
-        functools.partial(_body, layout=row_layout(x.shape[1]), eps=eps),
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * 2,
-        grid=(x.shape[0],),
-        grid_names=("row",),
-        kernel_name="all_reduce_add_rms_norm",
+# By jax.jit, so that all layers of a step share one compiled kernel.
+@functools.partial(jax.jit, static_argnames="eps")
+def _sum_with_norm(x: Array, part: Array, weight: Array, peers: PeerBuffers, *, eps: float) -> tuple[Array, Array]:
+    run = _kernel("all_reduce_add_rms_norm", functools.partial(_body_with_norm, eps=eps), part, num_results=2)
+    return run(part, x, weight, *jax.tree.leaves(peers))
+
+
+@jax.jit
+def _sum(part: Array, peers: PeerBuffers) -> Array:
+    [total] = _kernel("all_reduce", _body, part, num_results=1)(part, *jax.tree.leaves(peers))
+    return total
+
+
+def _kernel(name: str, body: Callable[..., None], part: Array, *, num_results: int) -> Callable[..., Any]:
+    num_rows, size = part.shape
+    fits = max(1, min(1, VALUES_PER_THREAD * THREADS / size) * BLOCKS_PER_MULTIPROCESSOR)
+    num_blocks = num_blocks_for(num_rows, blocks_per_multiprocessor=int(fits))
+    return plgpu.kernel(
+        functools.partial(body, layout=row_layout(size), num_blocks=num_blocks),
+        out_type=(jax.ShapeDtypeStruct(part.shape, part.dtype),) * num_results,
+        grid=(num_blocks,),
+        grid_names=("block",),
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return run(x, part, weight, *jax.tree.leaves(peers))
 
 
-def _body(x, part, weight, inbox, arrived, calls, ranks, offsets, total, normed, *, layout, eps: float) -> None:
+def _body_with_norm(part, x, weight, *refs, layout: Any, num_blocks: int, eps: float) -> None:
+    *peers, total, normed = refs
     load = functools.partial(plgpu.load, layout=layout)
-    row, rank, num_peers = lax.axis_index("row"), ranks[0], inbox.shape[2]
-    call = calls[0, row] + 1
-    inbox = inbox.at[0, call & (NUM_TURNS - 1)]
-    device.send(inbox.at[rank, row], offsets.at[0, 0], load(part.at[row]), layout=layout)
-    device.tell(arrived.at[0, rank, row], offsets.at[0, 1], call)
-    value = load(x.at[row])  # on its way while peers send
-    for peer in range(num_peers):
-        device.wait(arrived.at[0, peer, row], call)
-    device.store(calls.at[0, row], call)
-    update = functools.reduce(
-        operator.add, (load(inbox.at[peer, row]).astype(jnp.float32) for peer in range(num_peers))
+
+    def finish(row, add_up: Callable[[], Any]) -> None:
+        value = load(x.at[row])  # on its way while peers send
+        value += add_up().astype(value.dtype)
+        total[row] = value
+        normed[row] = norm(value, functools.partial(load, weight), eps=eps)
+
+    _add_up_rows(part, Exchange(*peers), finish, load=load, layout=layout, num_blocks=num_blocks)
+
+
+def _body(part, *refs, layout: Any, num_blocks: int) -> None:
+    *peers, total = refs
+    load = functools.partial(plgpu.load, layout=layout)
+
+    def finish(row, add_up: Callable[[], Any]) -> None:
+        total[row] = add_up().astype(total.dtype)
+
+    _add_up_rows(part, Exchange(*peers), finish, load=load, layout=layout, num_blocks=num_blocks)
+
+
+def _add_up_rows(
+    part, exchange: Exchange, finish: Callable[..., None], *, load: Callable[..., Any], layout: Any, num_blocks: int
+) -> None:
+    """`finish(row, add_up)` is called for each row of this thread block; `add_up` waits for what peers send of it."""
+
+    def send(row) -> None:
+        own = load(part.at[row])
+        exchange.send(row, 0, lambda place, offset: device.send(place, offset, own, layout=layout))
+
+    def add_up(row):
+        call = exchange.call(row, 0)
+        exchange.wait(row, 0, call)
+
+        def of(peer: int):
+            if exchange.num_others == 1 and peer == 1:  # two summands may come in any order
+                return load(exchange.received(row, 0, call))
+            if exchange.num_others == 1:
+                return load(part.at[row])
+            other = jnp.minimum(jnp.where(exchange.rank < peer, peer - 1, peer), exchange.num_others - 1)
+            return lax.cond(
+                exchange.rank == peer, lambda: load(part.at[row]), lambda: load(exchange.received(row, other, call))
+            )
+
+        return functools.reduce(
+            operator.add, (of(peer).astype(jnp.float32) for peer in range(exchange.num_others + 1))
+        )  # in the same order on all
+
+    exchange_all(
+        part.shape[0],
+        num_blocks=num_blocks,
+        block=lax.axis_index("block"),
+        send=send,
+        receive=lambda row: finish(row, functools.partial(add_up, row)),
     )
-    value += update.astype(value.dtype)
-    total[row] = value
-    normed[row] = norm(value, functools.partial(load, weight), eps=eps)

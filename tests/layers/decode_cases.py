@@ -7,6 +7,7 @@ import numpy as np
 from jaxserve.bench.workloads import LLAMA_100M
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.params import init_params, layouts
+from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 
@@ -55,6 +56,19 @@ def make_model(model_type, **changes):
 
 def make_mesh(num_devices):
     return with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
+
+
+def abstract_sums(mesh, size, *, num_rows=256):
+    """The shapes of what a Batch has as `peers`."""
+    peers = abstract_peers(
+        mesh,
+        hidden_size=size,
+        vocab_size=64,
+        dtype=jnp.dtype(jnp.bfloat16),
+        max_num_tokens=num_rows,
+        max_num_rows=num_rows,
+    )
+    return None if peers is None else peers.sums
 
 
 def split(params, family, config, mesh):

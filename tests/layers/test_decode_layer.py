@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import BLOCK_SIZE, NUM_BLOCKS, make_batch, make_mesh, make_model, split
+from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers import decode_layer
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
-from jaxserve.layers.norm import peer_buffers
 from pallas_kernels import layer_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
 
@@ -160,7 +159,7 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
     x = jax.device_put(jnp.zeros((16, hidden_size), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
-    peers = peer_buffers(mesh, size=hidden_size, dtype=jnp.dtype(jnp.bfloat16))
+    peers = abstract_sums(mesh, hidden_size)
     assert (peers is None) == (num_devices == 1)
     batch = make_batch([1, 2, 3, 4] * 4, "sm90")
     supports = functools.partial(decode_layer.supports, params["layers"], x, activation="silu")

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decode_cases import make_batch
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
-from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.embedding import embed, gathered, unembed
 from jaxserve.layers.linear import linear, linear_of_few_rows
 from pallas_kernels import small_matmul
 
@@ -156,8 +157,8 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
 
     @jax.jit
     def forward(table, ids):
-        x = embed(table, ids)
-        return x, unembed(table, x, kernels="xla")
+        x = embed(table, make_batch([1] * len(ids)).replace(token_ids=ids))
+        return x, gathered(unembed(table, x, kernels="xla"))
 
     with jax.set_mesh(mesh):
         x, logits = forward(put(table, mesh, "tensor"), ids)

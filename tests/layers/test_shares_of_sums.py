@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import BLOCK_SIZE, NUM_BLOCKS, make_batch, make_mesh, make_model, split
+from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
-from jaxserve.layers.linear import linear, summed
-from jaxserve.layers.norm import MAX_ROWS_OF_PEERS, peer_buffers
+from jaxserve.layers.linear import linear
+from jaxserve.layers.peers import MAX_ROWS_OF_SUMS, MAX_ROWS_OF_SUMS_OF_TWO
 from pallas_kernels import all_reduce
+from pallas_kernels.peers import allocate_peer_buffers
 
 HIDDEN_SIZE, NUM_LAYERS = 128, 3
 
@@ -19,9 +20,9 @@ HIDDEN_SIZE, NUM_LAYERS = 128, 3
 @pytest.mark.parametrize(
     ("model_type", "num_devices", "num_sums"),
     [
-        ("llama", 2, 2 * NUM_LAYERS - 1),
-        ("llama", 4, 2 * NUM_LAYERS - 1),
-        ("qwen3", 2, 2 * NUM_LAYERS - 1),
+        ("llama", 2, 2 * NUM_LAYERS),
+        ("llama", 4, 2 * NUM_LAYERS),
+        ("qwen3", 2, 2 * NUM_LAYERS),
         ("olmo2", 2, 0),  # whose updates are normalised before they are added
         ("granite", 2, 0),  # and scaled
     ],
@@ -30,7 +31,7 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_su
     family, config, params = make_model(model_type, hidden_size=HIDDEN_SIZE, num_key_value_heads=4)
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
-    peers = all_reduce.allocate_peer_buffers(peer_buffers(mesh, size=HIDDEN_SIZE, dtype=jnp.dtype(jnp.bfloat16)))
+    peers = allocate_peer_buffers(abstract_sums(mesh, HIDDEN_SIZE))
     rng = np.random.default_rng(0)
     shape = (NUM_BLOCKS, 4, BLOCK_SIZE, 16)
     pools = [[jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(NUM_LAYERS)] for _ in range(2)]
@@ -54,14 +55,24 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_su
     np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # of bfloat16, rounded at other places
 
 
-def test_more_rows_than_peers_have_room_for_are_added_up_by_xla():
-    mesh = make_mesh(2)
-    peers = peer_buffers(mesh, size=HIDDEN_SIZE, dtype=jnp.dtype(jnp.bfloat16))
-    bf16 = jnp.dtype(jnp.bfloat16)
-    for num_rows in (MAX_ROWS_OF_PEERS, MAX_ROWS_OF_PEERS + 1):
-        x = jax.ShapeDtypeStruct((num_rows, HIDDEN_SIZE), bf16)
-        assert all_reduce.supports(x, peers) == (num_rows == MAX_ROWS_OF_PEERS)
-    assert peer_buffers(make_mesh(1), size=HIDDEN_SIZE, dtype=bf16) is None
+@pytest.mark.parametrize(
+    ("num_devices", "num_tokens", "room"),
+    [
+        (2, 8192, 8192),
+        (2, 10**6, MAX_ROWS_OF_SUMS_OF_TWO),
+        (4, 8192, MAX_ROWS_OF_SUMS),
+        (4, 100, 100),
+    ],
+)
+def test_more_rows_than_peers_have_room_for_are_added_up_by_xla(num_devices, num_tokens, room):
+    peers = abstract_sums(make_mesh(num_devices), HIDDEN_SIZE, num_rows=num_tokens)
+    for num_rows in (room, room + 1):
+        x = jax.ShapeDtypeStruct((num_rows, HIDDEN_SIZE), jnp.dtype(jnp.bfloat16))
+        assert all_reduce.supports(x, peers) == (num_rows == room)
+
+
+def test_one_device_has_no_peers():
+    assert abstract_sums(make_mesh(1), HIDDEN_SIZE) is None
 
 
 def test_linear_leaves_shares():
@@ -76,7 +87,7 @@ def test_linear_leaves_shares():
         assert jax.typeof(shares).sharding.spec.unreduced == {"tensor"}
         whole = linear(x, weight)
         assert not jax.typeof(whole).sharding.spec.unreduced
-        return summed(shares), summed(whole)
+        return jax.sharding.reshard(shares, NamedSharding(mesh, PartitionSpec(None, None))), whole
 
     with jax.set_mesh(mesh):
         for y in both(x, weight):

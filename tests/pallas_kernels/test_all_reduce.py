@@ -4,34 +4,19 @@ are not there, and run on two where there are two.
 
 import functools
 import inspect
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from peer_cases import make_mesh, needs_two_gpus
 
-from pallas_kernels.all_reduce import (
-    abstract_peer_buffers,
-    all_reduce_add_rms_norm,
-    allocate_peer_buffers,
-    can_reach_each_other,
-    peer_buffers_spec,
-    supports,
-)
-from pallas_kernels.all_reduce import peers as peers_module
+from pallas_kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, supports
 from pallas_kernels.deviceless import compile_for_h200, h200_mesh
+from pallas_kernels.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
 EPS = 1e-5
-needs_two_gpus = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs that reach each other's memory"
-)
-
-
-def make_mesh(num_devices, others=1):
-    devices = jax.devices()[: num_devices * others]
-    return jax.make_mesh((others, num_devices), ("other", "tensor"), (AxisType.Explicit,) * 2, devices=devices)
 
 
 def layers(mesh, *, implementation, num_calls=1):
@@ -45,7 +30,8 @@ def layers(mesh, *, implementation, num_calls=1):
                 x, part, weight, peers, axis_name="tensor", eps=EPS, implementation=implementation
             )
             part = normed * (device + call + 1)
-        return x, normed
+        summed = all_reduce(part, peers, axis_name="tensor", implementation=implementation)
+        return x, normed, summed
 
     return jax.shard_map(
         run,
@@ -72,7 +58,9 @@ def arrays(mesh, num_rows, size, dtype=jnp.bfloat16, seed=0):
 def test_xla(num_devices, dtype):
     mesh = make_mesh(num_devices)
     x, parts, weight = arrays(mesh, 3, 96, dtype)
-    total, normed = jax.jit(layers(mesh, implementation="xla"))(x, parts, weight, None)
+    total, normed, summed = jax.jit(layers(mesh, implementation="xla"))(x, parts, weight, None)
+    again = np.asarray(normed, np.float64) * sum(range(1, num_devices + 1))
+    np.testing.assert_allclose(np.asarray(summed, np.float64), again, rtol=2**-6 if dtype == jnp.bfloat16 else 1e-5)
     x, parts, weight = (np.asarray(a, np.float64) for a in (x, parts, weight))
     want = x + parts.reshape(num_devices, *x.shape).sum(axis=0)
     rtol = 1e-5 if dtype == jnp.float32 else 2**-6
@@ -81,64 +69,15 @@ def test_xla(num_devices, dtype):
     np.testing.assert_allclose(np.asarray(normed, np.float64), want, rtol=rtol, atol=4 * rtol)
 
 
-def test_where_peers_have_their_buffers():
-    """Offsets lead from each device to the devices along the axis, in their order, and to no others."""
-    mesh = make_mesh(4, others=2)
-    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=3, size=128, dtype=jnp.bfloat16))
-    assert peers.num_peers == 4
-    assert np.asarray(peers.ranks).tolist() == [0, 1, 2, 3] * 2
-    offsets = np.asarray(peers.offsets).view(np.int64)[..., 0]
-    for index, buffer in enumerate((peers.inbox, peers.arrived)):
-        address_of = {shard.device: shard.data.unsafe_buffer_pointer() for shard in buffer.addressable_shards}
-        for device, own in np.ndenumerate(mesh.devices):
-            place = np.ravel_multi_index(device, mesh.devices.shape)
-            found = [address_of[own] + offset for offset in offsets[place, index].tolist()]
-            assert found == [address_of[peer] for peer in mesh.devices[device[0]]]
-    assert not any(np.asarray(x).any() for x in (peers.arrived, peers.calls))
-
-
-@pytest.mark.parametrize("separate", [None, (0, 1), (3, 2)])
-def test_whether_devices_reach_each_other(monkeypatch, separate):
-    """As the driver says, asked of each pair in both directions; a machine without one is given the benefit."""
-    devices = [SimpleNamespace(process_index=0, local_hardware_id=index) for index in (3, 0, 1, 2)]
-    asked = []
-
-    def can_access_peer(result, own, peer):
-        asked.append((own, peer))
-        result._obj.value = (own, peer) != separate
-        return 0
-
-    driver = SimpleNamespace(cuDeviceCanAccessPeer=can_access_peer)
-    monkeypatch.setattr(peers_module.ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
-    assert can_reach_each_other(devices) == (separate is None)
-    if separate is None:
-        assert sorted(asked) == [(a, b) for a in range(4) for b in range(4) if a != b]
-    elsewhere = SimpleNamespace(process_index=1, local_hardware_id=0)
-    assert not can_reach_each_other([*devices, elsewhere])
-
-
-def test_no_driver_to_ask(monkeypatch):
-    def fail(_):
-        raise OSError
-
-    monkeypatch.setattr(peers_module.ctypes, "CDLL", fail)
-    devices = [SimpleNamespace(process_index=0, local_hardware_id=index) for index in range(2)]
-    assert can_reach_each_other(devices)
-
-
-def test_no_device_gets_buffers_before_all_are_zero(monkeypatch):
-    """Else one could count a call for a peer whose counters become zero only then, and which would wait for ever."""
-    mesh, awaited = make_mesh(2), []
-    monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.extend(jax.tree.leaves(tree)))
-    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=3, size=128, dtype=jnp.bfloat16))
-    assert {id(x) for x in (peers.inbox, peers.arrived, peers.calls)} <= {id(x) for x in awaited}
-
-
-@pytest.mark.parametrize(("num_devices", "num_rows", "size"), [(2, 1, 4096), (2, 64, 896), (8, 16, 16384)])
-def test_on_h200s_it_is_one_kernel_that_xla_takes_for_any_other(num_devices, num_rows, size):
-    """In one command buffer, without spills, and with the peers' buffers where they are."""
+@pytest.mark.parametrize(
+    ("num_devices", "num_rows", "size"), [(2, 1, 4096), (2, 64, 896), (2, 8192, 8192), (8, 16, 16384)]
+)
+def test_on_h200s_they_are_kernels_that_xla_takes_for_any_others(num_devices, num_rows, size):
+    """In one command buffer, without spills, and with the peers' buffers where they are. Thread blocks that wait for
+    those of peers all have room, four a multiprocessor or as many as there are rows.
+    """
     mesh = h200_mesh((num_devices,), ("tensor",))
-    peers = abstract_peer_buffers(mesh, "tensor", num_rows=64, size=size, dtype=jnp.bfloat16)
+    peers = abstract_peer_buffers(mesh, "tensor", num_rows=max(64, num_rows), size=size, dtype=jnp.bfloat16)
 
     def shape(shape, *spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
@@ -147,8 +86,10 @@ def test_on_h200s_it_is_one_kernel_that_xla_takes_for_any_other(num_devices, num
     program = compile_for_h200(layers(mesh, implementation="sm90", num_calls=6), *arguments)
     assert program.spill_bytes == 0
     assert program.thunks == {"kCommandBuffer": 1}
-    assert program.copies_of((1, 2, num_devices, 64, size)) == []
-    assert program.copies_of((1, num_devices, 64)) == program.copies_of((1, 64)) == []
+    for buffer in (peers.inbox, peers.arrived, peers.calls):
+        assert program.copies_of((1, *buffer.shape[1:])) == []
+    room = {kernel.name: 65_536 // (128 * kernel.num_registers) for kernel in program.kernels}
+    assert all(min(num_rows, 4 * 132) <= 132 * blocks for blocks in room.values()), room
 
 
 def test_what_it_takes():
@@ -174,6 +115,10 @@ def test_what_it_takes():
         call(x[:4, :192], x[:4, :192], weight[:192], odd)
     with pytest.raises(ValueError, match="a sum over 'other', and peers along 'tensor'"):
         all_reduce_add_rms_norm(x, x, weight, peers, axis_name="other", eps=EPS)
+    with pytest.raises(ValueError, match="a sum over 'other', and peers along 'tensor'"):
+        all_reduce(x, peers, axis_name="other")
+    with pytest.raises(NotImplementedError, match="room for 4 rows of 256 values in bfloat16, got 5 of 256"):
+        all_reduce(x, peers, axis_name="tensor", implementation="sm90")
     unchecked = inspect.unwrap(all_reduce_add_rms_norm)  # the test suite's type check would refuse it first
     with pytest.raises(ValueError, match="unknown implementation 'nccl'"):
         unchecked(x, x, weight, peers, axis_name="tensor", eps=EPS, implementation="nccl")
@@ -185,36 +130,39 @@ def test_what_it_takes():
 )
 def test_whole_numbers(implementation, size):
     """Whose sums are exact: in calls of one row to all that there is room for, again and again."""
-    mesh, num_calls = make_mesh(2), 21
-    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=256, size=size, dtype=jnp.bfloat16))
+    mesh, num_calls, most = make_mesh(2), 21, 256 if implementation == "xla" else 8192
+    peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=most, size=size, dtype=jnp.bfloat16))
 
     def calls(x, part, weight, peers):
-        """One after the other, each with other parts."""
-        device, found = jax.lax.axis_index("tensor"), []
+        """One after the other, each with other parts: how many values of each are wrong, of a norm by much."""
+        device, wrong = jax.lax.axis_index("tensor"), []
+        sum_up = functools.partial(all_reduce, axis_name="tensor", implementation=implementation)
+        norm = functools.partial(all_reduce_add_rms_norm, axis_name="tensor", eps=EPS, implementation=implementation)
+        whole = jax.lax.psum(part.astype(jnp.float32), "tensor")
         for call in range(num_calls):
             other = part + ((call * (device + 1)) % 5).astype(part.dtype)
-            found.append(
-                all_reduce_add_rms_norm(
-                    x, other, weight, peers, axis_name="tensor", eps=EPS, implementation=implementation
-                )
-            )
-            x = x + 0 * found[-1][0]
-        return found
+            total, normed = norm(x, other, weight, peers)
+            want = x.astype(jnp.float32) + whole + (call % 5 + 2 * call % 5)
+            scale = 1 / jnp.sqrt((want**2).mean(axis=1, keepdims=True) + EPS)
+            far = jnp.abs(normed.astype(jnp.float32) - want * scale) > 2**-7 * jnp.abs(want * scale)
+            summed = sum_up(other + 0 * total, peers)
+            wide, summed = (y.astype(jnp.float32) for y in (x, summed))
+            wrong += [
+                (total.astype(jnp.float32) != want).sum(),
+                far.sum(),
+                (summed != want - wide).sum(),
+            ]
+            x = x + 0 * summed.astype(x.dtype)
+        return jnp.stack(wrong)[None]
 
     everywhere, by_device = PartitionSpec(), PartitionSpec("tensor")
     specs = everywhere, by_device, everywhere, peer_buffers_spec(mesh)
-    run = jax.jit(jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False))
+    run = jax.jit(jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=by_device, check_vma=False))
     rng = np.random.default_rng(0)
-    for num_rows in (1, 64, 3, 256, 16, 255) * (20 if implementation == "sm90" else 1):
+    for num_rows in (1, 64, 3, most, 16, most - 1) * (10 if implementation == "sm90" else 1):
         x, parts = (rng.integers(-8, 9, (count * num_rows, size)) for count in (1, 2))
         arguments = (
             jax.device_put(jnp.asarray(array, jnp.bfloat16), NamedSharding(mesh, spec))
             for array, spec in zip((x, parts, np.ones(size)), specs, strict=False)
         )
-        for call, (total, normed) in enumerate(run(*arguments, peers)):
-            want = x + parts.reshape(2, num_rows, size).sum(axis=0) + call % 5 + 2 * call % 5
-            scale = 1 / np.sqrt((want**2).mean(axis=1, keepdims=True) + EPS)
-            for shard in total.addressable_shards:
-                np.testing.assert_array_equal(np.asarray(shard.data, np.float64), want)
-            for shard in normed.addressable_shards:
-                np.testing.assert_allclose(np.asarray(shard.data, np.float64), want * scale, rtol=2**-7)
+        np.testing.assert_array_equal(run(*arguments, peers), 0)

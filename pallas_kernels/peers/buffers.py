@@ -5,8 +5,8 @@ like others, which know the addresses of their peers' memory from an array. It s
 arrays of a `PeerBuffers` live: they are never donated, and kernels write into them behind XLA's back.
 
 A device waits in its kernel until its peers are in theirs, so that all of them must run programs with such kernels in
-one order. For the steps of an engine, which one thread starts, they do; of two engines on the same devices only where
-XLA's own collectives are in the programs, too, for whose sake it starts a program on all devices before the next one.
+one order. For the steps of an engine, which one thread starts, they do; two engines on the same devices may wait for
+each other for ever.
 """
 
 import ctypes
@@ -20,27 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Int64
+from jaxtyping import Array, Int, Int64, Shaped
 
 NUM_TURNS = 2
-"""Places for a row in turn. A device is at most one call ahead of its peers, since it waits for what they send."""
+"""Places for a piece in turn. A device is at most one call ahead of its peers, since it waits for what they send."""
 
 
 @no_type_check  # it has shapes and shardings for leaves, too
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerBuffers:
-    """Of D devices, groups of N of which are peers: what each has room for, R rows of E values from each peer.
+    """Of D devices, groups of N of which are peers: what each has room for, R rows of E values from each of the others.
 
-    In `jax.shard_map` each device has its own: D is 1.
+    Rows are sent in so many pieces, each on its own. In `jax.shard_map` each device has its own buffers: D is 1.
     """
 
-    inbox: Float[Array, "D turns N R E"]
-    """What a device's peers have sent, the device itself too."""
-    arrived: Int[Array, "D N R"]
-    """How many calls' rows have arrived from each peer, modulo 2^32."""
-    calls: Int[Array, "D R"]
-    """How many calls of a device have had each row, modulo 2^32."""
+    inbox: Shaped[Array, "D turns others R E"]
+    """What the N - 1 others have sent, in the order of their ranks."""
+    arrived: Int[Array, "D others R pieces"]
+    """How many calls' pieces have arrived from each of them, modulo 2^32."""
+    calls: Int[Array, "D R pieces"]
+    """How many calls of a device have had each piece, modulo 2^32."""
     ranks: Int[Array, " D"]
     """The device's place among its peers."""
     offsets: Int[Array, "D 2 N words"]
@@ -52,13 +52,21 @@ class PeerBuffers:
     @property
     def num_peers(self) -> int:
         """N."""
-        return self.inbox.shape[2]
+        return self.offsets.shape[2]
 
 
 def abstract_peer_buffers(
-    mesh: Mesh | AbstractMesh, axis_name: str, *, num_rows: int, size: int, dtype: jax.typing.DTypeLike
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    *,
+    num_rows: int,
+    size: int,
+    dtype: jax.typing.DTypeLike,
+    num_pieces: int = 1,
 ) -> PeerBuffers:
-    """Shapes and shardings: peers are the devices along `axis_name`, which send up to `num_rows` rows of `size`."""
+    """Shapes and shardings: peers are the devices along `axis_name`, which send up to `num_rows` rows of `size` values,
+    each in so many pieces.
+    """
     num_peers, devices = mesh.shape[axis_name], math.prod(mesh.shape.values())
     sharding = NamedSharding(mesh, peer_buffers_spec(mesh))
 
@@ -66,9 +74,9 @@ def abstract_peer_buffers(
         return jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=sharding)
 
     return PeerBuffers(
-        inbox=of_each_device((NUM_TURNS, num_peers, num_rows, size), dtype),
-        arrived=of_each_device((num_peers, num_rows), jnp.int32),
-        calls=of_each_device((num_rows,), jnp.int32),
+        inbox=of_each_device((NUM_TURNS, num_peers - 1, num_rows, size), dtype),
+        arrived=of_each_device((num_peers - 1, num_rows, num_pieces), jnp.int32),
+        calls=of_each_device((num_rows, num_pieces), jnp.int32),
         ranks=of_each_device((), jnp.int32),
         offsets=of_each_device((2, num_peers, 2), jnp.int32),
         axis_name=axis_name,

@@ -1,0 +1,67 @@
+"""Where kernels put what the devices of a step send each other: shares of sums, and logits of parts of the vocabulary.
+
+XLA's collectives meet on the host in each step; with these buffers a step has none of them.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.layers.sharding import mesh_axis
+from pallas_kernels import all_gather
+from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers
+
+MAX_ROWS_OF_SUMS = 256
+"""Of steps in which more than two devices add up shares through each other's memory. A device sends all of its share to
+each, of many rows more than NCCL would.
+"""
+
+MAX_ROWS_OF_SUMS_OF_TWO = 16_384
+"""Of two devices, which send as much as with NCCL: bounds what the buffers take."""
+
+MAX_ROWS_OF_LOGITS = 512
+"""Of steps whose logits are put together so: bounds what the buffers take."""
+
+
+class Peers(NamedTuple):
+    """The buffers of a step, or their shapes."""
+
+    sums: PeerBuffers
+    logits: PeerBuffers | None
+    """None where each device has the whole vocabulary."""
+
+
+def abstract_peers(
+    mesh: Mesh | AbstractMesh,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: jnp.dtype,
+    max_num_tokens: int,
+    max_num_rows: int,
+) -> Peers | None:
+    """Shapes and shardings for steps of so many tokens and rows; None where no devices share a sum."""
+    axis = mesh_axis("ffn", mesh)
+    if axis is None:
+        return None
+    num_devices = mesh.shape[axis]
+    limit = MAX_ROWS_OF_SUMS_OF_TWO if num_devices == 2 else MAX_ROWS_OF_SUMS
+    sums = abstract_peer_buffers(mesh, axis, num_rows=min(limit, max_num_tokens), size=hidden_size, dtype=dtype)
+    if vocab_size % num_devices:
+        return Peers(sums, None)
+    logits = abstract_peer_buffers(
+        mesh,
+        axis,
+        num_rows=min(MAX_ROWS_OF_LOGITS, max_num_rows),
+        size=vocab_size // num_devices,
+        dtype=jnp.float32,
+        num_pieces=all_gather.num_pieces(vocab_size // num_devices, jnp.float32),
+    )
+    return Peers(sums, logits)
+
+
+def allocate_peers(shapes: Peers) -> Peers:
+    """What `abstract_peers` has declared, on GPUs of one process that reach each other's memory."""
+    logits = None if shapes.logits is None else allocate_peer_buffers(shapes.logits)
+    return Peers(allocate_peer_buffers(shapes.sums), logits)

@@ -1,0 +1,5 @@
+"""The columns that devices have of rows, put together on each."""
+
+from pallas_kernels.all_gather.op import Implementation, all_gather, num_pieces, supports
+
+__all__ = ["Implementation", "all_gather", "num_pieces", "supports"]

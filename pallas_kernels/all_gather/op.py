@@ -1,0 +1,34 @@
+"""The public operation: logits, say, of which each device has those of a part of the vocabulary."""
+
+from typing import Literal, get_args
+
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.all_gather.sm90 import all_gather_sm90, num_pieces, supports
+from pallas_kernels.peers import PeerBuffers
+
+__all__ = ["Implementation", "all_gather", "num_pieces", "supports"]
+
+Implementation = Literal["xla", "sm90"]
+
+
+def all_gather(
+    part: Shaped[Array, "T C"], peers: PeerBuffers | None, *, axis_name: str, implementation: Implementation = "xla"
+) -> Shaped[Array, "T columns"]:
+    """The columns of all devices along a mesh axis, in their order, in `jax.shard_map`: the same on each.
+
+    "xla" is `jax.lax.all_gather`, and so is "sm90" without `peers`. With them, for the GPUs of one process, each sends
+    its columns to the peers: see `all_reduce_add_rms_norm` for what devices must keep to. The buffers have rows of C
+    values in `num_pieces` pieces.
+    Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for what "sm90"
+    cannot do.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if peers is not None and peers.axis_name != axis_name:
+        raise ValueError(f"columns along {axis_name!r}, and peers along {peers.axis_name!r}")
+    if implementation == "sm90" and peers is not None:
+        return all_gather_sm90(part, peers)
+    return lax.all_gather(part, axis_name, axis=1, tiled=True)

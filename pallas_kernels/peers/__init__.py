@@ -1,0 +1,17 @@
+"""Memory that the GPUs of one process have for each other, and how kernels send through it: see `buffers`."""
+
+from pallas_kernels.peers.buffers import (
+    PeerBuffers,
+    abstract_peer_buffers,
+    allocate_peer_buffers,
+    can_reach_each_other,
+    peer_buffers_spec,
+)
+
+__all__ = [
+    "PeerBuffers",
+    "abstract_peer_buffers",
+    "allocate_peer_buffers",
+    "can_reach_each_other",
+    "peer_buffers_spec",
+]

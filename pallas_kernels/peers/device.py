@@ -1,0 +1,174 @@
+"""What kernels do with the memory of other devices, which Pallas only offers behind a meeting of all on the host.
+
+Each acts as one warpgroup. Refs are in the device's own memory; an `offset` [2 words] is the bytes from there to where
+a peer has the same.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128  # of a warpgroup
+UNIT = 16
+"""Bytes that a thread copies at a time."""
+
+UNITS_ON_THEIR_WAY = 8
+"""That a thread loads before it stores them."""
+
+UNITS = 16
+"""That a thread copies of a piece."""
+
+PIECE = THREADS * UNITS * UNIT
+"""Bytes that `copy` copies."""
+
+_REF = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT((THREADS,))
+
+
+def send(place, offset, row, *, layout: Any) -> None:
+    """Put a row into the same place of a peer's memory."""
+    _inline(_send, _REF, _REF, layout)(place, offset, row)
+
+
+def copy(source, place, piece) -> None:
+    """Put a piece of a row into the same piece of another place: the `piece`th `PIECE` of bytes, or what there is of
+    it. Rows are contiguous, of a multiple of `UNIT` bytes.
+    """
+    _inline(_copy, _REF, _REF, _SCALAR)(source, place, _splat(piece))
+
+
+def copy_to_peer(source, place, offset, piece) -> None:
+    """`copy` into the same place of a peer's memory."""
+    _inline(_copy_to_peer, _REF, _REF, _REF, _SCALAR)(source, place, offset, _splat(piece))
+
+
+def tell(counters: Sequence[tuple[Any, Any]], value) -> None:
+    """Set (counter, offset) of each peer, after what this warpgroup has sent there."""
+    refs = [ref for pair in counters for ref in pair]
+    _inline(_tell, *[_REF] * len(refs), _SCALAR)(*refs, _splat(value))
+
+
+def wait(counter, value) -> None:
+    """Until a counter is not behind `value`, modulo 2^32: then what was sent before is seen."""
+    _inline(_wait, _REF, _SCALAR)(counter, _splat(value))
+
+
+def store(counter, value) -> None:
+    """Set a counter of this device, for the next kernel."""
+    _inline(_store, _REF, _SCALAR)(counter, _splat(value))
+
+
+def _send(_, place, offset, row) -> None:
+    """As many bytes a store as a register has: LLVM takes vectors apart if it is not told an address's alignment."""
+    size = row.layout.vec_size * mgpu.bitwidth(row.mlir_dtype) // 8
+    first = arith.addi(_on_peer(place, offset), arith.muli(_wide(_thread()), mgpu.c(size, _i64())))
+    for index, values in enumerate(row.registers.flat):
+        llvm.store(values, _pointer(first, index * THREADS * size), alignment=size)
+
+
+def _copy(_, source, place, piece) -> None:
+    _copy_units(source, _address(place), piece)
+
+
+def _copy_to_peer(_, source, place, offset, piece) -> None:
+    _copy_units(source, _on_peer(place, offset), piece)
+
+
+def _copy_units(source, target, piece) -> None:
+    """Threads behind the last unit copy it again: the same bytes to the same place."""
+    shape, bits = source.type.shape, mgpu.bitwidth(source.type.element_type)
+    [row_size] = shape
+    num_units, i32 = row_size * bits // 8 // UNIT, ir.IntegerType.get_signless(32)
+    [piece] = piece.registers.flat
+    first = arith.addi(arith.muli(piece, mgpu.c(THREADS * UNITS, i32)), _thread())
+    base, unit = _address(source), ir.VectorType.get((UNIT // 4,), i32)
+    for indices in itertools.batched(range(min(UNITS, -(-num_units // THREADS))), UNITS_ON_THEIR_WAY):
+        places = []
+        for index in indices:
+            own = arith.minsi(arith.addi(first, mgpu.c(index * THREADS, i32)), mgpu.c(num_units - 1, i32))
+            places.append(arith.muli(_wide(own), mgpu.c(UNIT, _i64())))
+        values = [llvm.load(unit, _pointer(arith.addi(base, place)), alignment=UNIT) for place in places]
+        for value, place in zip(values, places, strict=True):
+            llvm.store(value, _pointer(arith.addi(target, place)), alignment=UNIT)
+
+
+def _tell(_, *operands) -> None:
+    *refs, value = operands
+    [value] = value.registers.flat
+    mgpu.utils.warpgroup_barrier()
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        _ptx("fence.acq_rel.sys;")
+        for counter, offset in zip(refs[::2], refs[1::2], strict=True):
+            _ptx("st.relaxed.sys.global.u32 [$0], $1;", _on_peer(counter, offset), value)
+
+
+def _wait(_, counter, value) -> None:
+    [value] = value.registers.flat
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        _ptx(
+            """{
+            .reg .pred behind;
+            .reg .s32 ahead;
+            again:
+            ld.acquire.sys.global.u32 ahead, [$0];
+            sub.s32 ahead, ahead, $1;
+            setp.lt.s32 behind, ahead, 0;
+            @behind bra again;
+            }""",
+            _address(counter),
+            value,
+        )
+    mgpu.utils.warpgroup_barrier()
+
+
+def _store(_, counter, value) -> None:
+    [value] = value.registers.flat
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        _ptx("st.global.u32 [$0], $1;", _address(counter), value)
+
+
+def _on_peer(ref, offset):
+    """The address at which a peer has what lies in `ref` here."""
+    offset = mgpu.utils.inline_ptx("ld.global.u64 $0, [$1];", _address(offset), result_types=_i64())
+    return arith.addi(_address(ref), offset)
+
+
+def _address(ref):
+    return llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(ref))
+
+
+def _pointer(address, offset: int = 0):
+    if offset:
+        address = arith.addi(address, mgpu.c(offset, _i64()))
+    return llvm.inttoptr(llvm.PointerType.get(1), address)
+
+
+def _thread():
+    """Of its warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), mgpu.c(THREADS, ir.IntegerType.get_signless(32)))
+
+
+def _wide(index):
+    return arith.extui(_i64(), index)
+
+
+def _i64():
+    return ir.IntegerType.get_signless(64)
+
+
+def _ptx(code: str, *operands: Any) -> None:
+    mgpu.utils.inline_ptx(code, *operands, has_side_effects=True)
+
+
+def _inline(run: Callable[..., Any], *arg_types: Any) -> Callable[..., Any]:
+    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types)(run)
+
+
+def _splat(value):
+    return jnp.full((THREADS,), value)
