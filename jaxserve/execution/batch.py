@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.layers.batch import Batch, Kernels, Tables
+from jaxserve.layers.batch import Batch, Kernels, Launch, Tables
 from jaxserve.scheduling.plan import StepPlan
 from pallas_kernels.peers import PeerBuffers
 
@@ -182,7 +182,7 @@ def make_batch(
     block_size: int,
     num_blocks: int,
     is_decode_only: bool,
-    is_launched_in_parts: bool,
+    launch: Launch,
     kernels: Kernels,
     peers: PeerBuffers | None,
 ) -> Batch:
@@ -220,7 +220,7 @@ def make_batch(
         num_decode_rows=num_decode_rows,
         num_rows=num_rows,
         is_decode_only=is_decode_only,
-        is_launched_in_parts=is_launched_in_parts,
+        launch=launch,
         kernels=kernels,
         peers=peers,
     )

@@ -6,9 +6,10 @@ What is exported is a function of lists of arrays: whoever calls it puts the pyt
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.batch import Bucket, make_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.execution.parts import Cut, Halves, Lowered, LoweredInTwo, cut_in_two
 from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
 from jaxserve.execution.slots import Slots, init_slots, pack_admissions
 from jaxserve.execution.step import (
@@ -34,7 +36,7 @@ from jaxserve.execution.step import (
     prompt_logprobs,
     step,
 )
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.batch import Kernels, Launch
 from jaxserve.layers.params import abstract_params
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import mesh_axis
@@ -55,6 +57,9 @@ CUBLAS_TOKENS = 128
 """From so many tokens on, matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
 tries out all, for seconds, but where rows are many it finds nothing better.
 """
+
+MAX_TOKENS_IN_PROGRAMS = 512
+"""Of forward passes of prompts that are launched as two programs: larger ones keep the GPU longer than the host."""
 
 _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
@@ -124,6 +129,13 @@ class _Declaration(NamedTuple):
     """Which of them."""
     results: Any
     """A tree like the one that the function returns."""
+
+
+class _Exported(msgspec.Struct, frozen=True):
+    """A program as it comes from a worker: one function of flat arguments, or two, and how they make up the program."""
+
+    functions: tuple[bytes, ...]
+    cut: Cut | None = None
 
 
 class StepBuilder:
@@ -218,12 +230,14 @@ class StepBuilder:
         """The context in which steps are traced."""
         return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)
 
-    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
+    def lower(self, program: Program, num_blocks: int) -> Lowered:
         """Trace and lower a program, for a pool of so many blocks: seconds of Python where there are kernels.
 
         Raises NotImplementedError for what a kernel cannot do.
         """
         declared = self._declare(program, num_blocks)
+        if (halves := self._halves(program, declared)) is not None:
+            return self._lower_in_two(declared, halves.functions, halves.cut)
         with self.on_mesh():
             return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
 
@@ -247,30 +261,59 @@ class StepBuilder:
     def export(self, program: Program, num_blocks: int) -> bytes:
         """The same as bytes, for `lower_exported` in another process of the same version."""
         declared = self._declare(program, num_blocks)
-        trees = [jax.tree.structure(argument) for argument in declared.arguments]
+        leaves = jax.tree.leaves(declared.arguments)
+        if (halves := self._halves(program, declared)) is None:
+            tree = jax.tree.structure(declared.arguments)
 
-        def flat(*leaves: list[jax.Array]) -> list[jax.Array]:
-            arguments = (jax.tree.unflatten(tree, list_) for tree, list_ in zip(trees, leaves, strict=True))
-            return jax.tree.leaves(declared.function(*arguments))
+            def flat(*leaves: jax.Array) -> list[jax.Array]:
+                return jax.tree.leaves(declared.function(*jax.tree.unflatten(tree, leaves)))
 
+            return msgspec.msgpack.encode(_Exported((self._export(flat, leaves),)))
+        functions = map(self._export, halves.functions, halves.cut.inputs(leaves, self.mesh))
+        return msgspec.msgpack.encode(_Exported(tuple(functions), halves.cut))
+
+    def _export(self, function: Callable[..., list[jax.Array]], leaves: Sequence[Any]) -> bytes:
         platform = self.mesh.abstract_mesh.abstract_device.platform
         with self.on_mesh():
             exported = jax.export.export(
-                jax.jit(flat), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
-            )(*map(jax.tree.leaves, declared.arguments))
+                jax.jit(function), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
+            )(*leaves)
         return bytes(exported.serialize())
 
-    def lower_exported(self, program: Program, num_blocks: int, exported: bytes) -> jax.stages.Lowered:
+    def lower_exported(self, program: Program, num_blocks: int, exported: bytes) -> Lowered:
         """The same as `lower` from what `export` has returned, in a moment."""
         declared = self._declare(program, num_blocks)
-        flat = jax.export.deserialize(bytearray(exported))
+        decoded = msgspec.msgpack.decode(exported, type=_Exported)
+        functions = [jax.export.deserialize(bytearray(function)) for function in decoded.functions]
+        if decoded.cut is not None:
+            return self._lower_in_two(declared, [function.call for function in functions], decoded.cut)
+        [flat] = functions
 
         def call(*arguments: Any) -> Any:
-            leaves = flat.call(*map(jax.tree.leaves, arguments))
-            return jax.tree.unflatten(jax.tree.structure(declared.results), leaves)
+            return jax.tree.unflatten(jax.tree.structure(declared.results), flat.call(*jax.tree.leaves(arguments)))
 
         with self.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
+
+    def _halves(self, program: Program, declared: _Declaration) -> Halves | None:
+        """Of a program that is two, where the trace of the whole says so."""
+        if not (isinstance(program, Forward) and _launch_of(program, has_kernels=self.has_kernels) == "in programs"):
+            return None
+        places = itertools.accumulate((jax.tree.structure(x).num_leaves for x in declared.arguments), initial=0)
+        starts = list(places)
+        donated = [leaf for index in declared.donated for leaf in range(starts[index], starts[index + 1])]
+        with self.on_mesh():
+            traced = jax.jit(declared.function).trace(*declared.arguments)
+        return cut_in_two(traced.jaxpr, donated=donated)
+
+    def _lower_in_two(self, declared: _Declaration, functions: Sequence[Callable[..., Any]], cut: Cut) -> LoweredInTwo:
+        leaves = jax.tree.leaves(declared.arguments)
+        with self.on_mesh():
+            first, second = (
+                jax.jit(function, donate_argnums=donated).lower(*inputs)
+                for function, donated, inputs in zip(functions, cut.donated, cut.inputs(leaves, self.mesh), strict=True)
+            )
+        return LoweredInTwo(first, second, cut, jax.tree.structure(declared.results))
 
     def arguments(self, program: Program, num_blocks: int) -> tuple[Any, ...]:
         """The shapes of what a program takes, for a pool of so many blocks."""
@@ -291,7 +334,7 @@ class StepBuilder:
                     **self._with_layers,
                     bucket=bucket,
                     is_decode_only=is_decode_only,
-                    is_launched_in_parts=self.has_kernels,
+                    launch=_launch_of(program, has_kernels=self.has_kernels),
                 )
                 outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):
@@ -349,3 +392,11 @@ class StepBuilder:
 
 def _drawn(*, has_logprobs: bool) -> Drawn:
     return Drawn(token_ids=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)
+
+
+def _launch_of(program: Forward, *, has_kernels: bool) -> Launch:
+    """Of steps that others wait for: those of prompts, and those that draw by a program of their own."""
+    if not has_kernels:
+        return "at once"
+    is_short = not program.is_decode_only and program.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
+    return "in programs" if is_short else "in parts"

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import ConfigError
 from jaxserve.execution.mosaic import MosaicKernel, compile_kernel
+from jaxserve.execution.parts import Compiled, Lowered
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +47,19 @@ class CompiledSteps:
 
     def __init__(
         self,
-        lower: Callable[[Any], jax.stages.Lowered],
+        lower: Callable[[Any], Lowered],
         *,
         compiler_options: Callable[[Any], dict[str, Any]] = lambda _: {},
     ):
         self._lower = lower
         self._compiler_options = compiler_options
-        self._executables: dict[Any, jax.stages.Compiled] = {}
+        self._executables: dict[Any, Compiled] = {}
         self._lock = threading.Lock()
         self._is_warm = False
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
 
-    def __getitem__(self, key: Any) -> jax.stages.Compiled:
+    def __getitem__(self, key: Any) -> Compiled:
         executable = self._executables.get(key)
         if executable is None:
             if self._is_warm:
@@ -75,11 +76,11 @@ class CompiledSteps:
         self._executables.clear()
         self._is_warm = False
 
-    def items(self) -> ItemsView[Any, jax.stages.Compiled]:
+    def items(self) -> ItemsView[Any, Compiled]:
         """All that are compiled by now."""
         return self._executables.items()
 
-    def _compile(self, key: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compile(self, key: Any, lowered: Lowered) -> Compiled:
         start = time.perf_counter()
         executable = lowered.compile(self._compiler_options(key))
         logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
@@ -93,7 +94,7 @@ class CompiledSteps:
         keys: Iterable[Any],
         *,
         num_lowered_elsewhere: int = 0,
-        kernels_of: Callable[[jax.stages.Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
+        kernels_of: Callable[[Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
         mesh: Mesh | None = None,
         progress: bool,
     ) -> WarmUp:
@@ -120,14 +121,14 @@ class CompiledSteps:
 
         with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
 
-            def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
+            def compile_later(key: Any, lowered: Lowered) -> concurrent.futures.Future[Any]:
                 future = submit(compiling, self._compile, key, lowered)
                 future.add_done_callback(lambda _: bar.update())
                 return future
 
             try:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
-                waiting: dict[Any, jax.stages.Lowered] = {}
+                waiting: dict[Any, Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
                 futures = {submit(lowering, self._lower, key): key for key in missing}
                 for future in concurrent.futures.as_completed(futures):

@@ -28,6 +28,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.execution.builder import StepBuilder, StepSpec
+from jaxserve.execution.parts import Lowered
 from jaxserve.execution.shapes import Program
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Lowering:
         self._has_kept = False
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
-    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
+    def lower(self, program: Program, num_blocks: int) -> Lowered:
         """This program for a pool of so many blocks. Raises what `StepBuilder.lower` raises."""
         job = Job(program, num_blocks)
         prepared = self._prepared.pop(job, None)

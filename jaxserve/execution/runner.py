@@ -19,6 +19,7 @@ from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.mosaic import MosaicKernel, kernels_of
+from jaxserve.execution.parts import Compiled, Lowered, parts_of
 from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
@@ -306,14 +307,14 @@ class Runner:
         """What is written into slots: "scalars" or "extras" of new requests, or so many rows of masks."""
         return ["scalars", "extras", *self._mask_sizes]
 
-    def _lower_program(self, program: Program) -> jax.stages.Lowered:
+    def _lower_program(self, program: Program) -> Lowered:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
-    def _kernels_of(self, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
+    def _kernels_of(self, lowered: Lowered) -> Set[MosaicKernel]:
         """What to compile before a program. Nothing if programs were found lowered: they are found compiled, too."""
         if not self.builder.has_kernels or (self._lowering is not None and not self._lowering.num_made):
             return frozenset()
-        return kernels_of(lowered)
+        return frozenset().union(*map(kernels_of, parts_of(lowered)))
 
     def _empty_arguments(self, program: Program) -> tuple[Any, ...]:
         """Arguments of `_run` with which a program changes nothing: no row draws, nor has any tokens."""
@@ -355,7 +356,7 @@ def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
     return None if logprobs is None else HostLogprobs(logprobs)
 
 
-def _memory(compiled: jax.stages.Compiled) -> _Memory:
+def _memory(compiled: Compiled) -> _Memory:
     memory = compiled.memory_analysis()
     assert memory is not None
     return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots, admit
-from jaxserve.layers.batch import Kernels, KVCache
+from jaxserve.layers.batch import Kernels, KVCache, Launch
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.layers.peers import Peers
@@ -127,13 +127,13 @@ def forward(
     group_of_layer: tuple[int, ...],
     bucket: Bucket,
     is_decode_only: bool,
-    is_launched_in_parts: bool = False,
+    launch: Launch = "at once",
 ) -> tuple[KVCache, Slots, Forwarded]:
     """From a packed plan to the logits of its rows; also writes KV and block tables, and what `slots.pack_admissions`
     has packed of new requests. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments are
     static.
 
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `is_launched_in_parts`: see
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `launch`: see
     `layers.launch`.
     """
     if admissions is not None:
@@ -154,7 +154,7 @@ def forward(
         block_size=block_size,
         num_blocks=num_blocks,
         is_decode_only=is_decode_only,
-        is_launched_in_parts=is_launched_in_parts,
+        launch=launch,
         kernels=kernels,
         peers=None if peers is None else peers.sums,
     )

@@ -15,6 +15,11 @@ from pallas_kernels.peers import PeerBuffers
 Kernels = Literal["xla", "sm90"]
 """Implementations of the operations in `pallas_kernels`: plain XLA, and kernels for Hopper GPUs."""
 
+Launch = Literal["at once", "in parts", "in programs"]
+"""How a forward pass is launched: as one command buffer, as several, or as two programs of which the second has
+several.
+"""
+
 
 class Tables(NamedTuple):
     """Where the rows of a step have their blocks in one group of layers: as the fields of a Batch of these names."""
@@ -51,7 +56,7 @@ class Batch:
     """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""
-    is_launched_in_parts: bool = flax.struct.field(pytree_node=False, default=False)
+    launch: Launch = flax.struct.field(pytree_node=False, default="at once")
     """Static: see `layers.launch`."""
     peers: PeerBuffers | None = None
     """What kernels add up the devices' shares of a sum through; None where none are shared, or XLA adds them up."""

@@ -17,10 +17,12 @@ from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, supports
 from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
-BLOCKS_PER_MULTIPROCESSOR = 4
-"""Of rows of up to `VALUES_PER_THREAD` values a thread; of longer ones fewer have room for their registers."""
+MAX_BLOCKS_PER_MULTIPROCESSOR = 6
+VALUES_PER_MULTIPROCESSOR = 256 * THREADS
+"""Of the rows that two devices add up at a time: of longer rows fewer have room for their registers."""
 
-VALUES_PER_THREAD = 64
+BLOCKS_OF_MANY_PEERS = 2
+"""A multiprocessor's, where a row is the sum of more than two: their addresses take most registers."""
 
 
 def all_reduce_add_rms_norm_sm90(
@@ -56,20 +58,24 @@ def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
 # By jax.jit, so that all layers of a step share one compiled kernel.
 @functools.partial(jax.jit, static_argnames="eps")
 def _sum_with_norm(x: Array, part: Array, weight: Array, peers: PeerBuffers, *, eps: float) -> tuple[Array, Array]:
-    run = _kernel("all_reduce_add_rms_norm", functools.partial(_body_with_norm, eps=eps), part, num_results=2)
+    run = _kernel("all_reduce_add_rms_norm", functools.partial(_body_with_norm, eps=eps), part, peers, num_results=2)
     return run(part, x, weight, *jax.tree.leaves(peers))
 
 
 @jax.jit
 def _sum(part: Array, peers: PeerBuffers) -> Array:
-    [total] = _kernel("all_reduce", _body, part, num_results=1)(part, *jax.tree.leaves(peers))
+    [total] = _kernel("all_reduce", _body, part, peers, num_results=1)(part, *jax.tree.leaves(peers))
     return total
 
 
-def _kernel(name: str, body: Callable[..., None], part: Array, *, num_results: int) -> Callable[..., Any]:
+def _kernel(
+    name: str, body: Callable[..., None], part: Array, peers: PeerBuffers, *, num_results: int
+) -> Callable[..., Any]:
     num_rows, size = part.shape
-    fits = max(1, min(1, VALUES_PER_THREAD * THREADS / size) * BLOCKS_PER_MULTIPROCESSOR)
-    num_blocks = num_blocks_for(num_rows, blocks_per_multiprocessor=int(fits))
+    fits = min(MAX_BLOCKS_PER_MULTIPROCESSOR, VALUES_PER_MULTIPROCESSOR // size)
+    num_blocks = num_blocks_for(
+        num_rows, blocks_per_multiprocessor=fits if peers.num_peers == 2 else BLOCKS_OF_MANY_PEERS
+    )
     return plgpu.kernel(
         functools.partial(body, layout=row_layout(size), num_blocks=num_blocks),
         out_type=(jax.ShapeDtypeStruct(part.shape, part.dtype),) * num_results,

@@ -13,10 +13,13 @@ import pytest
 from harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
+from jaxserve.execution import builder as builder_module
 from jaxserve.execution import lowering as lowering_module
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.parts import CompiledInTwo
 from jaxserve.execution.runner import Runner
+from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
 from jaxserve.request import SamplingParams
@@ -89,6 +92,24 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
         assert answers(engine) == expected
         assert (runner.num_compiles, runner.num_recompiles_after_warmup) == (num_compiles, 0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_same_answers_of_prompts_in_two_programs(monkeypatch, num_devices):
+    """As this process lowers them, and from the bytes that a worker would send."""
+    expected = answers(make_engine(num_devices)[0])
+    monkeypatch.setattr(builder_module, "_launch_of", lambda *_, **__: "in programs")
+    monkeypatch.setattr(launch, "MIN_LAYERS", 2)
+    monkeypatch.setitem(launch.CUTS, "in programs", (2, 1))
+    builder = make_builder(num_devices=num_devices)
+
+    monkeypatch.setattr(Lowering, "_make", lambda _, job: builder.export(job.program, job.num_blocks))
+    lowering = Lowering(builder, SPEC, folder=None, num_workers=1) if num_devices == 2 else None
+    engine, runner = make_engine(num_devices, lowering)
+    in_two = [isinstance(executable, CompiledInTwo) for _, executable in runner.steps.items()]
+    assert any(in_two)
+    assert not all(in_two)
+    assert answers(engine) == expected
 
 
 def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):

@@ -142,7 +142,7 @@ def test_a_mixed_step():
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         is_decode_only=False,
-        is_launched_in_parts=False,
+        launch="at once",
         kernels="xla",
         peers=None,
     )

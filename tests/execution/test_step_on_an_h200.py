@@ -10,6 +10,7 @@ import pytest
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.parts import parts_of
 from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
@@ -108,16 +109,44 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
         assert_no_matmul_is_tried_out(program)
 
 
+def compile_parts(builder, program):
+    """Of a forward pass that is two programs, as the engine does."""
+    parts = parts_of(builder.lower(program, NUM_BLOCKS))
+    assert len(parts) == 2
+    options = builder.compiler_options(program)
+    return [compile_lowered(lambda part=part: part, compiler_options=options) for part in parts]
+
+
+def assert_launched_in_three(first, second, pool):
+    """A program, and one with a loop in its middle. The pools are changed in place."""
+    assert first.thunks == {"kCommandBuffer": 1}
+    # The host waits for a loop unless it knows its turns.
+    assert second.thunks == {"kCommandBuffer": 2, "kWhile": 1}
+    assert second.compiled.as_text().count('"known_trip_count":{"n":"2"}') == 1
+    assert first.spill_bytes == second.spill_bytes == 0
+    assert first.copies_of(pool) == second.copies_of(pool) == []
+
+
 def test_short_prompts_have_the_layers_of_decode_steps():
     builder = llama(NUM_LAYERS)
-    program = compile_program(builder, Forward(bucket_of(builder, 64), is_decode_only=False))
-    # The host waits for a loop unless it knows its turns.
-    assert program.thunks == {"kCommandBuffer": 3, "kWhile": 2}
-    assert program.compiled.as_text().count('"known_trip_count":{"n":"2"}') == 2
+    first, second = parts = compile_parts(builder, Forward(bucket_of(builder, 64), is_decode_only=False))
+    assert_launched_in_three(first, second, POOL)
+    for program in parts:
+        assert_no_matmul_is_tried_out(program)
+    # Attention to one query a row, to several, and a choice of both; its plan is made in each part.
+    assert first.num_launches <= 8 * (NUM_LAYERS // 5) + 60
+    assert first.num_launches + second.num_launches <= 8 * NUM_LAYERS + 100
+
+
+def test_prompts_on_two():
+    """No device waits for the host of the other one, in steps of few tokens or of all that there may be."""
+    builder = llama(16, num_devices=2)
+    pool = (NUM_BLOCKS, 4, 16, 128)
+    assert_launched_in_three(*compile_parts(builder, Forward(bucket_of(builder, 128), is_decode_only=False)), pool)
+    program = compile_llama(lambda builder: builder.shapes.largest, 1, num_devices=2)
+    assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
-    assert program.copies_of(POOL) == []
-    assert_no_matmul_is_tried_out(program)
-    assert program.num_launches <= 8 * NUM_LAYERS + 70  # attention to one query a row, to several, and a choice of both
+    assert program.copies_of(pool) == []
 
 
 def test_decode_step_on_two():
@@ -125,7 +154,7 @@ def test_decode_step_on_two():
     program = compile_llama(decode_of_64_rows, FEW, num_devices=2)
     assert program.spill_bytes == 0
     assert program.copies_of((NUM_BLOCKS, 4, 16, 128)) == []
-    assert program.thunks["kAllReduce"] <= 1
+    assert program.thunks == DRAWING
     assert program.num_launches <= 8 * FEW + 36
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.launch import MIN_LAYERS, cut_launch
+from jaxserve.layers.launch import MIN_LAYERS, cut_launch, is_boundary
 from jaxserve.layers.sharding import with_explicit_axes
 
 
@@ -29,25 +29,40 @@ def cuts(batch, num_layers):
 
 
 def test_where():
-    batch = make_batch(is_launched_in_parts=True)
+    batch = make_batch(launch="in parts")
     assert cuts(batch, 32) == [3, 15]
     assert cuts(batch, MIN_LAYERS) == [1, 7]
     assert cuts(batch, MIN_LAYERS - 1) == []
     assert cuts(make_batch(), 32) == []
+    batch = make_batch(launch="in programs")
+    assert cuts(batch, 80) == [15, 44]
+    assert cuts(batch, 32) == [5, 17]
+    assert cuts(batch, MIN_LAYERS) == [2, 8]
+    assert cuts(batch, MIN_LAYERS - 1) == []
+
+
+def test_the_first_cut_of_a_launch_in_programs_is_a_boundary():
+    batch, x = make_batch(launch="in programs"), jnp.ones((2, 8))
+
+    def equations(index):
+        return jax.make_jaxpr(lambda x: cut_launch(x, batch, index=index, num_layers=32))(x).eqns
+
+    assert list(map(is_boundary, equations(5))) == [True]
+    assert not any(map(is_boundary, equations(17)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("value", [-0.0, 1.0009765625, -3e4, 1e-7, np.inf, np.nan])
 def test_nothing_changes(dtype, value):
     x = jnp.full((2, 8), value, dtype)
-    cut = jax.jit(lambda x: cut_launch(x, make_batch(is_launched_in_parts=True), index=3, num_layers=32))
+    cut = jax.jit(lambda x: cut_launch(x, make_batch(launch="in parts"), index=3, num_layers=32))
     assert np.asarray(cut(x)).tobytes() == np.asarray(x).tobytes()
 
 
 def test_on_two_devices():
     mesh = with_explicit_axes(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
     batch, x = jax.device_put(
-        (make_batch(is_launched_in_parts=True), jnp.arange(16, dtype=jnp.float16).reshape(2, 8)),
+        (make_batch(launch="in parts"), jnp.arange(16, dtype=jnp.float16).reshape(2, 8)),
         NamedSharding(mesh, PartitionSpec()),
     )
     with jax.set_mesh(mesh):

@@ -70,11 +70,12 @@ def test_xla(num_devices, dtype):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_rows", "size"), [(2, 1, 4096), (2, 64, 896), (2, 8192, 8192), (8, 16, 16384)]
+    ("num_devices", "num_rows", "size"),
+    [(2, 1, 4096), (2, 8192, 896), (2, 8192, 4096), (2, 8192, 8192), (2, 300, 16384), (8, 256, 16384)],
 )
 def test_on_h200s_they_are_kernels_that_xla_takes_for_any_others(num_devices, num_rows, size):
     """In one command buffer, without spills, and with the peers' buffers where they are. Thread blocks that wait for
-    those of peers all have room, four a multiprocessor or as many as there are rows.
+    those of peers all have room at a time.
     """
     mesh = h200_mesh((num_devices,), ("tensor",))
     peers = abstract_peer_buffers(mesh, "tensor", num_rows=max(64, num_rows), size=size, dtype=jnp.bfloat16)
@@ -88,8 +89,8 @@ def test_on_h200s_they_are_kernels_that_xla_takes_for_any_others(num_devices, nu
     assert program.thunks == {"kCommandBuffer": 1}
     for buffer in (peers.inbox, peers.arrived, peers.calls):
         assert program.copies_of((1, *buffer.shape[1:])) == []
-    room = {kernel.name: 65_536 // (128 * kernel.num_registers) for kernel in program.kernels}
-    assert all(min(num_rows, 4 * 132) <= 132 * blocks for blocks in room.values()), room
+    blocks = min(num_rows, 132 * (2 if num_devices > 2 else min(6, 2**15 // size)))
+    assert all(blocks <= 132 * (65_536 // (128 * kernel.num_registers)) for kernel in program.kernels)
 
 
 def test_what_it_takes():
