@@ -11,7 +11,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
 from jaxserve.layers.embedding import embed, gathered, unembed
 from jaxserve.layers.linear import linear, linear_of_few_rows
-from pallas_kernels import small_matmul
+from jaxserve.layers.peers import abstract_peers, allocate_peers
+from pallas_kernels import all_gather, all_reduce, small_matmul
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,31 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
     assert logits.sharding.is_fully_replicated
     np.testing.assert_array_equal(x, table[ids])
     np.testing.assert_allclose(logits, table[ids] @ table.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_rows", "num_sends"), [(7, 2), (9, 0)])
+def test_embedding_and_head_through_the_peers_memory(mesh, monkeypatch, num_rows, num_sends):
+    """As far as there is room. Kernels are for GPUs: here XLA does what they would."""
+    sent = []
+    for module, name in ((all_reduce, "all_reduce"), (all_gather, "all_gather")):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, _run=run, **kwargs: sent.append(args) or _run(*args, **kwargs))
+    sizes = {"hidden_size": 128, "vocab_size": 16, "max_num_tokens": 8, "max_num_rows": 8}
+    peers = allocate_peers(abstract_peers(mesh, dtype=jnp.dtype(jnp.bfloat16), **sizes))
+    table = np.random.default_rng(0).normal(size=(16, 128)).astype(jnp.bfloat16)
+    ids = np.array([0, 3, 4, 15, 7, 8, 5, 11, 12], np.int32)[:num_rows]
+
+    @jax.jit
+    def forward(table, ids, peers):
+        batch = make_batch([1] * num_rows).replace(token_ids=ids, peers=peers.sums)
+        x = embed(table, batch)
+        return x, gathered(unembed(table, x, kernels="xla"), peers.logits)
+
+    with jax.set_mesh(mesh):
+        x, logits = forward(put(table, mesh, "tensor"), ids, peers)
+    assert len(sent) == num_sends
+    assert x.sharding.is_fully_replicated
+    assert logits.sharding.is_fully_replicated
+    np.testing.assert_array_equal(x, table[ids])
+    exact = table[ids].astype(np.float32) @ table.T.astype(np.float32)
+    np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-4)
