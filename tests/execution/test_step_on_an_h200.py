@@ -12,6 +12,7 @@ from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.parts import parts_of
 from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.layers.launch import MIN_LAYERS
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
@@ -128,19 +129,20 @@ def assert_launched_in_three(first, second, pool):
 
 
 def test_short_prompts_have_the_layers_of_decode_steps():
-    builder = llama(NUM_LAYERS)
+    num_layers = MIN_LAYERS
+    builder = llama(num_layers)
     first, second = parts = compile_parts(builder, Forward(bucket_of(builder, 64), is_decode_only=False))
     assert_launched_in_three(first, second, POOL)
     for program in parts:
         assert_no_matmul_is_tried_out(program)
     # Attention to one query a row, to several, and a choice of both; its plan is made in each part.
-    assert first.num_launches <= 8 * (NUM_LAYERS // 5) + 60
-    assert first.num_launches + second.num_launches <= 8 * NUM_LAYERS + 100
+    assert first.num_launches <= 8 * (num_layers // 5) + 60
+    assert first.num_launches + second.num_launches <= 8 * num_layers + 100
 
 
 def test_prompts_on_two():
     """No device waits for the host of the other one, in steps of few tokens or of all that there may be."""
-    builder = llama(16, num_devices=2)
+    builder = llama(MIN_LAYERS, num_devices=2)
     pool = (NUM_BLOCKS, 4, 16, 128)
     assert_launched_in_three(*compile_parts(builder, Forward(bucket_of(builder, 128), is_decode_only=False)), pool)
     program = compile_llama(lambda builder: builder.shapes.largest, 1, num_devices=2)
