@@ -18,7 +18,7 @@ from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
-from jaxserve.layers.moe import Routing, moe_or_mlp
+from jaxserve.layers.moe import Routing, can_leave_shares, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
@@ -161,7 +161,9 @@ def decoder(
     leaves_shares = _adds_up_shares(params["layers"], x, batch)
     mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels, leaves_shares=leaves_shares)
     if routing is not None:
-        mlp = functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation)
+        mlp = functools.partial(
+            moe_or_mlp, batch=batch, routing=routing, activation=activation, leaves_shares=leaves_shares
+        )
     add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels, peers=batch.peers)
 
     shared["leaves_shares"] = leaves_shares
@@ -185,7 +187,7 @@ def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Bat
     return all(
         layer.keys() == {*PRE_NORMS, "attention", "mlp"}
         and "out_bias" not in layer["attention"]
-        and layer["mlp"].keys() == {"gate_up", "down"}
+        and can_leave_shares(layer["mlp"])
         for layer in layers
     )
 

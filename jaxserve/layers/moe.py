@@ -115,13 +115,33 @@ def moe_specs(
 
 
 def moe_or_mlp(
-    params: Params, x: Float[Array, "T E"], *, batch: Batch, routing: Routing, activation: str | Gate
+    params: Params,
+    x: Float[Array, "T E"],
+    *,
+    batch: Batch,
+    routing: Routing,
+    activation: str | Gate,
+    leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """The feed-forward of a layer that has experts or not, as its weights say."""
+    options = {"activation": activation, "kernels": batch.kernels, "leaves_shares": leaves_shares}
     if "experts" not in params:
-        return gated_mlp(params, x, activation, kernels=batch.kernels)
+        return gated_mlp(params, x, **options)
     num_tokens = batch.query_starts[batch.num_rows]
-    return moe(params, x, num_tokens, routing=routing, activation=activation, kernels=batch.kernels)
+    return moe(params, x, num_tokens, routing=routing, **options)
+
+
+def can_leave_shares(params: Params) -> bool:
+    """Whether `moe_or_mlp` of these weights is a sum of which the devices along one mesh axis have shares."""
+    if "experts" not in params:
+        return params.keys() == {"gate_up", "down"}
+    axes = _axes_of_shares(params["experts"])
+    if len(axes) != 1 or "shared_gate" in params:
+        return False
+    shared = params.get("shared")
+    return shared is None or (
+        shared.keys() == {"gate_up", "down"} and jax.typeof(shared["down"]).sharding.spec[1] == axes[0]
+    )
 
 
 def moe(
@@ -132,21 +152,25 @@ def moe(
     routing: Routing,
     activation: str | Gate,
     kernels: Kernels = "xla",
+    leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """The weighted sum of each token's experts, and the shared one where there is one.
 
-    Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it.
-    Raises NotImplementedError for experts that `kernels` cannot multiply by; what these cannot route, XLA does.
+    Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it,
+    `leaves_shares` as `linear` does, for weights that `can_leave_shares`. Raises NotImplementedError for experts that
+    `kernels` cannot multiply by; what these cannot route, XLA does.
     """
     with jax.named_scope("moe"):
         logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
-        run = functools.partial(_run_experts, routing=routing, activation=activation, kernels=kernels)
+        run = functools.partial(
+            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_shares=leaves_shares
+        )
         y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
         if "shared" not in params:
             return y
-        shared = gated_mlp(params["shared"], x, activation, kernels=kernels)
+        shared = gated_mlp(params["shared"], x, activation, kernels=kernels, leaves_shares=leaves_shares)
         if "shared_gate" in params:
             shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
         return y + shared
@@ -162,6 +186,7 @@ def _run_experts(
     routing: Routing,
     activation: str | Gate,
     kernels: Kernels,
+    leaves_shares: bool,
 ) -> Float[Array, "T E"]:
     """In an island: every device chooses among all experts, and runs those that it has, or its share of their inner
     sizes, for all tokens.
@@ -171,7 +196,7 @@ def _run_experts(
     if sharding.mesh.empty:
         return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
     expert_axis, ffn_axis = sharding.spec[0], sharding.spec[2]
-    axes = tuple(axis for axis in (expert_axis, ffn_axis) if axis is not None)
+    axes = _axes_of_shares(experts)
 
     def on_device(experts: Params, *arguments: Any) -> Array:
         num_local = experts["down"].shape[0]
@@ -180,15 +205,21 @@ def _run_experts(
             bias = jnp.where(jax.lax.axis_index(ffn_axis) == 0, experts["down_bias"], 0)
             experts = experts | {"down_bias": bias}
         y = run(experts, *arguments, first_expert=first_expert)
-        return jax.lax.psum(y, axes) if axes else y
+        return y if leaves_shares or not axes else jax.lax.psum(y, axes)
 
     island = jax.shard_map(
         on_device,
         in_specs=(jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, experts), *[PartitionSpec()] * 4),
-        out_specs=PartitionSpec(),
+        out_specs=PartitionSpec(unreduced=frozenset(axes) if leaves_shares else frozenset()),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
     return island(experts, x, logits, selection_bias, num_tokens)
+
+
+def _axes_of_shares(experts: Params) -> tuple[str, ...]:
+    """Of the mesh, along which devices have experts of their own, or shares of their inner sizes."""
+    spec = jax.typeof(experts["gate_up"]).sharding.spec
+    return tuple(axis for axis in (spec[0], spec[2]) if axis is not None) if len(spec) else ()
 
 
 def _run_local_experts(

@@ -174,6 +174,14 @@ def test_decode_step_with_experts():
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
 
 
+def test_experts_on_two():
+    """What devices have of a sum over experts is sent as that of a dense layer is."""
+    builder = make_builder(QWEN3_30B_A3B | {"num_hidden_layers": 2}, num_devices=2)
+    program = compile_program(builder, PlainDecode(bucket_of(builder, 16)))
+    assert program.thunks == DRAWING
+    assert program.spill_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("make", "num_layers", "num_devices"),
     [(decode_of_64_rows, 1, 1), (draw_of_64_rows, 1, 1), (decode_of_64_rows, FEW, 2)],

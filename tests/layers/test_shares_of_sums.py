@@ -15,6 +15,12 @@ from pallas_kernels import all_reduce
 from pallas_kernels.peers import allocate_peer_buffers
 
 HIDDEN_SIZE, NUM_LAYERS = 128, 3
+EXPERTS = {
+    **dict.fromkeys(["num_experts", "num_local_experts", "num_experts_per_tok"], 4),  # all: no choice by rounding
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -25,14 +31,17 @@ HIDDEN_SIZE, NUM_LAYERS = 128, 3
         ("qwen3", 2, 2 * NUM_LAYERS),
         ("olmo2", 2, 0),  # whose updates are normalised before they are added
         ("granite", 2, 0),  # and scaled
+        ("mixtral", 2, 2 * NUM_LAYERS),
+        ("qwen3_moe", 4, 2 * NUM_LAYERS),
+        ("qwen2_moe", 2, 0),  # the gate of whose shared expert would meet a share
     ],
 )
 def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_sums):
-    family, config, params = make_model(model_type, hidden_size=HIDDEN_SIZE, num_key_value_heads=4)
+    family, config, params = make_model(model_type, hidden_size=HIDDEN_SIZE, num_key_value_heads=4, **EXPERTS)
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
     peers = allocate_peer_buffers(abstract_sums(mesh, HIDDEN_SIZE))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(3)
     shape = (NUM_BLOCKS, 4, BLOCK_SIZE, 16)
     pools = [[jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(NUM_LAYERS)] for _ in range(2)]
     by_head = NamedSharding(mesh, PartitionSpec(None, "tensor"))
