@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
@@ -275,7 +275,7 @@ def self_attention(
     `params` are the weights of `attention_specs`: q and k go through norms if it has weights among them ("q_norm",
     "k_norm"), biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with a gain
     for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scale` is by
-    default D^-1/2, and `leaves_shares` is the last `linear`'s.
+    default D^-1/2, and `leaves_shares` is that of `linear_with_sum`.
     """
     with jax.named_scope("attention"):
         heads, k_pages, v_pages = attend_heads(
@@ -293,7 +293,14 @@ def self_attention(
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
         )
-        y = linear(heads, params["out"], params.get("out_bias"), leaves_shares=leaves_shares)
+        y = linear_with_sum(
+            heads,
+            params["out"],
+            params.get("out_bias"),
+            kernels=batch.kernels,
+            peers=batch.peers,
+            leaves_shares=leaves_shares,
+        )
         return y, k_pages, v_pages
 
 

@@ -159,7 +159,8 @@ def decoder(
         )
 
     leaves_shares = _adds_up_shares(params["layers"], x, batch)
-    mlp = functools.partial(gated_mlp, activation=activation, kernels=batch.kernels, leaves_shares=leaves_shares)
+    sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
+    mlp = functools.partial(gated_mlp, activation=activation, **sums)
     if routing is not None:
         mlp = functools.partial(
             moe_or_mlp, batch=batch, routing=routing, activation=activation, leaves_shares=leaves_shares

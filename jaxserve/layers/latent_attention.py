@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import AttentionFn, KVSpec, paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import run_layers, sequential_block
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
@@ -220,7 +220,15 @@ def latent_attention(
         stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
         out, pages = attention(q, stored, pages, batch, latent_size=heads.latent_size, scale=scale)
         values = _by_head("thr,hvr->thv", out, params["v_up"])
-        return linear(values, params["out"], params.get("out_bias")), pages, no_pages
+        y = linear_with_sum(
+            values,
+            params["out"],
+            params.get("out_bias"),
+            kernels=batch.kernels,
+            peers=batch.peers,
+            leaves_shares=False,
+        )
+        return y, pages, no_pages
 
 
 def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Float[Array, "H _ _"]) -> Float[Array, "T H outputs"]:

@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.peers import summed
 from pallas_kernels import small_matmul
+from pallas_kernels.peers import PeerBuffers
 
 
 def linear(
@@ -52,6 +54,24 @@ def linear(
         out_sharding=out_sharding,
     )
     y = y if y.shape[1:] == outputs else y.reshape(x.shape[0], *outputs)
+    return y if bias is None else y + bias[None]
+
+
+def linear_with_sum(
+    x: Float[Array, " T *inputs"],
+    weight: Float[Array, "..."],
+    bias: Float[Array, " E"] | None,
+    *,
+    kernels: Kernels,
+    peers: PeerBuffers | None,
+    leaves_shares: bool,
+) -> Float[Array, "T E"]:
+    """`linear` at the end of a block: devices that have shares of the result add them up through `peers`, if there are
+    any. With `leaves_shares` they do not.
+    """
+    if leaves_shares or peers is None:
+        return linear(x, weight, bias, leaves_shares=leaves_shares)
+    y = summed(linear(x, weight, leaves_shares=True), peers, kernels=kernels)
     return y if bias is None else y + bias[None]
 
 

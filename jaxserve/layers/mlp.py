@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import linear, share_of
+from jaxserve.layers.linear import linear, linear_with_sum, share_of
 from jaxserve.layers.params import Params, ParamSpec
 from pallas_kernels import gated_linear_unit as fused
+from pallas_kernels.peers import PeerBuffers
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -106,16 +107,18 @@ def gated_mlp(
     activation: str | Gate,
     *,
     kernels: Kernels = "xla",
+    peers: PeerBuffers | None = None,
     leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights. `leaves_shares` is the last
-    `linear`'s.
+    The first includes the activation where `kernels` has one for such rows and weights. `peers` and `leaves_shares` are
+    those of `linear_with_sum`.
     """
+    sums = {"kernels": kernels, "peers": peers, "leaves_shares": leaves_shares}
     with jax.named_scope("mlp"):
         inner = _gated_linear_unit(params["gate_up"], params.get("gate_up_bias"), x, activation, kernels=kernels)
-        return linear(inner, params["down"], params.get("down_bias"), leaves_shares=leaves_shares)
+        return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)
 
 
 def _gated_linear_unit(
@@ -157,8 +160,16 @@ def mlp_specs(
     return specs
 
 
-def mlp(params: Params, x: Float[Array, "T E"], activation: str) -> Float[Array, "T E"]:
-    """down(activation(up(x))); `activation` is a key of ACTIVATIONS."""
+def mlp(
+    params: Params,
+    x: Float[Array, "T E"],
+    activation: str,
+    *,
+    kernels: Kernels = "xla",
+    peers: PeerBuffers | None = None,
+) -> Float[Array, "T E"]:
+    """down(activation(up(x))); `activation` is a key of ACTIVATIONS, `peers` are those of `linear_with_sum`."""
+    sums = {"kernels": kernels, "peers": peers, "leaves_shares": False}
     with jax.named_scope("mlp"):
         inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias")))
-        return linear(inner, params["down"], params.get("down_bias"))
+        return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)

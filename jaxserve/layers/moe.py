@@ -19,8 +19,10 @@ from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.peers import summed
 from pallas_kernels.expert_routing import Routing, expert_routing, why_unsupported
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.peers import PeerBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ def moe_or_mlp(
     leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """The feed-forward of a layer that has experts or not, as its weights say."""
-    options = {"activation": activation, "kernels": batch.kernels, "leaves_shares": leaves_shares}
+    options = {"activation": activation, "kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
     if "experts" not in params:
         return gated_mlp(params, x, **options)
     num_tokens = batch.query_starts[batch.num_rows]
@@ -152,28 +154,34 @@ def moe(
     routing: Routing,
     activation: str | Gate,
     kernels: Kernels = "xla",
+    peers: PeerBuffers | None = None,
     leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
     """The weighted sum of each token's experts, and the shared one where there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it,
-    `leaves_shares` as `linear` does, for weights that `can_leave_shares`. Raises NotImplementedError for experts that
-    `kernels` cannot multiply by; what these cannot route, XLA does.
+    `peers` and `leaves_shares` as `linear_with_sum` does, the latter for weights that `can_leave_shares`. Raises
+    NotImplementedError for experts that `kernels` cannot multiply by; what these cannot route, XLA does.
     """
+    # Of experts and the shared one there is one sum over devices if it can be.
+    together = (leaves_shares or peers is not None) and can_leave_shares(params)
+    alone = peers is not None and not together and len(_axes_of_shares(params["experts"])) == 1
     with jax.named_scope("moe"):
         logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
         run = functools.partial(
-            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_shares=leaves_shares
+            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_shares=together or alone
         )
         y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
-        if "shared" not in params:
-            return y
-        shared = gated_mlp(params["shared"], x, activation, kernels=kernels, leaves_shares=leaves_shares)
-        if "shared_gate" in params:
-            shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
-        return y + shared
+        if alone:
+            y = summed(y, peers, kernels=kernels)
+        if "shared" in params:
+            shared = gated_mlp(params["shared"], x, activation, kernels=kernels, peers=peers, leaves_shares=together)
+            if "shared_gate" in params:
+                shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
+            y = y + shared
+        return y if leaves_shares else summed(y, peers, kernels=kernels)
 
 
 def _run_experts(

@@ -3,14 +3,18 @@
 XLA's collectives meet on the host in each step; with these buffers a step has none of them.
 """
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
+from jaxserve.layers.batch import Kernels
 from jaxserve.layers.sharding import mesh_axis
-from pallas_kernels import all_gather
-from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers
+from pallas_kernels import all_gather, all_reduce
+from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
 MAX_ROWS_OF_SUMS = 256
 """Of steps in which more than two devices add up shares through each other's memory. A device sends all of its share to
@@ -59,6 +63,21 @@ def abstract_peers(
         num_pieces=all_gather.num_pieces(vocab_size // num_devices, jnp.float32),
     )
     return Peers(sums, logits)
+
+
+def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernels) -> Float[Array, "T E"]:
+    """The sum of which devices have shares, if they do, on each of them: through `peers` where there is room for it."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec.unreduced:
+        return x
+    if peers is None or not all_reduce.supports(x, peers):
+        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
+    return jax.shard_map(
+        functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=kernels),
+        in_specs=(PartitionSpec(unreduced=sharding.spec.unreduced), peer_buffers_spec(sharding.mesh)),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )(x, peers)
 
 
 def allocate_peers(shapes: Peers) -> Peers:

@@ -116,7 +116,7 @@ def forward(
         rotation=None,
         alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32),
     )
-    feed_forward = functools.partial(mlp, activation=ACTIVATION)
+    feed_forward = functools.partial(mlp, activation=ACTIVATION, kernels=batch.kernels, peers=batch.peers)
     arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
     x = norm(embed(params["embed"], batch), params["embed_norm"])

@@ -169,7 +169,7 @@ def forward(
     slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
     rotation = None if config.rope is None else rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, alibi_slopes=slopes)
-    feed_forward = functools.partial(mlp, activation=config.activation)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(
         parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm
     )

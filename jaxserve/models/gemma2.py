@@ -100,7 +100,7 @@ def forward(
             sliding_window=window,
             soft_cap=config.attention_soft_cap,
         )
-        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
+        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
     x = embed(params["embed"], batch) * config.hidden_size**0.5

@@ -135,7 +135,7 @@ def forward(
             scale=config.query_pre_attn_scalar**-0.5,
             sliding_window=window,
         )
-        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
+        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
     x = embed(params["embed"], batch) * config.hidden_size**0.5

@@ -78,7 +78,7 @@ def forward(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
     attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
+    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
     x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)

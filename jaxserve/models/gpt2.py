@@ -132,7 +132,7 @@ def forward(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
-    feed_forward = functools.partial(mlp, activation=config.activation)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
 
     def block(scale: float) -> Block:
         attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None, scale=scale)

@@ -94,7 +94,7 @@ def forward(
         return update * config.residual_multiplier, k_pages, v_pages
 
     def mlp(weights: Params, y: Array) -> Array:
-        update = gated_mlp(weights, y, config.activation, kernels=batch.kernels)
+        update = gated_mlp(weights, y, config.activation, kernels=batch.kernels, peers=batch.peers)
         return update * config.residual_multiplier
 
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)

@@ -100,7 +100,7 @@ def forward(
     attend = functools.partial(
         self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm_heads_together
     )
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
+    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
     x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)

@@ -127,7 +127,7 @@ def forward(
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=NORM_EPS)
     attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None)
-    feed_forward = functools.partial(mlp, activation=config.activation)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
     x = embed(params["embed"], batch)

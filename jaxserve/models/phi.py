@@ -91,7 +91,7 @@ def forward(
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm)
-    feed_forward = functools.partial(mlp, activation=config.activation)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(parallel_block, attend=attend, mlp=feed_forward, norm=norm)
     x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)

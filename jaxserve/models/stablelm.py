@@ -109,7 +109,7 @@ def forward(
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels)
+    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(
         parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=mlp, norm=norm
     )

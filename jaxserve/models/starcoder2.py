@@ -81,7 +81,7 @@ def forward(
     attend = functools.partial(
         self_attention, batch=batch, attention=attention, rotation=rotation, sliding_window=config.sliding_window
     )
-    feed_forward = functools.partial(mlp, activation=config.activation)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
     x = embed(params["embed"], batch)
     x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)

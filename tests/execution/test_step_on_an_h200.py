@@ -174,9 +174,14 @@ def test_decode_step_with_experts():
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
 
 
-def test_experts_on_two():
-    """What devices have of a sum over experts is sent as that of a dense layer is."""
-    builder = make_builder(QWEN3_30B_A3B | {"num_hidden_layers": 2}, num_devices=2)
+@pytest.mark.parametrize(
+    "fields",
+    [QWEN3_30B_A3B, LLAMA_3_8B | {"model_type": "granite"}, LLAMA_3_8B | {"model_type": "starcoder2"}],
+    ids=["experts", "scaled updates", "biases"],
+)
+def test_other_families_have_no_sums_of_xla_on_two(fields):
+    """But OLMo 2, whose norms are over the heads of all devices."""
+    builder = make_builder(fields | {"num_hidden_layers": 1}, num_devices=2)
     program = compile_program(builder, PlainDecode(bucket_of(builder, 16)))
     assert program.thunks == DRAWING
     assert program.spill_bytes == 0

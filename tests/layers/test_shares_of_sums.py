@@ -24,19 +24,21 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_devices", "num_sums"),
+    ("model_type", "num_devices", "num_with_norm", "num_alone"),
     [
-        ("llama", 2, 2 * NUM_LAYERS),
-        ("llama", 4, 2 * NUM_LAYERS),
-        ("qwen3", 2, 2 * NUM_LAYERS),
-        ("olmo2", 2, 0),  # whose updates are normalised before they are added
-        ("granite", 2, 0),  # and scaled
-        ("mixtral", 2, 2 * NUM_LAYERS),
-        ("qwen3_moe", 4, 2 * NUM_LAYERS),
-        ("qwen2_moe", 2, 0),  # the gate of whose shared expert would meet a share
+        ("llama", 2, 2 * NUM_LAYERS, 0),
+        ("llama", 4, 2 * NUM_LAYERS, 0),
+        ("qwen3", 2, 2 * NUM_LAYERS, 0),
+        ("mixtral", 2, 2 * NUM_LAYERS, 0),
+        ("qwen3_moe", 4, 2 * NUM_LAYERS, 0),
+        ("qwen2_moe", 2, 0, 3 * NUM_LAYERS),  # the gate of whose shared expert must not meet a share
+        ("olmo2", 2, 0, 2 * NUM_LAYERS),  # whose updates are normalised before they are added
+        ("granite", 2, 0, 2 * NUM_LAYERS),  # and scaled
+        ("starcoder2", 4, 0, 2 * NUM_LAYERS),  # has biases
+        ("cohere", 2, 0, 2 * NUM_LAYERS),
     ],
 )
-def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_sums):
+def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_with_norm, num_alone):
     family, config, params = make_model(model_type, hidden_size=HIDDEN_SIZE, num_key_value_heads=4, **EXPERTS)
     mesh = make_mesh(num_devices)
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
@@ -47,10 +49,12 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_su
     by_head = NamedSharding(mesh, PartitionSpec(None, "tensor"))
     cache = jax.device_put(KVCache(*map(tuple, pools)), by_head)
     batch = jax.device_put(make_batch([5, 1, 12, 8]), NamedSharding(mesh, PartitionSpec()))
-    sums, plain = [], all_reduce.all_reduce_add_rms_norm
-    monkeypatch.setattr(
-        all_reduce, "all_reduce_add_rms_norm", lambda *args, **kwargs: sums.append(args) or plain(*args, **kwargs)
-    )
+    sums = []
+    for name in ("all_reduce_add_rms_norm", "all_reduce"):
+        run_one = getattr(all_reduce, name)
+        monkeypatch.setattr(
+            all_reduce, name, lambda *args, _n=name, _run=run_one, **kwargs: sums.append(_n) or _run(*args, **kwargs)
+        )
 
     def run(batch):
         with jax.set_mesh(mesh):
@@ -60,7 +64,8 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_su
     want = run(batch)
     assert not sums
     got = run(batch.replace(peers=peers))
-    assert len(sums) == num_sums
+    assert sums.count("all_reduce_add_rms_norm") == num_with_norm
+    assert sums.count("all_reduce") == num_alone + 1  # that of the tokens' vectors
     np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # of bfloat16, rounded at other places
 
 
