@@ -4,7 +4,7 @@ import jax
 
 NUM_SMS = 132
 """Multiprocessors. With fewer of them the kernels are right too, but some thread blocks wait for others to end; all but
-`layer_matmuls`, which needs as many at once."""
+`layer_matmuls`, which needs as many at once, and those that wait for other devices, which have as many as there are."""
 
 SHARED_MEMORY = 232_448 - 1024
 """Bytes that a thread block may have, less some for its barriers."""

@@ -36,6 +36,7 @@ from jaxserve.execution.step import (
     prompt_logprobs,
     step,
 )
+from jaxserve.layers import launch
 from jaxserve.layers.batch import Kernels, Launch
 from jaxserve.layers.params import abstract_params
 from jaxserve.layers.peers import abstract_peers
@@ -60,6 +61,9 @@ tries out all, for seconds, but where rows are many it finds nothing better.
 
 MAX_TOKENS_IN_PROGRAMS = 512
 """Of forward passes of prompts that are launched as two programs: larger ones keep the GPU longer than the host."""
+
+MIN_BYTES_IN_PROGRAMS = 6e9
+"""Of a device's weights, for the same: fewer are read in the time that the host needs to launch a program."""
 
 _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
@@ -205,8 +209,7 @@ class StepBuilder:
     @property
     def state_bytes(self) -> int:
         """What the slots take on a device, and what its peers send it."""
-        leaves = jax.tree.leaves((self.slots, self.peers))
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(map(_bytes_on_a_device, jax.tree.leaves((self.slots, self.peers))))
 
     @property
     def expected_step_memory(self) -> int:
@@ -295,9 +298,25 @@ class StepBuilder:
         with self.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
+    def _launch_of(self, program: Forward) -> Launch:
+        """Of steps that others wait for: those of prompts, and those that draw by a program of their own."""
+        if not self.has_kernels:
+            return "at once"
+        is_short = not program.is_decode_only and program.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
+        return "in programs" if is_short and self._may_be_two_programs else "in parts"
+
+    @property
+    def _may_be_two_programs(self) -> bool:
+        """Of a model that keeps a GPU longer than the host, whose layers have a pool each: one of several layers, which
+        both parts write, would be copied.
+        """
+        pools = self.layout.pool_of_layer
+        weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(self._params))
+        return len(pools) >= launch.MIN_LAYERS and len(set(pools)) == len(pools) and weights >= MIN_BYTES_IN_PROGRAMS
+
     def _halves(self, program: Program, declared: _Declaration) -> Halves | None:
         """Of a program that is two, where the trace of the whole says so."""
-        if not (isinstance(program, Forward) and _launch_of(program, has_kernels=self.has_kernels) == "in programs"):
+        if not (isinstance(program, Forward) and self._launch_of(program) == "in programs"):
             return None
         places = itertools.accumulate((jax.tree.structure(x).num_leaves for x in declared.arguments), initial=0)
         starts = list(places)
@@ -334,7 +353,7 @@ class StepBuilder:
                     **self._with_layers,
                     bucket=bucket,
                     is_decode_only=is_decode_only,
-                    launch=_launch_of(program, has_kernels=self.has_kernels),
+                    launch=self._launch_of(program),
                 )
                 outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):
@@ -394,9 +413,6 @@ def _drawn(*, has_logprobs: bool) -> Drawn:
     return Drawn(token_ids=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)
 
 
-def _launch_of(program: Forward, *, has_kernels: bool) -> Launch:
-    """Of steps that others wait for: those of prompts, and those that draw by a program of their own."""
-    if not has_kernels:
-        return "at once"
-    is_short = not program.is_decode_only and program.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
-    return "in programs" if is_short else "in parts"
+def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -67,8 +67,15 @@ class Halves(NamedTuple):
 
     @property
     def functions(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """Both parts as functions."""
-        return core.jaxpr_as_fun(self.first), core.jaxpr_as_fun(self.second)
+        """Both parts as functions, whose names traces show."""
+
+        def first(*arguments: Any) -> list[Any]:
+            return core.jaxpr_as_fun(self.first)(*arguments)
+
+        def second(*arguments: Any) -> list[Any]:
+            return core.jaxpr_as_fun(self.second)(*arguments)
+
+        return first, second
 
 
 def cut_in_two(jaxpr: core.Jaxpr, *, donated: Sequence[int]) -> Halves | None:

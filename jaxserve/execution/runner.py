@@ -1,9 +1,11 @@
 """Runner: owns params, KVCache, slots and the compiled programs; turns a StepPlan into work on the device."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
@@ -30,6 +32,11 @@ from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import Extras, admit_extras, pack_extras
 from jaxserve.scheduling.plan import StepPlan
+
+_LAUNCHING = threading.Lock()
+"""Of programs of several devices, which wait for each other in them (see `pallas_kernels.peers`): the engines of a
+process take turns, so that all devices have the programs in one order. A call returns when all have been given theirs.
+"""
 
 
 class HostLogprobs:
@@ -256,16 +263,17 @@ class Runner:
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program, on these besides weights, KV and slots. Returns what it makes besides KV and slots."""
         executable = self.steps[program]
-        match program:
-            case Draw() | Embed():
-                self._slots, made = executable(self._slots, *arguments)
-                return made
-            case PromptLogprobs():
-                return executable(self.params, *arguments)
-            case _:
-                state = self._kv_cache, self._slots
-                self._kv_cache, self._slots, made = executable(self.params, *state, self._peers, *arguments)
-                return made
+        with _LAUNCHING if self.mesh.size > 1 else contextlib.nullcontext():
+            match program:
+                case Draw() | Embed():
+                    self._slots, made = executable(self._slots, *arguments)
+                    return made
+                case PromptLogprobs():
+                    return executable(self.params, *arguments)
+                case _:
+                    state = self._kv_cache, self._slots
+                    self._kv_cache, self._slots, made = executable(self.params, *state, self._peers, *arguments)
+                    return made
 
     def close(self) -> None:
         """Free the device memory now instead of when the last reference goes."""

@@ -1,6 +1,7 @@
 """Where kernels put what the devices of a step send each other: shares of sums, and logits of parts of the vocabulary.
 
-XLA's collectives meet on the host in each step; with these buffers a step has none of them.
+XLA's collectives meet on the host in each step. With these buffers a step of a dense model or of experts has none of
+them, but for log probabilities of prompts and what has no room here.
 """
 
 import functools
@@ -31,9 +32,9 @@ MAX_ROWS_OF_LOGITS = 512
 class Peers(NamedTuple):
     """The buffers of a step, or their shapes."""
 
-    sums: PeerBuffers
+    sums: PeerBuffers | None
     logits: PeerBuffers | None
-    """None where each device has the whole vocabulary."""
+    """None of either where kernels do not take such rows, or each device has the whole vocabulary."""
 
 
 def abstract_peers(
@@ -52,17 +53,18 @@ def abstract_peers(
     num_devices = mesh.shape[axis]
     limit = MAX_ROWS_OF_SUMS_OF_TWO if num_devices == 2 else MAX_ROWS_OF_SUMS
     sums = abstract_peer_buffers(mesh, axis, num_rows=min(limit, max_num_tokens), size=hidden_size, dtype=dtype)
-    if vocab_size % num_devices:
-        return Peers(sums, None)
+    share = vocab_size // num_devices
     logits = abstract_peer_buffers(
         mesh,
         axis,
-        num_rows=min(MAX_ROWS_OF_LOGITS, max_num_rows),
-        size=vocab_size // num_devices,
+        num_rows=min(MAX_ROWS_OF_LOGITS, max_num_rows, max_num_tokens),
+        size=share,
         dtype=jnp.float32,
-        num_pieces=all_gather.num_pieces(vocab_size // num_devices, jnp.float32),
+        num_pieces=all_gather.num_pieces(share, jnp.float32),
     )
-    return Peers(sums, logits)
+    takes_sums = all_reduce.supports(jax.ShapeDtypeStruct((1, hidden_size), dtype), sums)
+    takes_logits = all_gather.supports(jax.ShapeDtypeStruct((1, share), jnp.float32), logits)
+    return Peers(sums if takes_sums else None, logits if takes_logits and vocab_size % num_devices == 0 else None)
 
 
 def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernels) -> Float[Array, "T E"]:
@@ -82,5 +84,4 @@ def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernel
 
 def allocate_peers(shapes: Peers) -> Peers:
     """What `abstract_peers` has declared, on GPUs of one process that reach each other's memory."""
-    logits = None if shapes.logits is None else allocate_peer_buffers(shapes.logits)
-    return Peers(allocate_peer_buffers(shapes.sums), logits)
+    return Peers(*(None if buffers is None else allocate_peer_buffers(buffers) for buffers in shapes))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.all_gather.op import Implementation, all_gather, num_pieces
+from pallas_kernels.all_gather.op import Implementation, all_gather
+from pallas_kernels.all_gather.sm90 import num_pieces
 from pallas_kernels.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 from pallas_kernels.timing import Row, measure, on_gpu
 

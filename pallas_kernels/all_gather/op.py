@@ -5,10 +5,8 @@ from typing import Literal, get_args
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.all_gather.sm90 import all_gather_sm90, num_pieces, supports
+from pallas_kernels.all_gather.sm90 import all_gather_sm90
 from pallas_kernels.peers import PeerBuffers
-
-__all__ = ["Implementation", "all_gather", "num_pieces", "supports"]
 
 Implementation = Literal["xla", "sm90"]
 
@@ -27,8 +25,8 @@ def all_gather(
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    if peers is not None and peers.axis_name != axis_name:
-        raise ValueError(f"columns along {axis_name!r}, and peers along {peers.axis_name!r}")
+    if peers is not None:
+        peers.check_axis(axis_name)
     if implementation == "sm90" and peers is not None:
         return all_gather_sm90(part, peers)
     return lax.all_gather(part, axis_name, axis=1, tiled=True)

@@ -67,5 +67,5 @@ def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> No
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    if peers is not None and peers.axis_name != axis_name:
-        raise ValueError(f"a sum over {axis_name!r}, and peers along {peers.axis_name!r}")
+    if peers is not None:
+        peers.check_axis(axis_name)

@@ -17,9 +17,8 @@ from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, supports
 from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
-MAX_BLOCKS_PER_MULTIPROCESSOR = 6
-VALUES_PER_MULTIPROCESSOR = 256 * THREADS
-"""Of the rows that two devices add up at a time: of longer rows fewer have room for their registers."""
+BLOCKS_PER_MULTIPROCESSOR = {32 * THREADS: 6, 64 * THREADS: 4, 128 * THREADS: 2}
+"""By the longest rows of two devices of which so many have room for their registers."""
 
 BLOCKS_OF_MANY_PEERS = 2
 """A multiprocessor's, where a row is the sum of more than two: their addresses take most registers."""
@@ -72,7 +71,7 @@ def _kernel(
     name: str, body: Callable[..., None], part: Array, peers: PeerBuffers, *, num_results: int
 ) -> Callable[..., Any]:
     num_rows, size = part.shape
-    fits = min(MAX_BLOCKS_PER_MULTIPROCESSOR, VALUES_PER_MULTIPROCESSOR // size)
+    fits = next(blocks for longest, blocks in BLOCKS_PER_MULTIPROCESSOR.items() if size <= longest)
     num_blocks = num_blocks_for(
         num_rows, blocks_per_multiprocessor=fits if peers.num_peers == 2 else BLOCKS_OF_MANY_PEERS
     )

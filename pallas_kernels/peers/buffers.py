@@ -5,8 +5,7 @@ like others, which know the addresses of their peers' memory from an array. It s
 arrays of a `PeerBuffers` live: they are never donated, and kernels write into them behind XLA's back.
 
 A device waits in its kernel until its peers are in theirs, so that all of them must run programs with such kernels in
-one order. For the steps of an engine, which one thread starts, they do; two engines on the same devices may wait for
-each other for ever.
+one order: whoever starts them starts one on all devices before the next one, also where several engines share devices.
 """
 
 import ctypes
@@ -53,6 +52,11 @@ class PeerBuffers:
     def num_peers(self) -> int:
         """N."""
         return self.offsets.shape[2]
+
+    def check_axis(self, axis_name: str) -> None:
+        """Raises ValueError unless the peers are those along this axis."""
+        if self.axis_name != axis_name:
+            raise ValueError(f"devices along {axis_name!r}, and peers along {self.axis_name!r}")
 
 
 def abstract_peer_buffers(

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper import NUM_SMS, num_sms
 from pallas_kernels.peers import device
 from pallas_kernels.peers.buffers import NUM_TURNS
-
-MULTIPROCESSORS = 132
 
 
 class Exchange(NamedTuple):
@@ -60,7 +59,7 @@ class Exchange(NamedTuple):
         device.tell(told, call)
 
     def wait(self, row: Any, piece: Any, call: Any) -> None:
-        """Until the others' pieces of this call are there. The next call of this device is another one."""
+        """Until the others' pieces of this call are there. `call` gives the next number from then on."""
         for other in range(self.num_others):
             device.wait(self.arrived.at[0, other, row, piece], call)
         device.store(self.calls.at[0, row, piece], call)
@@ -68,7 +67,7 @@ class Exchange(NamedTuple):
 
 def num_blocks_for(num_items: int, *, blocks_per_multiprocessor: int) -> int:
     """Thread blocks for so many items: all run at a time, so that none waits for one that waits for it."""
-    return min(num_items, MULTIPROCESSORS * blocks_per_multiprocessor)
+    return min(num_items, (num_sms() or NUM_SMS) * blocks_per_multiprocessor)
 
 
 def exchange_all(

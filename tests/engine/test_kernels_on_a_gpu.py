@@ -7,6 +7,7 @@ import pytest
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.execution import builder
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -73,9 +74,10 @@ SMALL = LLAMA_100M | {
 
 @pytest.fixture(autouse=True)
 def _prompts_are_two_programs(monkeypatch):
-    """As those of models with more layers are."""
+    """As those of larger models are."""
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
     monkeypatch.setitem(launch.CUTS, "in programs", (2, 1.3))
+    monkeypatch.setattr(builder, "MIN_BYTES_IN_PROGRAMS", 0)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -90,7 +92,9 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
 @pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 32), ("many heads", 12), ("experts", 32)])
 def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, max_num_seqs):
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, tensor_parallel_size=2)
+    compare_with_xla(
+        tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, tensor_parallel_size=2, max_num_batched_tokens=1024
+    )
 
 
 def compare_with_xla(tmp_path, shape, *, max_num_seqs, tensor_parallel_size=1, max_num_batched_tokens=256):

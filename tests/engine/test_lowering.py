@@ -13,9 +13,8 @@ import pytest
 from harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
-from jaxserve.execution import builder as builder_module
 from jaxserve.execution import lowering as lowering_module
-from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.builder import StepBuilder, StepSpec, build
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.parts import CompiledInTwo
 from jaxserve.execution.runner import Runner
@@ -98,7 +97,7 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
 def test_the_same_answers_of_prompts_in_two_programs(monkeypatch, num_devices):
     """As this process lowers them, and from the bytes that a worker would send."""
     expected = answers(make_engine(num_devices)[0])
-    monkeypatch.setattr(builder_module, "_launch_of", lambda *_, **__: "in programs")
+    monkeypatch.setattr(StepBuilder, "_launch_of", lambda *_: "in programs")
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
     monkeypatch.setitem(launch.CUTS, "in programs", (2, 1))
     builder = make_builder(num_devices=num_devices)

@@ -1,5 +1,7 @@
 """Functions in two parts are what they were whole, with their arguments given up as soon as nobody needs them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,33 @@ def test_what_both_need_is_given_up_by_the_second():
     lowered = lower(function, mesh, x, donated=(0,))
     assert (lowered.cut.first_donated, lowered.cut.second_donated) == ((), (0,))
     np.testing.assert_array_equal(lowered.compile()(x), 3)
+
+
+def test_arrays_are_given_up_to_what_takes_their_place():
+    """Keys first, then values, as they come in, while layers make them by turns."""
+
+    def function(keys, values):
+        keys, values = list(keys), list(values)
+        x = jnp.zeros(())
+        for index in range(4):
+            keys[index] = keys[index].at[0].add(1)
+            values[index] = values[index].at[0].add(x + 2)
+            x = x + values[index][0]
+            if index == 1:
+                x = launch_boundary(x)
+        return keys, values
+
+    mesh = make_mesh(1)
+    arguments = put(mesh, *(np.full(1000, value, np.float32) for value in range(8)))
+    lowered = lower(lambda *leaves: function(leaves[:4], leaves[4:]), mesh, *arguments, donated=range(8))
+    compiled = lowered.compile()
+    for part in (compiled.first, compiled.second):
+        pairs = re.findall(r"{(\d+)}: \((\d+)", part.as_text().splitlines()[0])
+        assert pairs == [(str(index), str(index)) for index in range(4)]
+    assert compiled.memory_analysis().alias_size_in_bytes == 8 * 4000
+    keys, values = compiled(*arguments)
+    assert [float(x[0]) for x in keys] == [1, 2, 3, 4]
+    assert [float(x[0]) for x in values] == [6, 13, 27, 55]
 
 
 def test_without_a_boundary_it_is_one():

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.execution import builder as builder_module
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.parts import parts_of
@@ -140,8 +141,9 @@ def test_short_prompts_have_the_layers_of_decode_steps():
     assert first.num_launches + second.num_launches <= 8 * num_layers + 100
 
 
-def test_prompts_on_two():
+def test_prompts_on_two(monkeypatch):
     """No device waits for the host of the other one, in steps of few tokens or of all that there may be."""
+    monkeypatch.setattr(builder_module, "MIN_BYTES_IN_PROGRAMS", 0)
     builder = llama(MIN_LAYERS, num_devices=2)
     pool = (NUM_BLOCKS, 4, 16, 128)
     assert_launched_in_three(*compile_parts(builder, Forward(bucket_of(builder, 128), is_decode_only=False)), pool)
@@ -149,6 +151,18 @@ def test_prompts_on_two():
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0
     assert program.copies_of(pool) == []
+
+
+def test_a_pool_that_layers_of_both_halves_share_is_not_copied(monkeypatch):
+    """So that the forward pass stays one program."""
+    monkeypatch.setattr(builder_module, "MIN_BYTES_IN_PROGRAMS", 0)
+    fields = {"model_type": "gemma3_text", "head_dim": 128, "sliding_window": 512, "sliding_window_pattern": 6}
+    fields |= {"num_hidden_layers": MIN_LAYERS, "vocab_size": 1024, "query_pre_attn_scalar": 128}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 1024}
+    builder = make_builder(LLAMA_3_8B | fields | {"hidden_activation": "gelu_pytorch_tanh"})
+    assert len(set(builder.layout.pool_of_layer)) < MIN_LAYERS
+    program = compile_program(builder, Forward(bucket_of(builder, 64), is_decode_only=False))
+    assert program.copies_of((NUM_BLOCKS, 2, 16, 128)) == []
 
 
 def test_decode_step_on_two():

@@ -7,6 +7,7 @@ too. A device's calls come one after the other, as kernels of a stream do, and n
 """
 
 import functools
+import itertools
 import math
 import random
 from typing import Any, NamedTuple
@@ -87,12 +88,14 @@ PEERS = ("inbox", "arrived", "calls", "ranks", "offsets")
 
 
 class Devices:
-    """N devices with room for R rows, and what is left of their calls. A call has at most so many thread blocks."""
+    """N devices with room for R rows, and what is left of their calls, each of the next kernel. A call has at most so
+    many thread blocks.
+    """
 
-    def __init__(self, kernel, num_devices, num_rows, seed, *, num_blocks):
-        self.kernel, self.num_blocks = kernel, num_blocks
+    def __init__(self, kernels, num_devices, num_rows, seed, *, num_blocks):
+        self.kernels, self.num_blocks = kernels, num_blocks
         self.random = random.Random(seed)
-        others, pieces = num_devices - 1, kernel.num_pieces
+        others, pieces = num_devices - 1, kernels[0].num_pieces
         self.memories = [
             {
                 "inbox": np.full((1, 2, others, num_rows, SIZE), np.nan, np.float32),
@@ -125,15 +128,15 @@ class Devices:
 
     def _stream(self, owner, todo):
         """The thread blocks of a device's calls, a list a call; asked for when the last call has ended."""
-        memory, kernel = self.memories[owner], self.kernel
+        memory = self.memories[owner]
         memory["done"] = []
-        for arguments in todo:
+        for kernel, arguments in zip(itertools.cycle(self.kernels), todo, strict=False):
             memory |= dict(zip(kernel.arguments, arguments, strict=True))
             num_rows = len(memory["part"])
             for name, parts in kernel.results.items():
                 memory[name] = np.full((num_rows, parts, SIZE) if parts > 1 else (num_rows, SIZE), np.nan, np.float32)
             num_blocks = min(num_rows * kernel.num_pieces, self.num_blocks)
-            yield [Block(self, owner, index, num_blocks) for index in range(num_blocks)]
+            yield [Block(self, kernel, owner, index, num_blocks) for index in range(num_blocks)]
             memory["done"].append([memory[name] for name in kernel.results])
 
     def pause(self, can_go_on=lambda: True):
@@ -144,12 +147,12 @@ class Devices:
 class Block(Player):
     """A thread block."""
 
-    def __init__(self, devices, owner, index, num_blocks):
+    def __init__(self, devices, kernel, owner, index, num_blocks):
         super().__init__()
-        self.devices, self.owner, self.index, self.num_blocks = devices, owner, index, num_blocks
+        self.devices, self.kernel, self.owner, self.index, self.num_blocks = devices, kernel, owner, index, num_blocks
 
     def run(self):
-        kernel = self.devices.kernel
+        kernel = self.kernel
         names = (*kernel.arguments, *PEERS, *kernel.results)
         kernel.body(*(Place(self.devices.memories, self.owner, name) for name in names), num_blocks=self.num_blocks)
 
@@ -224,15 +227,15 @@ def gather_of(num_devices):
     return Kernel("gather", body, ("part",), {"gathered": num_devices}, PIECES)
 
 
-def check(monkeypatch, kernel, num_devices, num_rows, seed, *, first_call=0, num_blocks=100):
-    """Calls of 1 to all rows, whose parts are whole numbers: exact sums."""
-    devices = Devices(kernel, num_devices, num_rows, seed, num_blocks=num_blocks)
+def check(monkeypatch, kernels, num_devices, num_rows, seed, *, first_call=0, num_blocks=100):
+    """Calls of these kernels in turns, of 1 to all rows, whose parts are whole numbers: exact sums."""
+    devices = Devices(kernels, num_devices, num_rows, seed, num_blocks=num_blocks)
     for memory in devices.memories:
         memory["calls"][:] = memory["arrived"][:] = first_call
     replace_device(monkeypatch, devices)
     rng = np.random.default_rng(seed)
     calls, want = [[] for _ in range(num_devices)], []
-    for _ in range(5):
+    for kernel in itertools.islice(itertools.cycle(kernels), 5):
         x, *parts = rng.integers(-50, 50, (1 + num_devices, rng.integers(1, num_rows + 1), SIZE)).astype(np.float32)
         total = x + sum(parts)
         normed = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + EPS)
@@ -252,8 +255,8 @@ def check(monkeypatch, kernel, num_devices, num_rows, seed, *, first_call=0, num
 @pytest.mark.parametrize(("num_devices", "num_rows"), [(2, 1), (2, 5), (3, 2), (4, 3)])
 @pytest.mark.parametrize("seed", range(3))
 def test_in_any_order(monkeypatch, num_devices, num_rows, seed, num_blocks):
-    for kernel in (SUM, SUM_WITH_NORM, gather_of(num_devices)):
-        check(monkeypatch, kernel, num_devices, num_rows, seed, num_blocks=num_blocks)
+    for kernels in ([SUM, SUM_WITH_NORM], [gather_of(num_devices)]):
+        check(monkeypatch, kernels, num_devices, num_rows, seed, num_blocks=num_blocks)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -261,7 +264,7 @@ def test_counters_start_over(monkeypatch):
     """After 2^32 calls, and halfway, where they change their sign."""
     for first_call in (-3, 2**31 - 3):
         for kernel in (SUM_WITH_NORM, gather_of(2)):
-            check(monkeypatch, kernel, 2, 2, 0, first_call=first_call)
+            check(monkeypatch, [kernel], 2, 2, 0, first_call=first_call)
 
 
 @pytest.mark.parametrize("kernel", [SUM_WITH_NORM, gather_of(2)], ids=["sum", "gather"])
@@ -269,4 +272,4 @@ def test_one_place_for_a_piece_would_not_do(monkeypatch, kernel):
     """Nor would this test, if it did not find that."""
     monkeypatch.setattr(exchange, "NUM_TURNS", 1)
     with pytest.raises(AssertionError, match="not equal"):
-        check(monkeypatch, kernel, 2, 4, seed=3)
+        check(monkeypatch, [kernel], 2, 4, seed=3)
