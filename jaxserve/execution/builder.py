@@ -298,8 +298,8 @@ class StepBuilder:
         with self.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
-    def _launch_of(self, program: Forward) -> Launch:
-        """Of steps that others wait for: those of prompts, and those that draw by a program of their own."""
+    def launch_of(self, program: Forward) -> Launch:
+        """In parts, if others wait for it: for steps of prompts, and those that draw by a program of their own."""
         if not self.has_kernels:
             return "at once"
         is_short = not program.is_decode_only and program.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
@@ -316,7 +316,7 @@ class StepBuilder:
 
     def _halves(self, program: Program, declared: _Declaration) -> Halves | None:
         """Of a program that is two, where the trace of the whole says so."""
-        if not (isinstance(program, Forward) and self._launch_of(program) == "in programs"):
+        if not (isinstance(program, Forward) and self.launch_of(program) == "in programs"):
             return None
         places = itertools.accumulate((jax.tree.structure(x).num_leaves for x in declared.arguments), initial=0)
         starts = list(places)
@@ -353,7 +353,7 @@ class StepBuilder:
                     **self._with_layers,
                     bucket=bucket,
                     is_decode_only=is_decode_only,
-                    launch=self._launch_of(program),
+                    launch=self.launch_of(program),
                 )
                 outputs = Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if is_decode_only else _LEAF)
             case Draw(num_rows, has_logprobs):

@@ -5,6 +5,7 @@ import pathlib
 import jax
 import pytest
 
+from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers.sharding import with_explicit_axes
@@ -69,3 +70,34 @@ def test_xla_tries_out_matmuls_of_few_tokens_only():
     assert sorted({program.bucket.num_tokens for program in programs}) == [1, 4, 16, 32, 64]
     on_cpu = make_builder(max_num_seqs=256, max_num_batched_tokens=1024)
     assert not any(map(on_cpu.compiler_options, on_cpu.shapes.programs))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_devices", "num_tokens", "is_decode_only", "expected"),
+    [
+        ({}, 1, 512, False, "in programs"),
+        ({}, 2, 128, False, "in programs"),
+        ({}, 1, 768, False, "in parts"),
+        ({}, 1, 64, True, "in parts"),
+        ({}, 4, 64, False, "in parts"),  # 4 GB of weights a device
+        ({"num_hidden_layers": 15, "intermediate_size": 3 * 14336}, 1, 64, False, "in parts"),
+        # Whose layers share pools: both programs would write some, and one of them a copy.
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, 1, 64, False, "in parts"),
+    ],
+)
+def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_only, expected):
+    spec = StepSpec(
+        model=LLAMA_3_8B | {"head_dim": 128, "sliding_window": 512, "query_pre_attn_scalar": 128} | fields,
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        has_special_steps=True,
+        has_peers=True,
+    )
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    builder = build(spec, with_explicit_axes(mesh))
+    bucket = next(bucket for bucket in builder.buckets if bucket.num_tokens == num_tokens)
+    assert builder.launch_of(Forward(bucket, is_decode_only=is_decode_only)) == expected

@@ -160,7 +160,7 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
     params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
     x = jax.device_put(jnp.zeros((16, hidden_size), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
     peers = abstract_sums(mesh, hidden_size)
-    assert (peers is None) == (num_devices == 1)
+    assert (peers is None) == (num_devices == 1 or hidden_size == 192)
     batch = make_batch([1, 2, 3, 4] * 4, "sm90")
     supports = functools.partial(decode_layer.supports, params["layers"], x, activation="silu")
     assert supports(batch=batch.replace(peers=peers)) == takes
