@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.linear import linear
-from jaxserve.layers.peers import MAX_ROWS_OF_SUMS, MAX_ROWS_OF_SUMS_OF_TWO
+from jaxserve.layers.peers import MAX_ROWS_OF_SUMS, MAX_ROWS_OF_SUMS_OF_TWO, abstract_peers
 from pallas_kernels import all_reduce
 from pallas_kernels.peers import allocate_peer_buffers
 
@@ -87,6 +87,29 @@ def test_more_rows_than_peers_have_room_for_are_added_up_by_xla(num_devices, num
 
 def test_one_device_has_no_peers():
     assert abstract_sums(make_mesh(1), HIDDEN_SIZE) is None
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "vocab_size", "expected"),
+    [
+        (128, 64, (True, True)),
+        (192, 64, (False, True)),
+        (128, 10, (True, False)),  # 20 bytes a row
+        (128, 65, (True, False)),  # which every device has as a whole
+        (192, 65, (False, False)),
+    ],
+)
+def test_no_buffers_for_what_no_kernel_takes(hidden_size, vocab_size, expected):
+    peers = abstract_peers(
+        make_mesh(2),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        dtype=jnp.dtype(jnp.bfloat16),
+        max_num_tokens=8,
+        max_num_rows=16,
+    )
+    assert tuple(buffers is not None for buffers in peers) == expected
+    assert all(buffers.inbox.shape[3] == 8 for buffers in peers if buffers is not None)
 
 
 def test_linear_leaves_shares():
