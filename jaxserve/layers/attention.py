@@ -158,15 +158,17 @@ def attend_over_pages(
         v_pages,
         block_tables=batch.block_tables[decodes],
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
+        room=num_tokens,
         implementation=batch.kernels,
         **scores,
     )
     if num_tokens == 1 or batch.is_decode_only:  # no row has more
         return out[:, 0]
-    chunks = ragged_prefill_attention(
+    return ragged_prefill_attention(
         q,
         k_pages,
         v_pages,
+        out[:, 0],
         block_tables=batch.block_tables,
         seq_lens=batch.seq_lens,
         query_starts=batch.query_starts,
@@ -175,9 +177,6 @@ def attend_over_pages(
         implementation=batch.kernels,
         **scores,
     )
-    out = jnp.where(is_decode[:, None, None], out[:, 0], chunks[decodes])
-    # By itself, so that what may be large is not read and written for the few rows that change.
-    return jax.lax.dynamic_update_slice(chunks, jax.lax.optimization_barrier(out), (0, 0, 0))
 
 
 def attention_specs(

@@ -33,13 +33,15 @@ def latent_attention_xla(
         block_tables=block_tables[decodes],
         seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
         query_lens=None,
+        room=num_tokens,
         **scores,
     )
     if not is_decode_only and num_tokens > 1:
-        chunks = ragged_prefill_attention_xla(
+        out = ragged_prefill_attention_xla(
             q,
             pages,
             pages,
+            out[:, 0],
             block_tables=block_tables,
             seq_lens=seq_lens,
             query_starts=query_starts,
@@ -47,6 +49,5 @@ def latent_attention_xla(
             num_rows=num_rows,
             **scores,
         )
-        decoded = jnp.where(is_decode[:, None, None], out[:, 0], chunks[decodes])
-        return jnp.concatenate([decoded, chunks[decodes.stop :]])[..., :latent_size]
+        return out[..., :latent_size]
     return out[:, 0, :, :latent_size]

@@ -26,8 +26,9 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     alibi_slopes: Float[Array, " H"] | None = None,
+    room: int | None = None,
     implementation: Implementation = "xla",
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
     """Causal attention of the last tokens of B sequences over keys and values that lie in pages.
 
     The context of row b are its first `seq_lens[b]` positions (this step's tokens included), page `block_tables[b, n]`
@@ -41,17 +42,20 @@ def paged_attention(
 
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
-    pages. What is no query, all of a row with sequence length 0, gets 0 and -inf. Pages and positions outside a row's
-    context are never let into its result, whatever they hold (NaN too). Cost follows the contexts in use, not B, N or
-    P.
+    pages. What is no query, all of a row with sequence length 0, gets 0 and -inf. With a `room` of R, at least B, the
+    result has room behind the B rows for those of others, which may hold anything; else R is B. Pages and positions
+    outside a row's context are never let into its result, whatever they hold (NaN too). Cost follows the contexts in
+    use, not B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation, shapes that do not fit together, or a window or cap that is not positive; NotImplementedError for
-    dtypes and shapes that "sm90", the kernel for Hopper GPUs, cannot do.
+    implementation, shapes that do not fit together, too little room, or a window or cap that is not positive;
+    NotImplementedError for dtypes and shapes that "sm90", the kernel for Hopper GPUs, cannot do.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if room is not None and room < q.shape[0]:
+        raise ValueError(f"room must be {q.shape[0]} or more, the number of rows, got {room}")
     check_attention(
         num_heads=q.shape[2],
         num_kv_heads=k_pages.shape[1],
@@ -60,6 +64,7 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )
+    room = q.shape[0] if room is None else room
     run = {"xla": paged_attention_xla, "sm90": paged_attention_sm90}[implementation]
     return run(
         q,
@@ -73,4 +78,5 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        room=room,
     )

@@ -54,9 +54,10 @@ def paged_attention_sm90(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
     alibi_slopes: Float[Array, " H"] | None,
+    room: int,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
     """See `paged_attention`. Raises NotImplementedError for what the kernel cannot do.
 
     `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
@@ -112,19 +113,20 @@ def paged_attention_sm90(
         return rows.reshape(problem.num_tiles, width)
 
     operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes)]
-    out, lse = _call(problem, num_rows * problem.num_tiles, q.dtype, operands)
+    num_places = max(tiles.shape[0], room * num_kv_heads * padded_rows)
+    out, lse = _call(problem, num_rows * problem.num_tiles, num_places, q.dtype, operands)
 
     def by_query(x: Array) -> Array:
-        x = x.reshape(num_rows, num_kv_heads, -1, x.shape[-1])[:, :, :head_rows]
-        x = x.reshape(num_rows, num_kv_heads, num_queries, queries_per_token, -1)
-        return x.swapaxes(1, 2).reshape(num_rows, num_queries, num_heads, -1)
+        x = x.reshape(-1, num_kv_heads, padded_rows, x.shape[-1])[:, :, :head_rows]
+        x = x.reshape(-1, num_kv_heads, num_queries, queries_per_token, x.shape[-1])
+        return x.swapaxes(1, 2).reshape(-1, num_queries, num_heads, x.shape[-1])
 
-    lse = lse.reshape(num_rows * num_kv_heads, -1)[:, :head_rows]
-    return by_query(out[: num_rows * num_kv_heads * padded_rows]), by_query(lse[..., None])[..., 0]
+    lse = lse.reshape(num_rows * num_kv_heads, -1)[:, :padded_rows]
+    return by_query(out[: room * num_kv_heads * padded_rows]), by_query(lse[..., None])[..., 0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(problem, num_items, dtype, operands):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _call(problem, num_items, num_places, dtype, operands):
     """Jitted, so that the layers of a model share one lowering of the kernel."""
     config, head_dim = problem.config, problem.head_dim
     given = [operand for operand in operands if operand is not None]
@@ -196,7 +198,7 @@ def _call(problem, num_items, dtype, operands):
     run = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((operands[0].shape[0], head_dim), dtype),
+            jax.ShapeDtypeStruct((num_places, head_dim), dtype),
             jax.ShapeDtypeStruct((num_items, width), jnp.float32),
             jax.ShapeDtypeStruct((2 * config.num_shares, part_rows(problem.tile_rows), head_dim), jnp.float32),
             jax.ShapeDtypeStruct((2 * config.num_shares, 2, max(16, width)), jnp.float32),

@@ -27,7 +27,8 @@ def paged_attention_xla(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
     alibi_slopes: Float[Array, " H"] | None,
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    room: int,
+) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
     """See `paged_attention`."""
     scores = Scores(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     num_rows, num_queries = q.shape[:2]
@@ -60,4 +61,5 @@ def paged_attention_xla(
 
     in_use = jnp.max(jnp.where(seq_lens > 0, jnp.arange(1, num_rows + 1), 0))
     nothing = jnp.zeros_like(q), jnp.full_like(q, -jnp.inf, dtype=jnp.float32)[..., 0]
-    return lax.fori_loop(0, ceil_div(in_use, group), row_group, nothing)
+    out, lse = lax.fori_loop(0, ceil_div(in_use, group), row_group, nothing)
+    return jnp.pad(out, ((0, room - num_rows), (0, 0), (0, 0), (0, 0))), lse

@@ -17,6 +17,7 @@ def ragged_prefill_attention(
     q: Float[Array, "T H D"],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
+    before: Float[Array, "T H D"] | None = None,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -41,9 +42,10 @@ def ragged_prefill_attention(
     added to that (ALiBi, Press et al. 2021, arXiv:2108.12409). `sinks` are logits, one a head, that join the softmax's
     denominator and nothing else (Xiao et al. 2023, arXiv:2309.17453, as in gpt-oss).
 
-    Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens of no such
-    row get 0. Pages and positions outside a row's context are never let into its result, whatever they hold (NaN too).
-    Cost follows the tokens and contexts in use, not T, B, N or P.
+    Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens before those
+    rows have the results in `before`, 0 if it is None; the kernel writes the others into that array, in place. Tokens
+    behind the rows get 0. Pages and positions outside a row's context are never let into its result, whatever they hold
+    (NaN too). Cost follows the tokens and contexts in use, not T, B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, shapes that do not fit together, or a window or cap that is not positive; NotImplementedError for
@@ -65,6 +67,7 @@ def ragged_prefill_attention(
         q,
         k_pages,
         v_pages,
+        before,
         block_tables=block_tables,
         seq_lens=seq_lens,
         query_starts=query_starts,

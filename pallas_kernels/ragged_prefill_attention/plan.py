@@ -18,8 +18,8 @@ class Plan(NamedTuple):
     num_tokens: Int[Array, " W"]
     """From 1 to the size of a tile."""
     end: Int[Array, " W"]
-    """The position after that of the last token: so much of the context the tile looks at. 0: its tokens belong to no
-    row, and get 0."""
+    """The position after that of the last token: so much of the context the tile looks at. 0: its tokens are behind the
+    rows, and get 0."""
     context: Int[Array, " W"]
     """Positions that the row holds."""
     num_tiles: Int[Array, " 1"]
@@ -34,20 +34,20 @@ def plan(
     num_tokens: int,
     tile_size: int,
 ) -> Plan:
-    """Tiles that cover all `num_tokens`, in order of falling `end`.
+    """Tiles that cover the tokens of the rows and those behind them, up to `num_tokens`, in order of falling `end`.
 
     A tile's tokens are of one row, and their positions of one aligned run of `tile_size`: so a tile sees all of every
     such run before its own.
     """
-    # Segments: the tokens before the rows, each row, the tokens after them.
+    # Segments: each row, the tokens behind them.
     row = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     first_row = jnp.minimum(first_row, num_rows)
     counts = jnp.where((row >= first_row) & (row < num_rows), query_starts[1:] - query_starts[:-1], 0)
     end_of_rows = query_starts[num_rows]
-    rows = _around(0, row, 0)
-    starts = _around(0, query_starts[:-1], end_of_rows)
-    counts = _around(query_starts[first_row], counts, num_tokens - end_of_rows)
-    contexts = _around(0, seq_lens, 0)
+    rows = _and_behind(row, 0)
+    starts = _and_behind(query_starts[:-1], end_of_rows)
+    counts = _and_behind(counts, num_tokens - end_of_rows)
+    contexts = _and_behind(seq_lens, 0)
 
     positions = jnp.maximum(contexts - counts, 0)
     skipped = positions % tile_size  # of the first tile: before the row's first token
@@ -60,7 +60,7 @@ def plan(
     stop = jnp.minimum(begin + tile_size, counts[segment])
     begin = jnp.maximum(begin, 0)
     end = positions[segment] + stop
-    end = jnp.where((segment == 0) | (segment == rows.shape[0] - 1), 0, end)
+    end = jnp.where(segment == rows.shape[0] - 1, 0, end)
     num_tiles = tiles_until[-1:]
     order = jnp.argsort(jnp.where(tile < num_tiles, -end, 1))
     return Plan(
@@ -73,5 +73,5 @@ def plan(
     )
 
 
-def _around(before: Array | int, values: Int[Array, " B"], after: Array | int) -> Int[Array, " B+2"]:
-    return jnp.concatenate([jnp.asarray(x, jnp.int32).reshape(-1) for x in (before, values, after)])
+def _and_behind(values: Int[Array, " B"], last: Array | int) -> Int[Array, " B+1"]:
+    return jnp.concatenate([values, jnp.asarray(last, jnp.int32).reshape(1)])

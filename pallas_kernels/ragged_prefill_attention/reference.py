@@ -10,6 +10,7 @@ def ragged_prefill_attention_reference(
     q: Float[np.ndarray, "T H D"],
     k_pages: Float[np.ndarray, "P K S D"],
     v_pages: Float[np.ndarray, "P K S D"],
+    before: Float[np.ndarray, "T H D"] | None = None,
     *,
     block_tables: Int[np.ndarray, "B N"],
     seq_lens: Int[np.ndarray, " B"],
@@ -24,6 +25,9 @@ def ragged_prefill_attention_reference(
 ) -> Float[np.ndarray, "T H D"]:
     """See `ragged_prefill_attention`; arrays in NumPy, the result in float64."""
     out = np.zeros(q.shape)
+    if before is not None:
+        tokens = slice(0, int(query_starts[min(first_row, num_rows)]))
+        out[tokens] = before[tokens]
     for row in range(first_row, num_rows):
         tokens = slice(int(query_starts[row]), int(query_starts[row + 1]))
         out[tokens], _ = attend_reference(

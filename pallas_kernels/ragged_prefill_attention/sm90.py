@@ -64,6 +64,7 @@ def ragged_prefill_attention_sm90(
     q: Float[Array, "T H D"],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
+    before: Float[Array, "T H D"] | None,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -110,17 +111,20 @@ def ragged_prefill_attention_sm90(
         num_tokens=num_tokens,
         tile_size=problem.tile_size,
     )
+    if before is None:
+        before = jnp.zeros_like(q)
     # A copy takes that many tokens at least.
     q = jnp.pad(q, ((0, max(0, ROWS - num_tokens)), (0, 0), (0, 0)))
-    return _call(q, k_pages, v_pages, block_tables, tiles, sinks, alibi_slopes, problem=problem)[:num_tokens]
+    return _call(q, k_pages, v_pages, before, block_tables, tiles, sinks, alibi_slopes, problem=problem)
 
 
 # Jitted: the layers of a model share one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "padded H D"],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
+    out: Float[Array, "T H D"],
     block_tables: Int[Array, "B N"],
     tiles: Plan,
     sinks: Float[Array, " H"] | None,
@@ -143,22 +147,23 @@ def _call(
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
     num_pages = max(1, problem.block_kv // problem.block_size)
-    operands = (q, k_pages, v_pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes)
+    out_ref = jax.new_ref(out)  # what the kernel changes in place
+    operands = (q, k_pages, v_pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):
-        *inputs, out, (queries, q_boxes), tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = refs
+        inputs, shared = iter(refs[: len(given)]), refs[len(given) :]
+        (queries, q_boxes), tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = shared
         if problem.interpret:  # where each view has bytes of its own
             q_boxes = queries
-        inputs = iter(inputs)
-        gmem = Global._make([*(None if operand is None else next(inputs) for operand in operands), out])
+        gmem = Global._make(None if operand is None else next(inputs) for operand in operands)
         smem = Shared(queries, q_boxes, tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned)
         kernel(problem, gmem, smem)
 
-    return plgpu.kernel(
+    plgpu.kernel(
         body,
         kernel_name="ragged_prefill_attention",
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=(),
         scratch_types=(
             plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
             plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
@@ -183,3 +188,4 @@ def _call(
             unsafe_no_auto_barriers=True,
         ),
     )(*given)
+    return jax.freeze(out_ref)

@@ -17,6 +17,7 @@ def ragged_prefill_attention_xla(
     q: Float[Array, "T H D"],
     k_pages: Float[Array, "P K S D"],
     v_pages: Float[Array, "P K S D"],
+    before: Float[Array, "T H D"] | None,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -60,4 +61,8 @@ def ragged_prefill_attention_xla(
 
         return lax.fori_loop(0, ceil_div(end - start, tile), query_tile, out)
 
-    return lax.fori_loop(first_row, num_rows, row, jnp.zeros_like(q))
+    out = jnp.zeros_like(q)
+    if before is not None:
+        is_before = jnp.arange(num_tokens) < query_starts[jnp.minimum(first_row, num_rows)]
+        out = jnp.where(is_before[:, None, None], before, out)
+    return lax.fori_loop(first_row, num_rows, row, out)

@@ -158,6 +158,8 @@ def test_refuses_what_does_not_exist():
         paged_attention(*arrays, **layout, scale=1.0, sliding_window=0)
     with pytest.raises(ValueError, match="soft_cap"):
         paged_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
+    with pytest.raises(ValueError, match=r"room must be \d+ or more, the number of rows, got 0"):
+        paged_attention(*arrays, **layout, scale=1.0, room=0)
     with pytest.raises(ValueError, match="evenly"):
         paged_attention(arrays[0][:, :, :2], *arrays[1:], **layout, scale=1.0)
 

@@ -46,7 +46,7 @@ def test_decode(capsys, implementation):
         want, got = run(q[:, None], k, v)[0], run(q[:, None], *given_back)[0]
     else:
         config = DecodeConfig(block_kv=64, stages=2, streams=1, num_ctas=2)
-        others = {"query_lens": None, "alibi_slopes": None, "config": config, "interpret": True}
+        others = {"query_lens": None, "alibi_slopes": None, "room": 2, "config": config, "interpret": True}
         run = functools.partial(paged_attention_sm90, **layout, **OPTIONS, **others)
         want = paged_attention(q[:, None], k, v, **layout, **OPTIONS)[0]
         got = interpret(capsys, run, q[:, None], *given_back)[0]
@@ -65,5 +65,5 @@ def test_prefill(capsys, implementation):
         run = functools.partial(
             ragged_prefill_attention_sm90, **layout, **OPTIONS, alibi_slopes=None, config=config, interpret=True
         )
-        got = interpret(capsys, run, q, *given_back)
+        got = interpret(capsys, run, q, *given_back, None)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)

@@ -28,9 +28,10 @@ def make_case(
     block_size=4,
     dtype=jnp.float32,
 ):
-    """q, k_pages, v_pages and the layout of rows of (new tokens, context length); everything outside them is NaN.
+    """q, k_pages, v_pages, before and the layout of rows of (new tokens, context length); everything outside them is
+    NaN.
 
-    The first `num_skipped` rows have a token each, but are not among those to compute.
+    The first `num_skipped` rows have a token each, but are not among those to compute, and have results.
     """
     num_heads, num_kv_heads, head_dim = heads
     chunks = [(1, 9)] * num_skipped + chunks
@@ -43,6 +44,8 @@ def make_case(
     query_starts[: len(counts) + 1] = np.cumsum([0, *counts])
     q = rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32)
     q[sum(counts) :] = np.nan
+    before = np.full_like(q, np.nan)
+    before[:num_skipped] = rng.standard_normal(before[:num_skipped].shape)
     layout = {
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(lens, jnp.int32),
@@ -50,7 +53,7 @@ def make_case(
         "first_row": jnp.int32(num_skipped),
         "num_rows": jnp.int32(len(chunks)),
     }
-    return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v)), layout
+    return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v, before)), layout
 
 
 def expected(arrays, layout, **options):
@@ -163,7 +166,7 @@ def test_refuses_what_does_not_exist():
     with pytest.raises(ValueError, match="soft_cap"):
         ragged_prefill_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
     with pytest.raises(ValueError, match="evenly"):
-        ragged_prefill_attention(arrays[0][:, :2], *arrays[1:], **layout, scale=1.0)
+        ragged_prefill_attention(arrays[0][:, :2], *arrays[1:3], **layout, scale=1.0)
 
 
 @pytest.mark.parametrize("axis_types", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
@@ -173,9 +176,9 @@ def test_runs_on_local_heads(axis_types):
     heads = P(None, "tensor")
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(heads, heads, heads, P("tensor"), P()), out_specs=heads)
-    def run(q, k, v, sinks, layout):
-        return ragged_prefill_attention(q, k, v, **layout, scale=0.3, sliding_window=20, sinks=sinks)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*[heads] * 4, P("tensor"), P()), out_specs=heads)
+    def run(q, k, v, before, sinks, layout):
+        return ragged_prefill_attention(q, k, v, before, **layout, scale=0.3, sliding_window=20, sinks=sinks)
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, jax.NamedSharding(mesh, heads))
