@@ -82,12 +82,15 @@ def complete(
     *,
     prefix: str,
     heard: Callable[[list[EngineOutput]], object] = lambda _: None,
+    once_all_decode: Callable[[], object] = lambda: None,
 ) -> "list[EngineStats]":
-    """Run these jobs to their end and return snapshots taken on the way. `heard` gets the outputs of each step.
+    """Run these jobs to their end and return snapshots taken on the way. `heard` gets the outputs of each step;
+    `once_all_decode` is called when each job has its first token, if they do not end before that is noticed.
 
     Raises RuntimeError if a job ends early.
     """
     unfinished = {f"{prefix}-{number}": job.output_len for number, job in enumerate(jobs)}
+    in_prefill = set(unfinished)
     failures: list[str] = []
     done = threading.Event()
 
@@ -95,6 +98,8 @@ def complete(
         heard(outputs)
         for output in outputs:
             unfinished[output.request_id] -= len(output.new_token_ids)
+            if output.new_token_ids:
+                in_prefill.discard(output.request_id)
             if output.finish_reason is not None:
                 if unfinished.pop(output.request_id) or output.finish_reason != "length":
                     failures.append(f"{output.request_id} ended with {output.finish_reason}: {output.error}")
@@ -103,7 +108,11 @@ def complete(
 
     client.submit([engine_request(name, job) for name, job in zip(list(unfinished), jobs, strict=True)], receive)
     snapshots = []
+    is_prefilling = True
     while not done.wait(_SAMPLING_INTERVAL):
+        if is_prefilling and not in_prefill:
+            is_prefilling = False
+            once_all_decode()
         snapshots.append(client.stats())
         if not client.is_alive():
             raise RuntimeError("the engine has stopped")
@@ -120,17 +129,28 @@ def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[J
     return shape.jobs(seed=1, vocab_size=client.info.vocab_size)
 
 
-def traced(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "list[Work]":
-    """What GPUs run while these jobs are."""
+def traced(client: "EngineClient", jobs: list[Job], *, prefix: str, is_decode_only: bool = False) -> "list[Work]":
+    """What GPUs run while these jobs are; `is_decode_only`: from when each of them has its first token."""
     from jaxserve.engine.profile import read_profile
 
     with tempfile.TemporaryDirectory() as folder:
-        client.start_profile(folder)
+        is_started = False
+
+        def start() -> None:
+            nonlocal is_started
+            client.start_profile(folder)
+            is_started = True
+
         try:
-            complete(client, jobs, prefix=prefix)
+            if is_decode_only:
+                complete(client, jobs, prefix=prefix, once_all_decode=start)
+            else:
+                start()
+                complete(client, jobs, prefix=prefix)
         finally:
-            client.stop_profile()
-        return read_profile(pathlib.Path(folder))
+            if is_started:
+                client.stop_profile()
+        return read_profile(pathlib.Path(folder)) if is_started else []
 
 
 def engine_request(request_id: str, job: Job) -> EngineRequest:

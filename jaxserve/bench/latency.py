@@ -22,6 +22,9 @@ HEADER = (
     *("ms a token", "peer's", "floor", "x floor", "device busy"),
 )
 
+MIN_TRACED = 64
+"""Tokens of output of a run that is traced, as far as the context allows: it goes on while the trace is begun."""
+
 
 class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a peer's file: B requests of i tokens in, o out. What it did not measure is None."""
@@ -62,8 +65,8 @@ def run(
     Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile. The prefix cache should
     be off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's benchmarks; its floor is the
     time in which the memories of the devices, of `bandwidth` bytes a second each, give the weights and the KV of the
-    contexts. `profile` traces one more run to see how much of it the device is at work. Raises StartupError,
-    InvalidRequest.
+    contexts. `profile` traces one more run, from when all its requests decode, to see how much of the time the device
+    is at work. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
@@ -100,8 +103,10 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
     total = seconds(shape.output_len, f"{name}-total")
     busy = None
     if profile:
-        jobs = warm_up(client, BatchShape(shape.batch_size, 1, min(shape.output_len, 33)), prefix=f"{name}-short")
-        busy = busy_share(traced(client, jobs, prefix=f"{name}-traced"))
+        room = client.info.max_model_len - shape.input_len
+        longer = BatchShape(shape.batch_size, shape.input_len, min(max(shape.output_len, MIN_TRACED), room))
+        jobs = longer.jobs(seed=2, vocab_size=client.info.vocab_size)
+        busy = busy_share(traced(client, jobs, prefix=f"{name}-traced", is_decode_only=True))
     per_token = (total - prefill) / (shape.output_len - 1)
     return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
 
