@@ -157,13 +157,14 @@ ON_A_GPU = {
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case):
     arrays, options, want = make_case(**ON_A_GPU[case])
-    scalars = {name: options.pop(name) for name in ("scale", "sliding_window", "soft_cap")}
+    scalars = {name: options.pop(name) for name in ("scale", "sliding_window", "soft_cap", "room")}
     run = jax.jit(lambda *args, **layout: paged_attention(*args, **layout, **scalars, implementation="sm90"))
     first = run(*arrays, **options)
     check(first, want)
     again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums come in the same order
     for a, b in zip(first, again, strict=True):
-        np.testing.assert_array_equal(np.asarray(a.astype(jnp.float32)), np.asarray(b.astype(jnp.float32)))
+        of_rows = [np.asarray(x.astype(jnp.float32))[: len(want[0])] for x in (a, b)]
+        np.testing.assert_array_equal(*of_rows)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -174,7 +175,7 @@ def test_a_nan_inside_the_context_shows(poisoned):
     arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
     got, _ = paged_attention(*arrays, **options, implementation="sm90")
     is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
-    np.testing.assert_array_equal(is_nan[:, 0], [[False] * 4 + [True] * 4, [False] * 8])
+    np.testing.assert_array_equal(is_nan[:2, 0], [[False] * 4 + [True] * 4, [False] * 8])
 
 
 @functools.cache
