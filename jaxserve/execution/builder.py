@@ -52,7 +52,8 @@ CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("m
 
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
-"""What steps are expected to hold at a time."""
+COPIES_TO_SORT = 3
+"""What steps are expected to hold at a time; the last of a chunk's logits, in place of hidden states."""
 
 CUBLAS_TOKENS = 128
 """From so many tokens on, matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
@@ -214,12 +215,15 @@ class StepBuilder:
     @property
     def expected_step_memory(self) -> int:
         """Bytes that steps should take per device besides weights and KV: slots, peers' rows, some copies of the logits
-        of all rows and of a chunk of a prompt, and some of the hidden states. To be compared with what they do take.
+        of all rows and of a chunk of a prompt, and some of the hidden states, or those of the chunk while it is sorted.
+        To be compared with what they do take.
         """
         largest = self.shapes.largest.bucket
-        logits = (largest.num_rows + PROMPT_LOGPROBS_CHUNK) * self.vocab_size * 4
+        chunk = PROMPT_LOGPROBS_CHUNK * self.vocab_size * 4
+        logits = largest.num_rows * self.vocab_size * 4 + chunk
         hidden = largest.num_tokens * self._hidden_size * jnp.dtype(self._dtype).itemsize
-        return self.state_bytes + COPIES_OF_LOGITS * logits + COPIES_OF_HIDDEN * hidden
+        more = max(COPIES_OF_HIDDEN * hidden, COPIES_TO_SORT * chunk)
+        return self.state_bytes + COPIES_OF_LOGITS * logits + more
 
     def init_slots(self) -> Slots:
         """Empty slots."""
