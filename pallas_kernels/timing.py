@@ -13,6 +13,11 @@ PEAK_FLOPS_PER_SECOND = 760e12
 
 L2_BYTES = 60 * 2**20
 
+MIN_CALLS = 16
+"""Of a kernel whose program makes a plan of the step, once for all calls as for the layers of a model: so little of a
+call's time is the plan's.
+"""
+
 
 class Row(NamedTuple):
     """One line of a bench table: what a case costs in one implementation, ours or a peer's."""
@@ -52,9 +57,11 @@ def measure(
     """Median microseconds of one call of `function(*args)`, where `inputs` has the args of several calls.
 
     All of them are one jitted program, so that the host's launches are not measured; they must all differ, for XLA does
-    the same thing only once. With a `carry`, for an operation
-    that works in place, it is `carry = function(carry, *args)`, donated; it is gone afterwards.
+    the same thing only once. With a `carry`, for an operation that works in place, it is `carry = function(carry,
+    *args)`, donated, and gone afterwards; the inputs are used again until there are `MIN_CALLS`.
     """
+    if carry is not None and on_gpu():
+        inputs = [*inputs] * -(-MIN_CALLS // len(inputs))
 
     def program(carry: Any, inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, Any]:
         outputs = []

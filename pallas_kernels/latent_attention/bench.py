@@ -1,8 +1,4 @@
-"""Bench rows of `latent_attention`: steps of one layer of DeepSeek V2 Lite (16 heads), and of V3 with all 128 heads.
-
-The layout of a step is a constant here, so that the plan of the kernel is not measured: it is made once a step, for all
-layers.
-"""
+"""Bench rows of `latent_attention`: steps of one layer of DeepSeek V2 Lite (16 heads), and of V3 with all 128 heads."""
 
 import functools
 import math
@@ -14,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.latent_attention.op import Implementation, latent_attention
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import MIN_CALLS, Row, floor, measure, on_gpu
 
 
 class _Step(NamedTuple):
@@ -69,7 +65,7 @@ def latent_attention_rows() -> Iterator[Row]:
         if on_gpu():
             implementations = ("sm90", "xla") if step.num_bytes < 2**23 else ("sm90",)
         for implementation in implementations:
-            inputs = [_arrays(step, seed) for seed in range(min(8, num_rotations(step.num_bytes)))]
+            inputs = [_arrays(step, seed) for seed in range(MIN_CALLS if on_gpu() else 2)]
             options = _layout(step) | {"latent_size": step.latent_size, "scale": step.size**-0.5}
             call = functools.partial(latent_attention, **options, implementation=implementation)
             took = measure(call, inputs, repeats=5)
