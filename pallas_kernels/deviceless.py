@@ -136,8 +136,10 @@ def compile_lowered(
         report = pathlib.Path(folder, "ptxas.txt")
         with _reporting_kernels(report):
             # Beside the thunks this dumps more than is read here, as text hundreds of megabytes for a large model.
-            to_dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-            compiled = lowered.compile(to_dump | (compiler_options or {}))
+            options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+            # As for a GPU, whatever is said of this process's own CPU.
+            options |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+            compiled = lowered.compile(options | (compiler_options or {}))
         text = report.read_text()
         kernels, entries = tuple(_kernels(text)), list(ptx.entries(text))
         if len(kernels) != len(entries):

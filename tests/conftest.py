@@ -24,10 +24,13 @@ import pytest
 from hypothesis import settings
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time.
+    # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time,
+    # and LLVM need not optimize it much.
     # In this process only, which reads its flags once; what tests start compiles as a user's process does.
     flags = os.environ["XLA_FLAGS"]
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    os.environ["XLA_FLAGS"] = (
+        f"{flags} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_backend_optimization_level=1"
+    )
     jax.devices()
     os.environ["XLA_FLAGS"] = flags
 
@@ -49,6 +52,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 MAX_MAPS = 10_000
 """Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_to_compile(request):
+    """Where programs are many and run a few times each, LLVM optimizes nothing: elsewhere they would run for longer."""
+    are_many = request.path.parent.name in {"layers", "models", "pallas_kernels"}
+    jax.config.update("jax_disable_most_optimizations", are_many or request.path.stem.startswith("test_exactness"))
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)
