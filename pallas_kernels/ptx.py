@@ -70,6 +70,7 @@ def used_in_flight(entry: str) -> list[str]:
     waiting = [(0, _Flight())]
     while waiting:
         index, flight = waiting.pop()
+        in_flight = flight.registers
         while index < len(lines):
             line = lines[index]
             seen.add(index)
@@ -79,6 +80,7 @@ def used_in_flight(entry: str) -> list[str]:
                 if flight == before:
                     break
                 at_label[index] = flight
+                in_flight = flight.registers
             elif branch := _BRANCH.match(line):
                 if branch[2] in labels:  # else a label within inline assembly
                     waiting.append((labels[branch[2]], flight))
@@ -90,9 +92,11 @@ def used_in_flight(entry: str) -> list[str]:
             elif line.startswith(("ret;", "exit;", "trap;")):
                 break
             else:
-                if _is_used(line, flight.registers):
+                if in_flight and _is_used(line, in_flight):
                     used[index] = line
-                flight = flight.after(line)
+                if "wgmma." in line:
+                    flight = flight.after(line)
+                    in_flight = flight.registers
             index += 1
     unseen = [line for index, line in enumerate(lines) if "wgmma.mma_async" in line and index not in seen]
     if unseen:
@@ -101,7 +105,5 @@ def used_in_flight(entry: str) -> list[str]:
 
 
 def _is_used(line: str, in_flight: frozenset[str]) -> bool:
-    if not in_flight:
-        return False
     wgmma = _WGMMA.search(line)
     return not in_flight.isdisjoint(_REGISTER.findall(wgmma[2] if wgmma else line))
