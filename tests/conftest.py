@@ -23,6 +23,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from jaxserve.execution.mosaic import ask_ptxas_once
+
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time,
     # and LLVM need not optimize it much.
@@ -33,6 +35,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     )
     jax.devices()
     os.environ["XLA_FLAGS"] = flags
+
+# As the processes that lower an engine's steps do.
+ask_ptxas_once()
 
 # Compilers make and drop many objects: looking for cycles among them as often as Python does takes 5% of the time.
 gc.set_threshold(50_000, 20, 50)

@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.execution.builder import build
 from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_message, write_message
-from jaxserve.execution.mosaic import name_kernels_by_content
+from jaxserve.execution.mosaic import ask_ptxas_once, name_kernels_by_content
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     for name, value in settings.jax_options.items():
         jax.config.update(name, value)
     name_kernels_by_content()
+    ask_ptxas_once()
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
     builder = build(settings.spec, settings.mesh.mesh())

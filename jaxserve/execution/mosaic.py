@@ -5,6 +5,7 @@ it with their own kind only: programs with kernels, compiled side by side, mostl
 been compiled is found again by its hash, whichever program it stands in.
 """
 
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -49,6 +50,20 @@ def name_kernels_by_content() -> None:
         return set_name(module)
 
     mosaic_gpu_dialect.get_or_set_dump_options = set_name_by_content
+
+
+def ask_ptxas_once() -> None:
+    """From now on this process starts ptxas once to learn its version, which does not change.
+
+    Lowering a kernel, jax starts it for every conversion from or to a type of 8 bits or less, as those of masks are.
+    """
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:  # without jax's CUDA plugin it is not asked
+        return
+    extension: Any = mosaic_gpu._mosaic_gpu_ext
+    if not hasattr(extension._get_ptxas_isa_version, "cache_info"):
+        extension._get_ptxas_isa_version = functools.cache(extension._get_ptxas_isa_version)
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> set[MosaicKernel]:
