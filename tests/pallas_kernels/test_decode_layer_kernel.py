@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreting import interpret
+from test_layer_matmuls import FEW_SMS, cut_for
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls import Weights, decode_layer, supports_attention
@@ -121,7 +122,8 @@ def check(got, case, scale, tolerance=1e-2):
         ([300, 0, 64], {"queries": 33, "block_size": 64, "num_kv_heads": 1}),
     ],
 )
-def test_interpreted_without_races(capsys, seq_lens, sizes):
+def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
+    cut_for(monkeypatch, FEW_SMS)
     case = make_case(seq_lens, **sizes)
     scale = 0.125
     slot = 64 * 2 * case["qkv"].shape[-1]

@@ -13,7 +13,7 @@ import pytest
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.layer_matmuls import Weights, layer_matmuls, supports
+from pallas_kernels.layer_matmuls import Weights, attention, kernel, layer_matmuls, sm90, supports
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, cut_all, heuristic, layer_matmuls_sm90
 
@@ -135,6 +135,16 @@ def make_case_of_zeros(num_rows, depth=64, outputs=64, dtype=jnp.bfloat16):
     return zeros(num_rows, depth), zeros(num_rows, 64), weights, (zeros(64), zeros(64))
 
 
+def cut_for(monkeypatch, num_sms):
+    """A GPU of so many multiprocessors, each with a thread block."""
+    for module in (sm90, kernel, attention):
+        monkeypatch.setattr(module, "NUM_SMS", num_sms)
+    of_attention = sm90.AttentionConfig
+    monkeypatch.setattr(sm90, "AttentionConfig", lambda **sizes: of_attention(**sizes, num_ctas=num_sms))
+
+
+FEW_SMS = 26
+"""As many as all that is interpreted here has tiles for, and two: others would do what these two do, nothing."""
 # A thread block's rings are so small that each slot is used again, tiles end behind the last output.
 INTERPRETED = {
     "8 rows": (
@@ -149,7 +159,8 @@ INTERPRETED = {
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted_without_races(capsys, name):
+def test_interpreted_without_races(capsys, monkeypatch, name):
+    cut_for(monkeypatch, FEW_SMS)
     sizes, config = INTERPRETED[name]
     case = heads, residual, weights, gains = make_case(**sizes)
     got = interpret(

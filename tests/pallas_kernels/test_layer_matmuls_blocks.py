@@ -98,10 +98,7 @@ def _pad_rows(x):
 
 def emulate_layers(monkeypatch, seed=0) -> Any:
     grid = emulate(monkeypatch, kernel, attention, tiles, seed=seed)
-    for module in (sm90, kernel, attention):
-        monkeypatch.setattr(module, "NUM_SMS", NUM_SMS)
-    of_attention = sm90.AttentionConfig
-    monkeypatch.setattr(sm90, "AttentionConfig", lambda **sizes: of_attention(**sizes, num_ctas=NUM_SMS))
+    test_layer_matmuls.cut_for(monkeypatch, NUM_SMS)
     of_blocks = Device(grid)
     for name in ("signal", "wait", "clear", "load_columns", "store_columns", "load_row_sums", "store_row_sums"):
         monkeypatch.setattr(device, name, getattr(of_blocks, name))
