@@ -73,8 +73,13 @@ def compile_llama(make, num_layers, num_devices=1):
     return compile_program(builder, make(builder))
 
 
-def decode_of_64_rows(builder):
-    return PlainDecode(bucket_of(builder, 64))
+@functools.cache
+def decode_of(num_rows):
+    """Of so many rows, the program of a builder."""
+    return lambda builder: PlainDecode(bucket_of(builder, num_rows))
+
+
+decode_of_64_rows = decode_of(64)
 
 
 def draw_of_64_rows(builder):
@@ -98,8 +103,7 @@ def assert_no_matmul_is_tried_out(program):
     [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)],
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
-    builder = llama(num_layers)
-    program = compile_program(builder, PlainDecode(bucket_of(builder, num_rows)))
+    program = compile_llama(decode_of(num_rows), num_layers)
     assert program.thunks == DRAWING
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
@@ -200,7 +204,7 @@ def test_other_families_have_no_sums_of_xla_on_two(fields):
 
 @pytest.mark.parametrize(
     ("make", "num_layers", "num_devices"),
-    [(decode_of_64_rows, 1, 1), (draw_of_64_rows, 1, 1), (decode_of_64_rows, FEW, 2)],
+    [(decode_of_64_rows, FEW, 1), (draw_of_64_rows, 1, 1), (decode_of_64_rows, FEW, 2)],
     ids=["decode", "draw", "decode on two"],
 )
 def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_devices):

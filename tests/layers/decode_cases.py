@@ -1,5 +1,7 @@
 """Tiny models and decode steps of them, on one device or several."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,7 @@ def make_batch(lens, kernels="xla"):
     )
 
 
+@functools.cache
 def make_model(model_type, **changes):
     fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
     family = get_family(fields)
