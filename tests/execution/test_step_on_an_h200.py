@@ -66,9 +66,13 @@ def compile_program(builder, program):
     )
 
 
-@functools.cache
 def compile_llama(make, num_layers, num_devices=1):
     """The program that `make` chooses."""
+    return _compile_llama(make, num_layers, num_devices)
+
+
+@functools.cache  # which takes a default for another argument than the same value
+def _compile_llama(make, num_layers, num_devices):
     builder = llama(num_layers, num_devices)
     return compile_program(builder, make(builder))
 
