@@ -61,9 +61,12 @@ MAX_MAPS = 10_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_compile(request):
-    """Where programs are many and run a few times each, LLVM optimizes nothing: elsewhere they would run for longer."""
+    """Where programs are many and run a few times each, on a CPU, LLVM optimizes nothing: elsewhere they would run for
+    longer.
+    """
     are_many = request.path.parent.name in {"layers", "models", "pallas_kernels"}
-    jax.config.update("jax_disable_most_optimizations", are_many or request.path.stem.startswith("test_exactness"))
+    are_many |= request.path.stem.startswith("test_exactness")
+    jax.config.update("jax_disable_most_optimizations", are_many and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
