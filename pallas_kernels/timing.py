@@ -15,7 +15,7 @@ L2_BYTES = 60 * 2**20
 
 MIN_CALLS = 16
 """Of a kernel whose program makes a plan of the step, once for all calls as for the layers of a model: so little of a
-call's time is the plan's.
+call's time is the plan's that it need not be told apart.
 """
 
 
@@ -51,6 +51,11 @@ def num_rotations(bytes_per_call: int) -> int:
     return min(32, max(2, -(-3 * L2_BYTES // max(bytes_per_call, 1)))) if on_gpu() else 2
 
 
+def with_plan(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The inputs again and again until they are for `MIN_CALLS` calls, for `measure` with a carry."""
+    return [*inputs] * (-(-MIN_CALLS // len(inputs)) if on_gpu() else 1)
+
+
 def measure(
     function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, carry: Any = None, repeats: int = 10
 ) -> float:
@@ -58,10 +63,8 @@ def measure(
 
     All of them are one jitted program, so that the host's launches are not measured; they must all differ, for XLA does
     the same thing only once. With a `carry`, for an operation that works in place, it is `carry = function(carry,
-    *args)`, donated, and gone afterwards; the inputs are used again until there are `MIN_CALLS`.
+    *args)`, donated, and gone afterwards; then inputs may come again.
     """
-    if carry is not None and on_gpu():
-        inputs = [*inputs] * -(-MIN_CALLS // len(inputs))
 
     def program(carry: Any, inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, Any]:
         outputs = []

@@ -24,10 +24,14 @@ HEADER = (
 )
 
 LONG_ENOUGH, MAX_RUNS = 1.0, 9
-"""Seconds: what is shorter is timed again until it is not, so many times at most. Its time is the median."""
+"""Seconds, and runs: what takes less is run again until all took so long together, or there are so many; their median
+counts.
+"""
 
 MIN_TRACED = 64
-"""Tokens of output of a run that is traced, as far as the context allows: it goes on while the trace is begun."""
+"""Tokens of output of a run that is traced, as far as the context allows: some have gone by when the trace begins, and
+its first half does not count.
+"""
 
 
 class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +52,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     total: float
     per_token: float | None
     busy: float | None
-    """Share of the decoding during which the device ran something; None where it could not be seen."""
+    """Share of the decoding's second half during which the device ran something; None where it could not be seen."""
 
 
 def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
@@ -70,7 +74,7 @@ def run(
     short. The prefix cache should be off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's
     benchmarks; its floor is the time in which the memories of the devices, of `bandwidth` bytes a second each, give the
     weights and the KV of the contexts. `profile` traces one more run, from when all its requests decode, to see how
-    much of the time the device is at work. Raises StartupError, InvalidRequest.
+    much of the second half of that the device is at work. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
@@ -95,9 +99,11 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
     from jaxserve.engine.profile import busy_share
 
     def seconds(length: int, name: str) -> float:
-        jobs = warm_up(client, BatchShape(shape.batch_size, shape.input_len, length), prefix=name)
+        batch = BatchShape(shape.batch_size, shape.input_len, length)
+        warm_up(client, batch, prefix=name)
         runs: list[float] = []
         while not runs or (sum(runs) < LONG_ENOUGH and len(runs) < MAX_RUNS):
+            jobs = batch.jobs(seed=len(runs), vocab_size=client.info.vocab_size)
             start = time.perf_counter()
             complete(client, jobs, prefix=f"{name}-{len(runs)}")
             runs.append(time.perf_counter() - start)

@@ -144,7 +144,8 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def start_profile(self, directory: str) -> None:
-        """Record what device and host do, into a directory of the engine's machine, until `stop_profile`.
+        """Record what device and host do, but for Python's calls, into a directory of the engine's machine, until
+        `stop_profile`.
 
         Raises InvalidRequest if it is being recorded already.
         """

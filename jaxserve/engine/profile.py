@@ -41,7 +41,7 @@ def read_profile(folder: pathlib.Path) -> list[Work]:
 def second_half(work: list[Work]) -> tuple[list[Work], float]:
     """What ran in the second half of the time from the first start to the last end, and how many nanoseconds that is.
 
-    The second half, since a batch of requests starts with their prefill.
+    The second half, since a batch of requests starts with their prefill, and a profile with what is slow at first.
     """
     end = max(piece.end for piece in work)
     begin = (min(piece.start for piece in work) + end) / 2

@@ -53,7 +53,9 @@ CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("m
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
 COPIES_TO_SORT = 3
-"""What steps are expected to hold at a time; the last of a chunk's logits, in place of hidden states."""
+"""What steps are expected to hold at a time: copies of logits, and of hidden states or, if those are more, of a chunk's
+logits while they are sorted for prompt log probabilities.
+"""
 
 CUBLAS_TOKENS = 128
 """From so many tokens on, matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
@@ -215,8 +217,8 @@ class StepBuilder:
     @property
     def expected_step_memory(self) -> int:
         """Bytes that steps should take per device besides weights and KV: slots, peers' rows, some copies of the logits
-        of all rows and of a chunk of a prompt, and some of the hidden states, or those of the chunk while it is sorted.
-        To be compared with what they do take.
+        of all rows and of a chunk of a prompt, and some of the hidden states, or of the chunk's logits if sorting them
+        takes more. To be compared with what they do take.
         """
         largest = self.shapes.largest.bucket
         chunk = PROMPT_LOGPROBS_CHUNK * self.vocab_size * 4

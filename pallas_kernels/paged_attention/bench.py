@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import paged_attention as jax_triton
 
 from pallas_kernels.paged_attention.op import Implementation, paged_attention
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
 
 class _Step(NamedTuple):
@@ -61,7 +61,7 @@ def paged_attention_rows() -> Iterator[Row]:
         for name, call in _calls(step).items():
             try:
                 # Each call's result is the next one's query; the plan is one for all, as for the layers of a model.
-                took = measure(functools.partial(call, **layout), pools, carry=jnp.copy(q), repeats=5)
+                took = measure(functools.partial(call, **layout), with_plan(pools), carry=jnp.copy(q), repeats=5)
             except Exception as error:  # a peer may refuse a shape: the table says so and goes on
                 yield Row(step.name, name, None, note=str(error).splitlines()[0][:60])
             else:

@@ -43,9 +43,9 @@ def paged_attention(
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
     pages. What is no query, all of a row with sequence length 0, gets 0 and -inf. With a `room` of R, at least B, the
-    result has room behind the B rows for those of others, which may hold anything; else R is B. Pages and positions
-    outside a row's context are never let into its result, whatever they hold (NaN too). Cost follows the contexts in
-    use, not B, N or P.
+    result has R - B more rows behind those, which hold anything: others may write theirs there. Else R is B. Pages and
+    positions outside a row's context are never let into its result, whatever they hold (NaN too). Cost follows the
+    contexts in use, not B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, shapes that do not fit together, too little room, or a window or cap that is not positive;

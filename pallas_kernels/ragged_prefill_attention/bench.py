@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
 
 class _Step(NamedTuple):
@@ -72,7 +72,7 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
         implementation = "sm90" if on_gpu() else "xla"
         call = functools.partial(_call, layout=layout, scale=step.head_dim**-0.5, implementation=implementation)
         inputs = [_arrays(step, seed) for seed in seeds]
-        yield row(implementation, call, inputs, out=jnp.zeros_like(inputs[0][0]))
+        yield row(implementation, call, with_plan(inputs), out=jnp.zeros_like(inputs[0][0]))
         if on_gpu() and len(set(step.chunks)) == 1 and step.chunks[0][0] == step.chunks[0][1]:
             call = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
             yield row("cuDNN, no pages", call, [_contiguous(step, seed) for seed in seeds])

@@ -43,9 +43,10 @@ def ragged_prefill_attention(
     denominator and nothing else (Xiao et al. 2023, arXiv:2309.17453, as in gpt-oss).
 
     Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens before those
-    rows have the results in `before`, 0 if it is None; the kernel writes the others into that array, in place. Tokens
-    behind the rows get 0. Pages and positions outside a row's context are never let into its result, whatever they hold
-    (NaN too). Cost follows the tokens and contexts in use, not T, B, N or P.
+    rows have the results in `before`, 0 if it is None; "sm90" writes the others into that array, in place where nothing
+    else reads it afterwards, so that none is copied. Tokens behind the rows get 0. Pages and positions outside a row's
+    context are never let into its result, whatever they hold (NaN too). Cost follows the tokens and contexts in use,
+    not T, B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, shapes that do not fit together, or a window or cap that is not positive; NotImplementedError for
@@ -54,6 +55,8 @@ def ragged_prefill_attention(
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    if before is not None and (before.shape, before.dtype) != (q.shape, q.dtype):
+        raise ValueError(f"before must be like q, {q.dtype}{list(q.shape)}, got {before.dtype}{list(before.shape)}")
     check_attention(
         num_heads=q.shape[1],
         num_kv_heads=k_pages.shape[1],

@@ -1,4 +1,5 @@
-"""Which work a persistent prefill kernel does: the tokens of the step cut into tiles, the costly ones first.
+"""Which work a persistent prefill kernel does: its rows' tokens, and those behind them, cut into tiles, the costly ones
+first.
 
 Made on the device from the layout of the step; layers make equal plans, of which XLA keeps one.
 """

@@ -1,17 +1,21 @@
 import json
 import math
 import statistics
+import threading
+import types
 
 import pytest
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench import bits_per_byte, host, latency, steps, throughput
-from jaxserve.bench.engine_run import kv_use_at_full_load
+from jaxserve.bench.engine_run import kv_use_at_full_load, traced
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
+from jaxserve.engine import profile
 from jaxserve.engine.client import EngineStats
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.request import EngineOutput
 
 TINY = LLAMA_100M | {
     "vocab_size": 128,
@@ -21,6 +25,80 @@ TINY = LLAMA_100M | {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+
+
+class SlowPrefill:
+    """An engine whose second request has its first token late, and the others when a profile has begun."""
+
+    def __init__(self):
+        self.events: list[str] = []
+        self._is_traced = threading.Event()
+
+    def submit(self, requests, sink):
+        def run():
+            first, second = (request.request_id for request in requests)
+            sink([EngineOutput(request_id=first, new_token_ids=[1])])
+            threading.Event().wait(0.1)
+            self.events.append("both decode")
+            sink([EngineOutput(request_id=second, new_token_ids=[1])])
+            assert self._is_traced.wait(60)
+            for name in (first, second):
+                sink([EngineOutput(request_id=name, new_token_ids=[2], finish_reason="length")])
+
+        threading.Thread(target=run).start()
+
+    def stats(self):
+        return EngineStats()
+
+    def is_alive(self):
+        return True
+
+    def start_profile(self, directory):
+        self.events.append("started")
+        self._is_traced.set()
+
+    def stop_profile(self):
+        self.events.append("stopped")
+
+
+@pytest.mark.parametrize("is_decode_only", [True, False])
+def test_a_trace_begins_when_it_should(monkeypatch, is_decode_only):
+    monkeypatch.setattr(profile, "read_profile", lambda folder: ["work"])
+    client, jobs = SlowPrefill(), [Job(prompt_token_ids=[1], output_len=2)] * 2
+    assert traced(client, jobs, prefix="a", is_decode_only=is_decode_only) == ["work"]
+    begin = ["both decode", "started"] if is_decode_only else ["started", "both decode"]
+    assert client.events == [*begin, "stopped"]
+
+
+def test_jobs_that_end_at_once_leave_nothing_to_trace():
+    class Quick(SlowPrefill):
+        def submit(self, requests, sink):
+            sink([EngineOutput(request_id=x.request_id, new_token_ids=[1], finish_reason="length") for x in requests])
+
+    client = Quick()
+    assert traced(client, [Job(prompt_token_ids=[1], output_len=1)], prefix="a", is_decode_only=True) == []
+    assert client.events == []
+
+
+@pytest.mark.parametrize(
+    ("durations", "median"), [([1.5], 1.5), ([0.4, 0.1, 0.3, 0.5], 0.35), ([0.01 * n for n in range(9)], 0.04)]
+)
+def test_what_is_short_is_timed_again(monkeypatch, durations, median):
+    """Until it has taken a second, or nine times."""
+    now, left, seeds = [0.0], list(durations), []
+
+    def run(client, jobs, *, prefix):
+        seeds.append(jobs[0].prompt_token_ids)
+        now[0] += left.pop(0)
+
+    client = types.SimpleNamespace(info=types.SimpleNamespace(vocab_size=1000))
+    monkeypatch.setattr(latency, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(latency, "complete", run)
+    monkeypatch.setattr(latency, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    measured = latency._measure(client, BatchShape(1, 8, 1), profile=False)
+    assert measured.prefill == pytest.approx(median)
+    assert not left
+    assert len({tuple(tokens) for tokens in seeds}) == len(durations)  # no prompt twice, whatever is cached
 
 
 def _jobs(count: int, seed: int = 0) -> list[Job]:

@@ -1,11 +1,13 @@
 """The engine behind its client, in a thread: submit, abort, refuse, die, close, from any thread."""
 
 import concurrent.futures
+import pathlib
 import queue
 import signal
 import threading
 import types
 
+import jax
 import pytest
 from harness import GOLDENS, request
 from waiting import PATIENCE, wait_until
@@ -49,6 +51,20 @@ def collect(outputs, names):
             if output.finish_reason is not None:
                 waiting.discard(output.request_id)
     return tokens
+
+
+def test_a_profile_has_no_calls_of_python(client, tmp_path):
+    """Of which there are thousands a step: recording them takes longer than they do."""
+    outputs = queue.SimpleQueue()
+    client.start_profile(str(tmp_path))
+    client.submit([request("a", [1, 2, 3], 8)], outputs.put)
+    collect(outputs, ["a"])
+    client.stop_profile()
+    [path] = pathlib.Path(tmp_path).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    names = [event.name for plane in planes for line in plane.lines for event in line.events]
+    assert names
+    assert not [name for name in names if name.startswith("$")]
 
 
 def test_requests_from_many_threads(client):

@@ -163,6 +163,8 @@ def test_refuses_what_does_not_exist():
         unchecked(*arrays, **layout, scale=1.0, alibi_slopes=jnp.zeros(2))
     with pytest.raises(ValueError, match="sliding_window"):
         ragged_prefill_attention(*arrays, **layout, scale=1.0, sliding_window=0)
+    with pytest.raises(ValueError, match=r"before must be like q, float32\[4, 3, 4\], got float16\[4, 3, 4\]"):
+        ragged_prefill_attention(*arrays[:3], arrays[3].astype(jnp.float16), **layout, scale=1.0)
     with pytest.raises(ValueError, match="soft_cap"):
         ragged_prefill_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
     with pytest.raises(ValueError, match="evenly"):

@@ -116,6 +116,7 @@ INTERPRETED = {
         "dtype": jnp.float16,
     },
     "Gemma 2": {"chunks": [(70, 150)], "heads": (2, 1, 256), "sliding_window": 90, "soft_cap": 4.0},
+    "no tile": {"chunks": [], "heads": (2, 1, 16), "num_tokens": 2, "num_skipped": 2},
 }
 
 
@@ -136,6 +137,7 @@ ON_A_GPU = {
     "end of a long context": {"chunks": [(300, 20_001)], "heads": (8, 2, 64)},
     "many short rows": {"chunks": [(1 + 5 * i % 13, 20 + i) for i in range(300)], "heads": (4, 2, 64)},
     "nothing": {"chunks": [], "heads": (4, 2, 64), "num_tokens": 100, "num_skipped": 2},
+    "no tile": {"chunks": [], "heads": (4, 2, 64), "num_tokens": 2, "num_skipped": 2},
     "fewer tokens than a tile": {"chunks": [(9, 30)], "heads": (4, 2, 64)},
     "a head for each": {"chunks": MIX, "heads": (8, 8, 128)},
     "three share": {"chunks": MIX, "heads": (6, 2, 64), "sliding_window": 70},
@@ -237,7 +239,7 @@ def test_layers_share_the_plan():
 
 
 @pytest.mark.parametrize("tile_size", [4, 64])
-def test_the_plan_has_each_token_once(tile_size):
+def test_the_plan_has_each_token_from_the_first_row_on_once(tile_size):
     rng = np.random.default_rng(tile_size)
     max_rows, num_tokens = 11, 400
     make = jax.jit(functools.partial(plan, num_tokens=num_tokens, tile_size=tile_size))
