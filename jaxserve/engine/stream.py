@@ -24,8 +24,10 @@ PROMPTS_A_TURN = 16
 a new prompt goes before them: its first token must not wait for everyone's next one.
 """
 
-PROMPT_LOGPROBS_A_TURN = 64
-"""Those of 8,000 tokens, with 20 candidates each, may come in one output and take 70 ms; so many take half of one."""
+LOGPROBS_A_TURN = 64
+"""Those of a prompt of 8,000 tokens, with 20 candidates each, may come in one output and take 70 ms; so many take half
+of one. Those of new tokens pile up where a prompt waits for its turn; with what is written of them, so many take 3 ms.
+"""
 
 _ALIVE_CHECK_SECONDS = 1.0
 
@@ -197,20 +199,26 @@ def _until_failure(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], Eng
 
 
 def _turn(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], list[EngineOutput]]:
-    """What is pushed now, and what later: log probabilities of the prompt go one by one, before any token.
+    """What is pushed now, and what later: log probabilities of the prompt go one by one, before any token; those of
+    tokens some at a time.
 
     No output overtakes another of its own sequence, whose tokens come behind what it has of the prompt.
     """
     for index, output in enumerate(outputs):
         if output.prompt_logprobs:
             return [output], [*outputs[:index], *outputs[index + 1 :]]
+    num_logprobs = 0
+    for index, output in enumerate(outputs):
+        num_logprobs += len(output.logprobs or ())
+        if num_logprobs > LOGPROBS_A_TURN and index:
+            return outputs[:index], outputs[index:]
     return outputs, []
 
 
 def _in_pieces(output: EngineOutput, prompt_logprobs: list[TokenLogprobs]) -> Iterator[EngineOutput]:
     """The output, as several with some of its `prompt_logprobs` each; the last one has the rest of it."""
-    starts = range(0, len(prompt_logprobs), PROMPT_LOGPROBS_A_TURN)
+    starts = range(0, len(prompt_logprobs), LOGPROBS_A_TURN)
     for start in starts[:-1]:
-        piece = prompt_logprobs[start : start + PROMPT_LOGPROBS_A_TURN]
+        piece = prompt_logprobs[start : start + LOGPROBS_A_TURN]
         yield EngineOutput(request_id=output.request_id, prompt_logprobs=piece)
     yield msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs[starts[-1] :])

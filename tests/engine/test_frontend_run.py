@@ -8,7 +8,7 @@ import pytest
 from engine.fake_client import Script, collect, echo
 from waiting import PATIENCE, until
 
-from jaxserve.engine.stream import PROMPT_LOGPROBS_A_TURN, PROMPTS_A_TURN, Dispatcher
+from jaxserve.engine.stream import LOGPROBS_A_TURN, PROMPTS_A_TURN, Dispatcher
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
 from jaxserve.request import EngineOutput, SamplingParams, TokenLogprobs
 
@@ -147,7 +147,7 @@ class TestRun:
         assert between[0] <= PROMPTS_A_TURN < len(seen) == between[-1]
 
     @pytest.mark.parametrize("is_first", [True, False])
-    @pytest.mark.parametrize("length", [0, 1, PROMPT_LOGPROBS_A_TURN, 5 * PROMPT_LOGPROBS_A_TURN + 3])
+    @pytest.mark.parametrize("length", [0, 1, LOGPROBS_A_TURN, 5 * LOGPROBS_A_TURN + 3])
     def test_log_probabilities_of_a_long_prompt_come_in_turns(self, start, tokenizer, length, is_first):
         """with the loop; before all of them are there, nothing is told."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
@@ -176,12 +176,47 @@ class TestRun:
         asyncio.run(main())
         told = [(output.index, output.token_ids) for delta in deltas for output in delta.outputs]
         assert told == [(0, [7]), (1, [8])]
-        assert max(after - before for before, after in itertools.pairwise(lengths)) <= PROMPT_LOGPROBS_A_TURN
+        assert max(after - before for before, after in itertools.pairwise(lengths)) <= LOGPROBS_A_TURN
         none, *entries = group.result().prompt_logprobs
         assert none is None
         assert [entry[5].logprob for entry in entries] == [-float(i) for i in range(length)]
         assert deltas[0].prompt_logprobs == [none, *entries]
         assert deltas[0].num_cached_tokens == 3
+
+    @pytest.mark.parametrize("a_step", [1, 3, LOGPROBS_A_TURN + 1])
+    def test_log_probabilities_that_have_piled_up_come_in_turns(self, start, tokenizer, a_step):
+        """In order, and what ends the sequence behind all; what one step brings is not parted."""
+        frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
+        group = frontend.prepare("the", SamplingParams(logprobs=1), request_id="x")
+        num_steps = 4 * LOGPROBS_A_TURN // a_step + 2
+        entries = [TokenLogprobs(5, -float(i), 2, [6], [-0.5]) for i in range(num_steps * a_step)]
+        outputs = [
+            EngineOutput(
+                request_id="x-0",
+                new_token_ids=[5] * a_step,
+                logprobs=entries[step * a_step : (step + 1) * a_step],
+                finish_reason="length" if step == num_steps - 1 else None,
+            )
+            for step in range(num_steps)
+        ]
+        told: list[list[float]] = []
+
+        def take(_, delta):
+            told.extend([entry[5].logprob for entry in output.logprobs] for output in delta.outputs)
+            group.forget_logprobs()
+
+        async def main():
+            running = asyncio.create_task(frontend.run([group], take))
+            await asyncio.sleep(0)
+            for output in outputs:
+                frontend._dispatcher.sink([output])
+            await asyncio.wait_for(running, PATIENCE)
+
+        asyncio.run(main())
+        assert [value for some in told for value in some] == [-float(i) for i in range(len(entries))]
+        assert max(map(len, told)) <= max(LOGPROBS_A_TURN, a_step)
+        assert len(told) <= 2 * len(entries) // LOGPROBS_A_TURN + 1  # and not one by one
+        assert group.result().outputs[0].finish_reason == "length"
 
     @pytest.mark.parametrize("in_one_step", [False, True])
     def test_no_token_overtakes_another(self, start, tokenizer, in_one_step):

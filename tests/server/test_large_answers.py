@@ -177,6 +177,7 @@ def test_a_response_is_what_its_stream_brings(server, monkeypatch):
     asked["include"] = ["message.output_text.logprobs"]
     *deltas, text, part, item, completed = response_events(server.post("/v1/responses", asked | {"stream": True}))[4:]
     assert sum(lengths) == 150
+    assert max(lengths) <= body.VALUES_A_TURN
     assert lengths == [len(delta["logprobs"]) for delta in deltas]
     assert num_drains == 3
     logprobs = [token for delta in deltas for token in delta["logprobs"]]
