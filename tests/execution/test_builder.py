@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import pytest
+from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.builder import StepSpec, build
@@ -86,17 +87,8 @@ def test_xla_tries_out_matmuls_of_few_tokens_only():
     ],
 )
 def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_only, expected):
-    spec = StepSpec(
-        model=LLAMA_3_8B | {"head_dim": 128, "sliding_window": 512, "query_pre_attn_scalar": 128} | fields,
-        dtype="bfloat16",
-        kernels="sm90",
-        block_size=16,
-        max_model_len=8192,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        has_special_steps=True,
-        has_peers=True,
-    )
+    model = LLAMA_3_8B | {"head_dim": 128, "sliding_window": 512, "query_pre_attn_scalar": 128}
+    spec = make_spec(model | fields)
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
     builder = build(spec, with_explicit_axes(mesh))
     bucket = next(bucket for bucket in builder.buckets if bucket.num_tokens == num_tokens)

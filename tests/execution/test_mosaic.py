@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax._src.lib import mosaic_gpu
 from jax.sharding import NamedSharding, PartitionSpec
+from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.builder import build
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.mosaic import ask_ptxas_once, compile_kernel, kernels_of
 from jaxserve.layers.sharding import with_explicit_axes
@@ -52,17 +53,8 @@ def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it(num_dev
 
 def test_kernels_that_another_process_has_lowered():
     """As an export, which is a form that this process need not understand."""
-    spec = StepSpec(
-        model=LLAMA_3_8B | {"num_hidden_layers": 1},
-        dtype="bfloat16",
-        kernels="sm90",
-        block_size=16,
-        max_model_len=512,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        has_special_steps=True,
-        has_peers=True,
-    )
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    spec = make_spec(LLAMA_3_8B | {"num_hidden_layers": 1}, **sizes)
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
     builder = build(spec, mesh)
     lowering = Lowering(builder, spec, folder=None, num_workers=1)

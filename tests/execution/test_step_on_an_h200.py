@@ -5,12 +5,12 @@ import math
 import re
 
 import jax
-import msgspec
 import pytest
+from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
 from jaxserve.execution import builder as builder_module
-from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.builder import build
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.parts import parts_of
 from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
@@ -27,20 +27,6 @@ for which the host does not wait.
 """
 FEW = 8
 """Layers of the programs that need not be whole: one launch more in each still exceeds what the rest may vary by."""
-
-
-def make_spec(fields):
-    return StepSpec(
-        model=fields,
-        dtype="bfloat16",
-        kernels="sm90",
-        block_size=16,
-        max_model_len=8192,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        has_special_steps=True,
-        has_peers=True,
-    )
 
 
 def make_builder(fields, num_devices=1):
@@ -259,8 +245,7 @@ def test_steps_take_no_more_than_expected(fields):
 
 def test_steps_of_few_tokens_are_expected_to_sort_logits():
     """They took 0.46 GiB on two H200s, which have scratch for sorting that is not known here."""
-    sizes = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    spec = msgspec.structs.replace(make_spec(LLAMA_3_70B), **sizes)
+    spec = make_spec(LLAMA_3_70B, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
     builder = build(spec, with_explicit_axes(h200_mesh((2,), ("tensor",))))
     assert 0.465 * 2**30 < builder.expected_step_memory < 2**30
 

@@ -1,0 +1,17 @@
+"""What steps of large models are built from, in tests that compile them for an H200 that is not there."""
+
+from jaxserve.execution.builder import StepSpec
+
+
+def make_spec(model, **sizes):
+    """Of a config.json, with the sizes of the engine by default."""
+    sizes = {"max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | sizes
+    return StepSpec(
+        model=model,
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        has_special_steps=True,
+        has_peers=True,
+        **sizes,
+    )
