@@ -4,6 +4,7 @@ The models call an AttentionFn that the runner has bound, so that they know neit
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -204,34 +205,25 @@ def attention_specs(
     """
     E, H, K, D = hidden_size, num_heads, num_kv_heads, head_dim
     G = H // K
-    rows = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
-    order = half_split_order(D, num_interleaved)
+    sizes = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
     assert not (by_kv_head and num_interleaved), "no family has both"
-
-    def fuse(*tensors: np.ndarray) -> np.ndarray:
-        if by_kv_head:
-            [fused] = tensors
-            return fused.reshape(K, G + 2, D, *fused.shape[1:])
-        heads = np.concatenate(tensors).reshape(H + 2 * K, D, *tensors[0].shape[1:])
-        q, k, v = np.split(heads, (H, H + K))
-        q, k = q[:, order], k[:, order]
-        return np.concatenate([q.reshape(K, G, *q.shape[1:]), k[:, None], v[:, None]], axis=1)
-
+    rows = None if by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved)
     specs: Params = {
         "qkv": ParamSpec(
             shape=(K, G + 2, D, E),
             axes=("kv_heads", "members", None, "embed"),
+            num_inputs=1,
             source=tuple(f"{prefix}.{name}.weight" for name in inputs),
-            source_shapes=tuple((size, E) for size in rows),
-            transform=fuse,
+            source_shapes=tuple((size, E) for size in sizes),
+            rows=rows,
             quantize=True,
         ),
         "out": ParamSpec(
             shape=(E, H, D),
             axes=("embed", "heads", None),
+            num_inputs=2,
             source=(f"{prefix}.{output}.weight",),
             source_shapes=((E, H * D),),
-            transform=lambda out: out.reshape(E, H, D),
             quantize=True,
         ),
     }
@@ -240,8 +232,8 @@ def attention_specs(
             shape=(K, G + 2, D),
             axes=("kv_heads", "members", None),
             source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-            source_shapes=tuple((size,) for size in rows),
-            transform=fuse,
+            source_shapes=tuple((size,) for size in sizes),
+            rows=rows,
             init_scale=0.0,
         )
     if out_bias:
@@ -250,6 +242,16 @@ def attention_specs(
         specs["q_norm"] = norm_spec(f"{prefix}.q_norm", D)
         specs["k_norm"] = norm_spec(f"{prefix}.k_norm", D)
     return specs
+
+
+@functools.cache  # one array for all layers
+def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int) -> np.ndarray:
+    """The rows of q, then k, then v, in the order of `attention_specs`: each KV head's queries, its key, its value."""
+    rows = np.arange((num_heads + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
+    q, k, v = np.split(rows, (num_heads, num_heads + num_kv_heads))
+    order = half_split_order(head_dim, num_interleaved)
+    q, k = q[:, order].reshape(num_kv_heads, -1, head_dim), k[:, order]
+    return np.concatenate([q, k[:, None], v[:, None]], axis=1).ravel()
 
 
 def self_attention(

@@ -16,7 +16,9 @@ from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
     """A table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
-    return ParamSpec(shape=(vocab_size, hidden_size), axes=("vocab", "embed"), source=(f"{source}.weight",))
+    return ParamSpec(
+        shape=(vocab_size, hidden_size), axes=("vocab", "embed"), num_inputs=1, source=(f"{source}.weight",)
+    )
 
 
 def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:

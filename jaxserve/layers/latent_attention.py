@@ -130,27 +130,24 @@ def latent_attention_specs(
     E, H, N, R, V = hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
     key_size = N + heads.rotated_size
     order = half_split_order(heads.rotated_size, heads.rotated_size if is_interleaved else 0)
+    row_of_head = np.arange(H * key_size).reshape(H, key_size)
+    query_rows = np.concatenate([row_of_head[:, :N], row_of_head[:, N:][:, order]], axis=1).ravel()
     inputs = {"kv_a_proj_with_mqa": R + heads.rotated_size}
     if heads.query_rank is not None:
         inputs = {"q_a_proj": heads.query_rank} | inputs
     num_down = sum(inputs.values())
 
-    def fuse_down(*tensors: np.ndarray) -> np.ndarray:
-        rows = np.concatenate(tensors)
-        latents, key = np.split(rows, [num_down - heads.rotated_size])
-        return np.concatenate([latents, key[order]])
-
-    def order_query(q: np.ndarray) -> np.ndarray:
-        q = q.reshape(H, key_size, -1)
-        return np.concatenate([q[:, :N], q[:, N:][:, order]], axis=1)
+    latents, key = np.split(np.arange(num_down), [num_down - heads.rotated_size])
+    down_rows = np.concatenate([latents, key[order]])
 
     def of_heads(rows: slice, size: int) -> ParamSpec:
         return ParamSpec(
             shape=(H, size, R),
             axes=("heads", None, None),
+            num_inputs=1,
             source=(f"{prefix}.kv_b_proj.weight",),
             source_shapes=((H * (N + V), R),),
-            transform=lambda kv: kv.reshape(H, N + V, R)[:, rows],
+            rows=np.arange(H * (N + V)).reshape(H, N + V)[:, rows].ravel(),
         )
 
     query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)
@@ -158,17 +155,19 @@ def latent_attention_specs(
         "down": ParamSpec(
             shape=(num_down, E),
             axes=(None, "embed"),
+            num_inputs=1,
             source=tuple(f"{prefix}.{name}.weight" for name in inputs),
             source_shapes=tuple((size, E) for size in inputs.values()),
-            transform=fuse_down,
+            rows=down_rows,
         ),
         "latent_norm": norm_spec(f"{prefix}.kv_a_layernorm", R),
         "q": ParamSpec(
             shape=(H, key_size, query_inputs),
             axes=("heads", None, "embed" if heads.query_rank is None else None),
+            num_inputs=1,
             source=(f"{prefix}.{query_source}.weight",),
             source_shapes=((H * key_size, query_inputs),),
-            transform=order_query,
+            rows=query_rows,
             quantize=True,
         ),
         "k_up": of_heads(slice(None, N), N),
@@ -176,9 +175,9 @@ def latent_attention_specs(
         "out": ParamSpec(
             shape=(E, H, V),
             axes=("embed", "heads", None),
+            num_inputs=2,
             source=(f"{prefix}.o_proj.weight",),
             source_shapes=((E, H * V),),
-            transform=lambda out: out.reshape(E, H, V),
             quantize=True,
         ),
     }
@@ -190,7 +189,7 @@ def latent_attention_specs(
             axes=(None,),
             source=tuple(f"{prefix}.{name}.bias" for name in inputs),
             source_shapes=tuple((size,) for size in inputs.values()),
-            transform=fuse_down,
+            rows=down_rows,
             init_scale=0.0,
         )
         specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.o_proj.bias",), init_scale=0.0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -81,12 +80,12 @@ def gated_mlp_specs(
         "gate_up": ParamSpec(
             shape=(2, F, E),
             axes=(None, "ffn", "embed"),
+            num_inputs=1,
             source=tuple(f"{prefix}.{name}.weight" for name in inputs),
             source_shapes=((rows, E),) * len(inputs),
-            transform=lambda *tensors: np.concatenate(tensors).reshape(2, F, E),
             quantize=True,
         ),
-        "down": ParamSpec(shape=(E, F), axes=("embed", "ffn"), source=(f"{prefix}.{output}.weight",), quantize=True),
+        "down": _matrix(f"{prefix}.{output}", (E, F), axes=("embed", "ffn")),
     }
     if bias:
         specs["gate_up_bias"] = ParamSpec(
@@ -94,11 +93,15 @@ def gated_mlp_specs(
             axes=(None, "ffn"),
             source=tuple(f"{prefix}.{name}.bias" for name in inputs),
             source_shapes=((rows,),) * len(inputs),
-            transform=lambda *tensors: np.concatenate(tensors).reshape(2, F),
             init_scale=0.0,
         )
         specs["down_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{output}.bias",), init_scale=0.0)
     return specs
+
+
+def _matrix(source: str, shape: tuple[int, int], *, axes: tuple[str, str]) -> ParamSpec:
+    """Declare a matrix [outputs, inputs] that is a tensor of its own in the checkpoint."""
+    return ParamSpec(shape=shape, axes=axes, num_inputs=1, source=(f"{source}.weight",), quantize=True)
 
 
 def gated_mlp(
@@ -151,8 +154,8 @@ def mlp_specs(
     """Weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` name them there."""
     E, F = hidden_size, intermediate_size
     specs: Params = {
-        "up": ParamSpec(shape=(F, E), axes=("ffn", "embed"), source=(f"{prefix}.{up}.weight",), quantize=True),
-        "down": ParamSpec(shape=(E, F), axes=("embed", "ffn"), source=(f"{prefix}.{down}.weight",), quantize=True),
+        "up": _matrix(f"{prefix}.{up}", (F, E), axes=("ffn", "embed")),
+        "down": _matrix(f"{prefix}.{down}", (E, F), axes=("embed", "ffn")),
     }
     if bias:
         specs["up_bias"] = ParamSpec(shape=(F,), axes=("ffn",), source=(f"{prefix}.{up}.bias",), init_scale=0.0)

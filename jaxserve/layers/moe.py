@@ -69,23 +69,23 @@ def moe_specs(
         return tuple(f"{prefix}.{names.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
 
     specs: Params = {
-        "router": ParamSpec(shape=(X, E), axes=(None, "embed"), source=(f"{prefix}.{names.router}.weight",)),
+        "router": router_spec(f"{prefix}.{names.router}", num_experts=X, hidden_size=E),
         "experts": {
             "gate_up": ParamSpec(
                 shape=(X, 2, F, E),
                 axes=("experts", None, "ffn", "embed"),
+                num_inputs=1,
                 source=of_experts(names.gate, names.up),
                 source_shapes=((F, E),) * (2 * X),
-                transform=lambda *tensors: np.stack(tensors).reshape(X, 2, F, E),
                 quantize=True,
                 expert_size=F,
             ),
             "down": ParamSpec(
                 shape=(X, E, F),
                 axes=("experts", "embed", "ffn"),
+                num_inputs=1,
                 source=of_experts(names.down),
                 source_shapes=((E, F),) * X,
-                transform=lambda *tensors: np.stack(tensors),
                 quantize=True,
                 expert_size=F,
             ),
@@ -111,9 +111,14 @@ def moe_specs(
         )
     if shared_gate:
         specs["shared_gate"] = ParamSpec(
-            shape=(1, E), axes=(None, "embed"), source=(f"{prefix}.{names.shared_gate}.weight",)
+            shape=(1, E), axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{names.shared_gate}.weight",)
         )
     return specs
+
+
+def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec:
+    """Declare the matrix that gives each token a logit for each expert; `source` is its module in the checkpoint."""
+    return ParamSpec(shape=(num_experts, hidden_size), axes=(None, "embed"), num_inputs=1, source=(f"{source}.weight",))
 
 
 def moe_or_mlp(

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -28,7 +27,7 @@ def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
         shape=(size,),
         axes=(None,),
         source=(name,),
-        transform=lambda stored: stored.astype(np.float32) + np.float32(offset),
+        offset=offset,
         dtype=jnp.float32,
         init_scale=None,
     )

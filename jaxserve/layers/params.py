@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,30 +18,43 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
 
-Transform = Callable[..., np.ndarray]
 Params = dict[str, Any]
 """A tree of dicts and lists; the leaves are ParamSpecs, arrays or whatever else there is one of for each weight."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ParamSpec:
     """One weight: its shape, the logical name of each axis, and where it comes from.
 
-    `axes` are logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
-    `layers.sharding`. "kv_heads" comes first where there is one; "members" after it are the queries of a KV head, its
-    key and its value. `source` are the Hugging Face tensor names it is made of, `source_shapes` their shapes (default:
-    the one tensor has the weight's shape); `transform` takes these tensors, in order, as NumPy arrays and returns the
-    weight (default: the one tensor, unchanged). `dtype` None means the dtype that the engine serves in. `quantize`
-    marks the weights that a quantization format replaces. `init_scale` is the standard deviation of random
-    initialisation, None for ones (norms), 0.0 for zeros (biases). `expert_size` is the whole inner size of an expert,
-    for the weights of experts, all of which are split alike by it.
+    How the weight is made of its tensors is data, so that whatever else a checkpoint has for each row of a tensor
+    (codes, scales) goes through the same arrangement.
+
+    Attributes:
+        axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
+            `layers.sharding`. "kv_heads" comes first where there is one; "members" after it are the queries of a KV
+            head, its key and its value.
+        num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for what no matmul
+            reads, such as biases and norms.
+        source: names of the Hugging Face tensors it is made of.
+        source_shapes: their shapes; by default the one tensor has the weight's shape.
+        rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources,
+            one source after the other; None if they are in order already. A row has all inputs of one output.
+        is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
+        offset: added to what the checkpoint has, in float32.
+        dtype: None means the dtype that the engine serves in.
+        quantize: marks the weights that a quantization format replaces.
+        init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
+        expert_size: the whole inner size of an expert, for the weights of experts, all of which are split alike by it.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    num_inputs: int = 0
     source: tuple[str, ...]
     source_shapes: tuple[tuple[int, ...], ...] = ()
-    transform: Transform | None = None
+    rows: np.ndarray | None = None
+    is_transposed: bool = False
+    offset: float = 0.0
     dtype: Any = None
     quantize: bool = False
     init_scale: float | None = 0.02
@@ -54,10 +67,56 @@ class ParamSpec:
             object.__setattr__(self, "source_shapes", (self.shape,))
         if len(self.source) != len(self.source_shapes):
             raise ValueError(f"{self.source}: there must be one of source_shapes {self.source_shapes} for each")
+        stored = sum(map(math.prod, self.source_shapes)) if self.rows is None else len(self.rows) * self.row_size
+        if stored != math.prod(self.shape):
+            raise ValueError(f"{self.source}: {stored} values do not make up a weight of shape {self.shape}")
+
+    @property
+    def row_size(self) -> int:
+        """Number of inputs of one output: 1 for what has no inputs."""
+        return math.prod(self.shape[len(self.shape) - self.num_inputs :])
+
+    def assemble(self, sources: Iterable[np.ndarray]) -> np.ndarray:
+        """Return the weight that is made of the tensors of `source`, given in order."""
+        outputs_first = (tensor.swapaxes(-1, -2) if self.is_transposed else tensor for tensor in sources)
+        values = self.arrange(outputs_first).reshape(self.shape)
+        return values if self.offset == 0.0 else values.astype(np.float32) + np.float32(self.offset)
+
+    def arrange(self, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """Return what each row of the weight has of `parts`, as [rows, values of a row].
+
+        `parts` has for each source an array with its rows first, any number of values for each of them. They are
+        copied one by one into the result; a single part that is in order already is not copied.
+        """
+        counts = [math.prod(shape) // self.row_size for shape in self.source_shapes]
+        if len(counts) == 1 and self.rows is None:
+            [part] = parts
+            return part.reshape(counts[0], -1)
+        starts, arranged = np.cumsum([0, *counts]), None
+        for part, start, count in zip(parts, starts, counts, strict=False):
+            found = _as_integers(part.reshape(count, -1))
+            if arranged is None:
+                num_rows = starts[-1] if self.rows is None else len(self.rows)
+                arranged = np.empty((num_rows, found.shape[1]), part.dtype)
+            into = _as_integers(arranged)
+            if self.rows is None:
+                into[start : start + count] = found
+            elif len(counts) == 1:
+                np.take(found, self.rows, axis=0, out=into, mode="clip")  # other modes would copy `out`
+            else:
+                [here] = np.nonzero((self.rows >= start) & (self.rows < start + count))
+                into[here] = found[self.rows[here] - start]
+        assert arranged is not None
+        return arranged
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
         """The dtype of this weight in an engine that serves in `dtype`."""
         return np.dtype(dtype if self.dtype is None else self.dtype)
+
+
+def _as_integers(array: np.ndarray) -> np.ndarray:
+    """View an array as integers, which NumPy moves at once, and bfloat16 one by one."""
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Weights of GGUF files: the tensors that the weights of a family are made of, checked and then read to the devices."""
 
 import dataclasses
-import functools
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, layouts
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
-from jaxserve.loading.gguf_sources import source_of
-from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices, source_shapes
+from jaxserve.loading.gguf_sources import Source, source_of
+from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices
 
 
 def load_params(
@@ -32,9 +32,9 @@ def load_params(
 def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
     """A SourceWeight for each of `specs`. Raises CheckpointError as `load_params` does."""
     file = GGUFFile(path)
-    stored = as_stored(specs, file)
-    expected = source_shapes(stored)
     tensors = {name: tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
+    weights = jax.tree.map(lambda spec: GGUFWeight(spec, tensors, _sources(spec, file)), specs)
+    expected = {name: shape for weight in jax.tree.leaves(weights) for name, shape in weight.stored_shapes.items()}
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     problems = file.problems + describe_tensors(
         # Nobody knows which were in a file that is lost.
@@ -44,24 +44,34 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
     )
     if problems:
         raise CheckpointError(f"{file.path} does not fit its metadata; " + "; ".join(problems))
-    return jax.tree.map(lambda spec: SourceWeight(spec, tensors), stored)
+    return weights
 
 
-def as_stored(specs: Params, file: GGUFFile) -> Params:
-    """`specs` with the names and shapes that the file's tensors have, and transforms that begin with them."""
-    return jax.tree.map(functools.partial(_stored_spec, file=file), specs)
+@dataclasses.dataclass(frozen=True)
+class GGUFWeight(SourceWeight):
+    """A weight whose sources are made of the tensors of a GGUF file, some of which hold several sources."""
+
+    sources: tuple[Source, ...]
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the file that the weight is made of, and their shapes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for source in self.sources:
+            for name, shape in source.shapes.items():
+                shapes[name] = max(shape, shapes.get(name, ()))  # a stack is as high as its last part says
+        return shapes
+
+    def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """Read each tensor of the file once, matrices cast to `dtype`, and make the sources of them."""
+
+        def read(name: str) -> np.ndarray:
+            tensor = self.tensors[name].read()
+            return tensor.astype(dtype, copy=False) if tensor.ndim > 1 else tensor
+
+        stored = {name: read(name) for name in self.stored_shapes}
+        return (source.make(*(stored[name] for name in source.shapes)) for source in self.sources)
 
 
-def _stored_spec(spec: ParamSpec, *, file: GGUFFile) -> ParamSpec:
-    sources = [source_of(file, name, shape) for name, shape in zip(spec.source, spec.source_shapes, strict=True)]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for source in sources:
-        for name, shape in source.shapes.items():
-            shapes[name] = max(shape, shapes.get(name, ()))  # a stack is as high as its last part says
-
-    def transform(*tensors: np.ndarray) -> np.ndarray:
-        stored = dict(zip(shapes, tensors, strict=True))
-        made = [source.make(*(stored[name] for name in source.shapes)) for source in sources]
-        return made[0] if spec.transform is None else spec.transform(*made)
-
-    return dataclasses.replace(spec, source=tuple(shapes), source_shapes=tuple(shapes.values()), transform=transform)
+def _sources(spec: ParamSpec, file: GGUFFile) -> tuple[Source, ...]:
+    return tuple(source_of(file, name, shape) for name, shape in zip(spec.source, spec.source_shapes, strict=True))

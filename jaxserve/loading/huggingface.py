@@ -140,20 +140,17 @@ class SourceWeight:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, dtype: np.dtype) -> np.ndarray:
-        """Its values, in the type that it has where others have `dtype`.
+        """Return its values, in the type that it has where others have `dtype`.
 
-        Matrices are cast before they are fused, which moves their values only: float32 sources beside a float32 weight
-        and its cast would be five times that cast, and so are twice.
+        Sources are read one by one, and cast before they are put together, which only moves values.
         """
         dtype = self.spec.dtype_in(dtype)
+        sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
+        return self.spec.assemble(sources).astype(dtype, copy=False)
 
-        def read(name: str) -> np.ndarray:
-            tensor = self.tensors[name].read()
-            return tensor.astype(dtype, copy=False) if tensor.ndim > 1 else tensor
-
-        sources = map(read, self.spec.source)
-        weight = next(sources) if self.spec.transform is None else self.spec.transform(*sources)
-        return weight.astype(dtype, copy=False)
+    def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
+        """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""
+        return (self.tensors[name].read() for name in self.spec.source)
 
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
@@ -48,13 +49,13 @@ def param_specs(config: Config) -> Params:
 
     def head_norm(source: str, num_heads: int, axis: str) -> Params:
         D = config.head_dim
-        order = half_split_order(D, D)
+        rows = np.arange(num_heads * D).reshape(num_heads, D)[:, half_split_order(D, D)].ravel()
         return {
             "gain": ParamSpec(
                 shape=(num_heads, D),
                 axes=(axis, None),
                 source=(f"{source}.weight",),
-                transform=lambda gain: gain[:, order],
+                rows=rows,
                 init_scale=None,
             )
         }

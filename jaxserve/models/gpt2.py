@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
@@ -111,13 +110,10 @@ def _stored_transposed(specs: Params) -> Params:
     """The same weights from a checkpoint that stores matrices as [inputs, outputs]."""
 
     def transposed(spec: ParamSpec) -> ParamSpec:
-        def transform(*tensors: np.ndarray) -> np.ndarray:
-            turned = [tensor.T for tensor in tensors]
-            return turned[0] if spec.transform is None else spec.transform(*turned)
-
-        return dataclasses.replace(
-            spec, source_shapes=tuple(shape[::-1] for shape in spec.source_shapes), transform=transform
-        )
+        if not spec.num_inputs:
+            return spec
+        shapes = tuple(shape[::-1] for shape in spec.source_shapes)
+        return dataclasses.replace(spec, source_shapes=shapes, is_transposed=True)
 
     return jax.tree.map(transposed, specs)
 

@@ -16,7 +16,7 @@ from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
-from jaxserve.layers.moe import Routing
+from jaxserve.layers.moe import Routing, router_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 
@@ -97,16 +97,19 @@ def _attention_specs(prefix: str, *, config: Config) -> Params:
 def _moe_specs(prefix: str, *, config: Config) -> Params:
     """As `moe.moe_specs`, of tensors that have all experts, inputs before outputs, and gate and up by turns."""
     X, E, F = config.routing.num_experts, config.hidden_size, config.intermediate_size
+    gate_up_rows = np.arange(X * F * 2, dtype=np.int32).reshape(X, F, 2).transpose(0, 2, 1).ravel()
     return {
-        "router": ParamSpec(shape=(X, E), axes=(None, "embed"), source=(f"{prefix}.router.weight",)),
+        "router": router_spec(f"{prefix}.router", num_experts=X, hidden_size=E),
         "router_bias": ParamSpec(shape=(X,), axes=(None,), source=(f"{prefix}.router.bias",), init_scale=0.0),
         "experts": {
             "gate_up": ParamSpec(
                 shape=(X, 2, F, E),
                 axes=("experts", None, "ffn", "embed"),
+                num_inputs=1,
                 source=(f"{prefix}.experts.gate_up_proj",),
                 source_shapes=((X, E, 2 * F),),
-                transform=lambda tensor: tensor.reshape(X, E, F, 2).transpose(0, 3, 2, 1),
+                rows=gate_up_rows,
+                is_transposed=True,
                 quantize=True,
                 expert_size=F,
             ),
@@ -115,16 +118,17 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
                 axes=("experts", None, "ffn"),
                 source=(f"{prefix}.experts.gate_up_proj_bias",),
                 source_shapes=((X, 2 * F),),
-                transform=lambda tensor: tensor.reshape(X, F, 2).transpose(0, 2, 1),
+                rows=gate_up_rows,
                 init_scale=0.0,
                 expert_size=F,
             ),
             "down": ParamSpec(
                 shape=(X, E, F),
                 axes=("experts", "embed", "ffn"),
+                num_inputs=1,
                 source=(f"{prefix}.experts.down_proj",),
                 source_shapes=((X, F, E),),
-                transform=lambda tensor: tensor.transpose(0, 2, 1),
+                is_transposed=True,
                 quantize=True,
                 expert_size=F,
             ),

@@ -77,7 +77,6 @@ def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
         axes=(axis, None),
         source=(f"{source}.weight",),
         source_shapes=((math.prod(shape),),),
-        transform=lambda gain: gain.reshape(shape),
         init_scale=None,
     )
 

@@ -112,7 +112,7 @@ def param_specs(config: Config) -> Params:
             specs[name] = embedding_spec(tables[name], vocab_size=config.vocab_size, hidden_size=W)
         for name, shape in {"project_in": (E, W), "project_out": (W, E)}.items():
             source = f"model.decoder.{name}.weight"
-            specs[name] = ParamSpec(shape=shape, axes=("embed", None), source=(source,), quantize=True)
+            specs[name] = ParamSpec(shape=shape, axes=("embed", None), num_inputs=1, source=(source,), quantize=True)
     return specs
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
@@ -91,7 +90,6 @@ def _head_norm_specs(source: str, num_heads: int, head_dim: int, *, axis: str) -
         axes=(axis, None),
         source=tuple(f"{source}.norms.{index}.weight" for index in range(num_heads)),
         source_shapes=((head_dim,),) * num_heads,
-        transform=lambda *gains: np.stack(gains),
         init_scale=None,
     )
     return {"gain": gain}

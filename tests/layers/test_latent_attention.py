@@ -44,7 +44,7 @@ def test_rotated_rows_are_brought_in_order(is_interleaved):
 
     def made(name):
         spec = specs[name]
-        weight = spec.transform(*(rows[source] for source in spec.source))
+        weight = spec.assemble(rows[source] for source in spec.source)
         assert weight.shape == spec.shape
         return weight
 

@@ -93,8 +93,54 @@ def test_abstract_tree_matches_the_real_one(params):
     assert num_bytes(SPECS, dtype=BFLOAT16) == sum(array.nbytes for array in jax.tree.leaves(params))
 
 
+INTERLEAVED = np.arange(24).reshape(12, 2).T.ravel()
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "rows"),
+    [(1, None), (1, INTERLEAVED), (3, None), (3, INTERLEAVED), (3, np.arange(24)[::-3])],
+    ids=["one as it is", "one reordered", "several one after the other", "several reordered", "some of the rows"],
+)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.uint8], ids=str)
+def test_whatever_a_row_has_follows_it(num_parts, rows, dtype):
+    """Values, packed codes and scales of a row all go where its row of the weight is."""
+    num_rows = 24 if rows is None else len(rows)
+    spec = ParamSpec(
+        shape=(num_rows // 4, 4, 5),
+        axes=(None, None, None),
+        num_inputs=1,
+        source=tuple("abc"[:num_parts]),
+        source_shapes=((24 // num_parts, 5),) * num_parts,
+        rows=rows,
+    )
+    order = np.arange(24) if rows is None else rows
+    for width in (5, 3, 1):
+        whole = np.random.default_rng(0).integers(0, 200, (24, width)).astype(dtype)
+        arranged = spec.arrange(np.split(whole, num_parts))
+        assert (arranged.shape, arranged.dtype) == ((num_rows, width), dtype)
+        np.testing.assert_array_equal(arranged.view(np.uint8), np.ascontiguousarray(whole[order]).view(np.uint8))
+
+
+def test_sources_with_inputs_before_outputs():
+    spec = ParamSpec(
+        shape=(2, 2, 3, 5),
+        axes=(None, None, None, None),
+        num_inputs=1,
+        source=("w",),
+        source_shapes=((2, 5, 6),),
+        rows=np.arange(12).reshape(2, 3, 2).transpose(0, 2, 1).ravel(),
+        is_transposed=True,
+    )
+    stored = np.random.default_rng(0).normal(size=(2, 5, 6))
+    np.testing.assert_array_equal(spec.assemble([stored]), stored.reshape(2, 5, 3, 2).transpose(0, 3, 2, 1))
+
+
 def test_spec_that_contradicts_itself():
     with pytest.raises(ValueError, match="differ in rank"):
         ParamSpec(shape=(2, 3), axes=("embed",), source=("w",))
     with pytest.raises(ValueError, match="one of source_shapes"):
         ParamSpec(shape=(2, 3), axes=(None, None), source=("q", "k"))
+    with pytest.raises(ValueError, match=r"8 values do not make up a weight of shape \(2, 3\)"):
+        ParamSpec(shape=(2, 3), axes=(None, None), source=("q",), source_shapes=((2, 4),))
+    with pytest.raises(ValueError, match="3 values do not make up"):
+        ParamSpec(shape=(2, 3), axes=(None, None), num_inputs=1, source=("q",), rows=np.arange(1))

@@ -20,7 +20,6 @@ SPECS = {
         axes=(None, "ffn"),
         source=("a", "b"),
         source_shapes=((8,), (8,)),
-        transform=lambda a, b: np.stack([a, b]),
     ),
     "norm": ParamSpec(shape=(4,), axes=(None,), source=("norm",), dtype=np.float32),
 }
@@ -61,7 +60,6 @@ def test_memory_of_fused_and_cast_weights(tmp_path):
         axes=(None, None),
         source=tuple(parts),
         source_shapes=((256, 1024),) * 4,
-        transform=lambda *tensors: np.concatenate(tensors),
     )
     tracemalloc.start()
     try:

@@ -122,7 +122,8 @@ def test_memory_of_a_conversion(tmp_path):
             axes=(None, None),
             source=(f"w{index}.a", f"w{index}.b"),
             source_shapes=((512, 1024),) * 2,
-            transform=lambda *parts: np.concatenate(parts).T,
+            num_inputs=1,
+            rows=np.arange(1024)[::-1],
         )
         for index in range(num_weights)
     }
