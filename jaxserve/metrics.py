@@ -82,6 +82,7 @@ _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 SERVER_COUNTERS: Mapping[str, str] = {
     "prompt_tokens_total": "Prompt tokens of requests.",
     "generation_tokens_total": "Generated tokens.",
+    "unknown_request_fields_total": "Fields of requests that no route knows.",
 }
 # name -> (help, upper bounds of the buckets)
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
@@ -150,6 +151,7 @@ class Metrics(Collector):
 
         self.prompt_tokens = Counter(cells, self._first["prompt_tokens_total"])
         self.generation_tokens = Counter(cells, self._first["generation_tokens_total"])
+        self.unknown_fields = Counter(cells, self._first["unknown_request_fields_total"])
         self.time_to_first_token = self._histogram("time_to_first_token_seconds")
         self.inter_token_latency = self._histogram("inter_token_latency_seconds")
         self.e2e_latency = self._histogram("e2e_request_latency_seconds")

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jaxserve.errors import InvalidRequest, UnsupportedMediaType
-from jaxserve.server.protocol.common import decode_body
 
 COUNTED_FROM = 2**20  # bytes of a body
 MAX_PARTS = {b"{": 2**17, b"[": 2**17, b'":': 2**18, b",": 2**20}
@@ -25,29 +24,32 @@ AT_ONCE = 2**18  # bytes of an answer up to which it is sent in one piece
 _MARK = uuid.uuid4().hex.encode()  # stands for a list that is encoded already: nobody outside knows it
 
 
-async def read_json[T](request: Request, kind: type[T]) -> T:
-    """The request's body as `kind`. Raises InvalidRequest, naming the field where there is one.
+async def read_json[T](request: Request, read: Callable[[bytes], T]) -> T:
+    """Return what `read` makes of the request's body, which is JSON. Raises InvalidRequest, naming the field.
 
-    It must be called JSON: any web page may send what is not, without asking the server first.
+    The body must be called JSON: any web page may send what is not, without asking the server first.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("send the body as 'Content-Type: application/json'")
-    return await decode(await request.body(), kind, name="the request body")
+    return await decode(await request.body(), read, name="the request body")
 
 
-async def decode[T](body: bytes, kind: type[T], *, name: str) -> T:
-    """The JSON `body`, called `name` in errors, as `kind`. Raises InvalidRequest, also for more than MAX_PARTS."""
+async def decode[T](body: bytes, read: Callable[[bytes], T], *, name: str) -> T:
+    """Return what `read` makes of the JSON `body`, called `name` in errors; of a large one, in a thread.
+
+    Raises InvalidRequest, also for more than MAX_PARTS.
+    """
     if len(body) <= COUNTED_FROM:
-        return decode_body(body, kind)
-    return await asyncio.to_thread(_decode_large, body, kind, name)
+        return read(body)
+    return await asyncio.to_thread(_decode_large, body, read, name)
 
 
-def _decode_large[T](body: bytes, kind: type[T], name: str) -> T:
+def _decode_large[T](body: bytes, read: Callable[[bytes], T], name: str) -> T:
     for part, limit in MAX_PARTS.items():
         if body.count(part) > limit:
             raise InvalidRequest(f"{name} has more than {limit} {part.decode()!r}", code="too_many_parts")
-    return decode_body(body, kind)
+    return read(body)
 
 
 class EncodedList:

@@ -6,30 +6,21 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import not_supported, split_path
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 
 Item = dict[str, Any]
 
-_SAME_IN_CHAT = (
-    "model",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "seed",
-    "priority",
-    "cache_salt",
-    "chat_template_kwargs",
+_CONVERTED = frozenset(
+    {"stream", "stream_options", "reasoning", "tools", "tool_choice", "top_logprobs", "metadata", "store"}
 )
+"""Fields that a chat follows too, but of which it gets something else, or nothing."""
+
+_SAME_IN_CHAT = tuple(sorted((fields.followed("responses") & fields.followed("chat")) - _CONVERTED))
+"""Fields that a chat gets as they are."""
+
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {
     "messages": "input",
@@ -119,18 +110,19 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat of a request. Raises InvalidRequest."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    fields["messages"] = [*instructions, *messages]
-    fields["max_completion_tokens"] = body.max_output_tokens
+    chat["messages"] = [*instructions, *messages]
+    if body.max_output_tokens is not None:
+        chat["max_completion_tokens"] = body.max_output_tokens
     if body.wants_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.text is not None and body.text.format is not None:
-        fields["response_format"] = _response_format(body.text.format)
-    if body.reasoning is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
+        chat["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
     if body.tools:
-        fields["tools"] = [
+        chat["tools"] = [
             {
                 "type": "function",
                 "function": {
@@ -149,8 +141,8 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     choice = body.tool_choice
     if isinstance(choice, ToolChoiceFunction):
         choice = {"type": choice.type, "function": {"name": choice.name}}
-    fields["tool_choice"] = choice
-    return _convert({name: value for name, value in fields.items() if value is not None}, ChatRequest, "")
+    chat["tool_choice"] = choice
+    return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest, "")
 
 
 def rename(error: InvalidRequest) -> None:

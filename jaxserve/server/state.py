@@ -23,6 +23,7 @@ from jaxserve.server.protocol.messages import MessageStyle
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.streaming import SlowReaders
 from jaxserve.server.tracing import Tracing
+from jaxserve.server.unknown_fields import UnknownFields
 
 _KEY = "server"
 MAX_COMPILING = 2
@@ -57,6 +58,7 @@ class ServerState:
     num_inside: int = 0
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when requests may run no longer: they end with an error."""
+    unknown_fields: UnknownFields = dataclasses.field(init=False)
     engine_view: EngineView = dataclasses.field(init=False)
     message_style: MessageStyle = dataclasses.field(init=False)
     """How the chat template wants tool calls of earlier turns."""
@@ -64,6 +66,7 @@ class ServerState:
     """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
     def __post_init__(self) -> None:
+        self.unknown_fields = UnknownFields(self.metrics.unknown_fields)
         self.engine_view = EngineView(self.frontend.client)
         self.message_style = message_style(self.frontend.tokenizer)
         tokenizer = self.frontend.tokenizer

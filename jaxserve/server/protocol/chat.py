@@ -8,12 +8,13 @@ from msgspec import UNSET, UnsetType
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Logprob
 from jaxserve.server.protocol.common import (
+    Effort,
     GenerationRequest,
     check_choices,
     check_generation_request,
     check_num_logprobs,
-    not_supported,
 )
+from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
 from jaxserve.server.protocol.tools import ToolCall, ToolCallDelta, ToolChoice, ToolDefinition, check_tools
 from jaxserve.server.protocol.usage import Usage
@@ -25,19 +26,9 @@ TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        *GenerationRequest.unsupported,
-        "functions",
-        "function_call",
-        "audio",
-        "chat_template",
-        "documents",
-        "web_search_options",
-        "echo",
-    )
+    route: ClassVar[Route] = "chat"
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -47,21 +38,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    chat_template: Any = None
-    documents: Any = None
-    web_search_options: Any = None
-    echo: Any = None
-
-    @property
-    def output_limit(self) -> int | None:
-        """`max_completion_tokens` under either of its names; None: the model's default, or up to the context length."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    reasoning_effort: Effort | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -74,8 +51,6 @@ def check_chat_request(body: ChatRequest) -> None:
     check_generation_request(body)
     check_choices(1, body.n)
     check_tools(body.tools, body.tool_choice)
-    if body.modalities not in (None, ["text"]):
-        raise not_supported("modalities", "a modality other than text")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise InvalidRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
     if body.top_logprobs is not None:

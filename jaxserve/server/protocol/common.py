@@ -5,12 +5,14 @@ None means absent throughout. Ranges are checked by SamplingParams itself; here 
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from jaxserve.server.protocol import fields
+from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
@@ -19,26 +21,7 @@ MAX_BAD_WORD_LENGTH = 256
 MAX_CACHE_SALT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
 
-_SAMPLING_FIELDS = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "seed",
-    "skip_special_tokens",
-)
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -48,25 +31,20 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common. Fields named in `unsupported` are known, but refused when set."""
+class RequestBody(msgspec.Struct, kw_only=True):
+    """The body of a route that has a column in the table of fields. Its own fields are those that the route follows."""
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "use_beam_search",
-        "logits_processors",
-        "prompt_embeds",
-    )
+    route: ClassVar[Route]
 
     model: str | None = None
+
+
+class AnswerRequest(RequestBody, kw_only=True):
+    """What completions, chat and responses have in common."""
+
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
+    max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -83,24 +61,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    return_token_ids: bool | None = None
-
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
 
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    use_beam_search: Any = None
-    logits_processors: Any = None
-    prompt_embeds: Any = None
+
+class GenerationRequest(AnswerRequest, kw_only=True):
+    """What completions and chat have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_tokens`, under either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wish_field(self) -> str | None:
@@ -114,11 +96,31 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return bool(self.return_token_ids or counts)
 
 
+def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """Return the JSON `body` as `kind`, and the names of its fields that nobody knows.
+
+    Raises InvalidRequest as `decode_body` does, and for a field that the route refuses.
+    """
+    given: dict[str, msgspec.Raw] = _decoded(body, dict[str, msgspec.Raw])
+    unknown = []
+    for name, value in given.items():
+        cell = fields.cell(kind.route, name)
+        if isinstance(cell, fields.Refused):
+            fields.refuse(name, cell, _decoded(bytes(value), Any))
+        elif cell is fields.UNKNOWN:
+            unknown.append(name)
+    return decode_body(body, kind), unknown
+
+
 def decode_body[T](body: bytes, kind: type[T]) -> T:
     """The JSON `body` as `kind`.
 
     Raises InvalidRequest for malformed JSON and for a wrong type, which names the parameter.
     """
+    return _decoded(body, kind)
+
+
+def _decoded(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -145,8 +147,6 @@ def check_generation_request(body: GenerationRequest) -> None:
 
     Raises InvalidRequest, naming the field.
     """
-    for name in body.unsupported:
-        refuse_unless_empty(name, getattr(body, name))
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
@@ -198,7 +198,7 @@ def sampling_params(
     Raises InvalidRequest, naming the field, for a value out of range.
     """
     chosen: dict[str, Any] = {}
-    for name in _SAMPLING_FIELDS:
+    for name in fields.SAMPLING:
         value = getattr(body, name)
         if value is None:
             value = defaults.get(name)

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Logprob
 from jaxserve.server.protocol.common import GenerationRequest, check_choices, check_generation_request
+from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -18,12 +19,11 @@ type Prompt = str | list[int]
 class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/completions. `max_tokens` may be 0 together with `echo`: score the prompt only."""
 
-    unsupported: ClassVar[tuple[str, ...]] = (*GenerationRequest.unsupported, "suffix")
+    route: ClassVar[Route] = "completions"
 
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
 
     def prompts(self) -> list[Prompt]:
         """The prompts, each a text or a list of token ids. Raises InvalidRequest."""
@@ -34,12 +34,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         """`SamplingParams.max_tokens` of this request: the engine generates one token at least."""
         if self.is_score_only:
             return 1
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_MAX_TOKENS if self.token_limit is None else self.token_limit
 
     @property
     def is_score_only(self) -> bool:
         """Whether the prompt is to be scored and nothing generated."""
-        return self.max_tokens == 0
+        return self.token_limit == 0
 
 
 def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:

@@ -1,22 +1,24 @@
 """POST /v1/embeddings: the request and the shape of the answer."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Pooling
-from jaxserve.server.protocol.common import check_priority_and_salt
+from jaxserve.server.protocol.common import RequestBody, check_priority_and_salt
 from jaxserve.server.protocol.completions import Prompt, parse_prompts
+from jaxserve.server.protocol.fields import Route
 
 MAX_INPUTS = 2048
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(RequestBody, kw_only=True):
     """The body. `pooling` and `normalize` are extensions: what the vector is made of, and whether it has length 1."""
 
+    route: ClassVar[Route] = "embeddings"
+
     input: str | list[Any]
-    model: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None

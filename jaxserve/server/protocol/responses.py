@@ -7,7 +7,8 @@ from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.chat import TokenLogprob
-from jaxserve.server.protocol.common import check_num_logprobs, not_supported, refuse_unless_empty
+from jaxserve.server.protocol.common import AnswerRequest, Effort, check_num_logprobs, not_supported
+from jaxserve.server.protocol.fields import Route
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -60,46 +61,28 @@ class ToolChoiceFunction(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """The body. Fields named in `unsupported` are known, but refused when set; the last block are extensions."""
+class ResponsesRequest(AnswerRequest, kw_only=True):
+    """The body."""
 
-    unsupported: ClassVar[tuple[str, ...]] = ("conversation", "prompt", "context_management")
+    route: ClassVar[Route] = "responses"
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    stream: bool | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    reasoning_effort: Effort | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -110,10 +93,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 def check_responses_request(body: ResponsesRequest) -> None:
     """Raises InvalidRequest, naming the field, for what cannot be served. What a chat checks too is left to it."""
-    for name in body.unsupported:
-        refuse_unless_empty(name, getattr(body, name))
-    if body.truncation == "auto":
-        raise not_supported("truncation", "truncation='auto'")
     for entry in body.include or ():
         if entry != LOGPROBS and entry not in IGNORED_INCLUDES:
             raise not_supported("include", f"including {entry[:64]!r}")

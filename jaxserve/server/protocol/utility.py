@@ -1,18 +1,21 @@
 """POST /tokenize and /detokenize, as vLLM has them; GET /version."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.common import RequestBody
+from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
 from jaxserve.server.protocol.tools import ToolDefinition
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(RequestBody, kw_only=True):
     """Either a `prompt` or the `messages` of a chat."""
 
-    model: str | None = None
+    route: ClassVar[Route] = "tokenize"
+
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.answers import AnswerWriter
-from jaxserve.server.body import encoded_in_turns, json_response, read_json
+from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
@@ -31,6 +31,7 @@ from jaxserve.server.protocol.common import sampling_params
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.tools import ToolChoice, callable_tools
 from jaxserve.server.protocol.usage import Usage
+from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
 from jaxserve.server.template import render_chat
@@ -40,8 +41,7 @@ from jaxserve.structured.grammar import check_json_schema
 async def create(request: Request) -> Response:
     """Answer the conversation n times."""
     state = server_state(request.scope)
-    body = await read_json(request, ChatRequest)
-    state.check_model(body.model)
+    body = await read_request(state, request, ChatRequest)
     size = len(await request.body())
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     group = await generation.prepare(
@@ -79,7 +79,7 @@ def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> Reques
     params = sampling_params(
         body,
         defaults,
-        max_tokens=defaults.get("max_tokens") if body.output_limit is None else body.output_limit,
+        max_tokens=defaults.get("max_tokens") if body.token_limit is None else body.token_limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -107,7 +107,7 @@ def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> Reques
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
-            shorten_output=body.output_limit is None,
+            shorten_output=body.token_limit is None,
             grammar=grammar,
             visible_special_tokens=state.syntax.visible_special_tokens(tools),
         )

@@ -14,7 +14,7 @@ from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
-from jaxserve.server.body import encoded_in_turns, json_response, read_json
+from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
 from jaxserve.server.protocol.common import sampling_params
 from jaxserve.server.protocol.completions import (
@@ -25,6 +25,7 @@ from jaxserve.server.protocol.completions import (
 )
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage
+from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
 from jaxserve.structured.grammar import make_grammar
@@ -33,8 +34,7 @@ from jaxserve.structured.grammar import make_grammar
 async def create(request: Request) -> Response:
     """Continue each prompt n times."""
     state = server_state(request.scope)
-    body = await read_json(request, CompletionRequest)
-    state.check_model(body.model)
+    body = await read_request(state, request, CompletionRequest)
     size = len(await request.body())
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, grammar_field=body.wish_field)
     completion = _Completion(state, body, groups)
@@ -77,7 +77,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
-            shorten_output=body.max_tokens is None,
+            shorten_output=body.token_limit is None,
             grammar=grammar,
         )
         if body.echo and (group.prompt is None or body.truncate_prompt_tokens is not None):

@@ -12,8 +12,9 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server import generation
-from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response, read_json
+from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response
 from jaxserve.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
+from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import while_wanted
 
@@ -21,8 +22,7 @@ from jaxserve.server.streaming import while_wanted
 async def create(request: Request) -> Response:
     """Read each input and return its vector."""
     state = server_state(request.scope)
-    body = await read_json(request, EmbeddingRequest)
-    state.check_model(body.model)
+    body = await read_request(state, request, EmbeddingRequest)
     size = len(await request.body())
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size)
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)

@@ -15,10 +15,11 @@ from starlette.types import Message
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server import generation
-from jaxserve.server.body import decode, encoded, json_response, read_json
+from jaxserve.server.body import decode, encoded, json_response
 from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, rename
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
+from jaxserve.server.protocol.common import decode_body
 from jaxserve.server.protocol.messages import MAX_MESSAGES
 from jaxserve.server.protocol.responses import (
     DeletedResponse,
@@ -33,6 +34,7 @@ from jaxserve.server.protocol.responses import (
     check_responses_request,
     without_logprobs,
 )
+from jaxserve.server.reading import read_request
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.response_writer import Event, ResponseWriter, frame
 from jaxserve.server.routes.chat import Chat, grammar_field, prepare
@@ -51,8 +53,7 @@ WAIT_FOR_CANCEL = 10.0  # seconds
 async def create(request: Request) -> Response:
     """Answer a conversation, and remember it."""
     state = server_state(request.scope)
-    body = await read_json(request, ResponsesRequest)
-    state.check_model(body.model)
+    body = await read_request(state, request, ResponsesRequest)
     size = len(await request.body())
     answer = await _prepare(state, body, owner=request.scope["owner"], size=size)
     if body.background:
@@ -121,7 +122,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     if body.previous_response_id is not None:
         stored = await _find_earlier(state, body.previous_response_id, owner=owner)
         try:
-            earlier = await decode(stored.items, list, name="the conversation")
+            earlier = await decode(stored.items, lambda body: decode_body(body, list), name="the conversation")
         except InvalidRequest as error:
             error.param = "previous_response_id"
             raise

@@ -11,6 +11,7 @@ from jaxserve import __version__
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import generation
 from jaxserve.server.body import EncodedList, json_response, read_json
+from jaxserve.server.protocol.common import decode_body
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -20,6 +21,7 @@ from jaxserve.server.protocol.utility import (
     Version,
     check_tokenize_request,
 )
+from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.template import render_chat
 
@@ -30,8 +32,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a templated chat."""
     state = server_state(request.scope)
-    body = await read_json(request, TokenizeRequest)
-    state.check_model(body.model)
+    body = await read_request(state, request, TokenizeRequest)
     check_tokenize_request(body)
     size = len(await request.body())
     return json_response(await generation.prepare(state, lambda: _tokenized(state, body), size=size))
@@ -66,7 +67,7 @@ def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = server_state(request.scope)
-    body = await read_json(request, DetokenizeRequest)
+    body = await read_json(request, lambda content: decode_body(content, DetokenizeRequest))
     state.check_model(body.model)
     size = len(await request.body())
     return json_response(await generation.prepare(state, lambda: _detokenized(state, body), size=size))

@@ -1,0 +1,352 @@
+"""The table of request fields: which route follows a field, and with which word the others refuse it.
+
+Every field that one route knows has a row here. Requests are checked against it before they are decoded, what
+`SamplingParams` gets and what /v1/responses hands on to a chat is read from it, and docs/fields.md is printed from it.
+A field without a row is unknown: it is ignored, counted, and logged once.
+"""
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from jaxserve.errors import InvalidRequest
+
+Route = Literal["completions", "chat", "responses", "embeddings", "tokenize"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+
+
+class Cell(enum.Enum):
+    """What a route does with a field that it does not refuse."""
+
+    FOLLOWED = "followed"
+    NO_EFFECT = "no effect"
+    """The field is known, and there is nothing on this route that it could change."""
+    UNKNOWN = "unknown"
+
+
+FOLLOWED, NO_EFFECT, UNKNOWN = Cell.FOLLOWED, Cell.NO_EFFECT, Cell.UNKNOWN
+
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+
+
+class Refused(NamedTuple):
+    """The field is refused with `word`, which says what to write instead, unless its value is one of `neutral`: those
+    that ask for nothing.
+    """
+
+    word: str = ""
+    neutral: Sequence[Any] = _EMPTY
+
+    def is_neutral(self, value: object) -> bool:
+        """Return whether a value asks for nothing. False is not 0, and 1 is not 1.0."""
+        return any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
+
+
+class Field(NamedTuple):
+    """One row. `is_sampling`: it goes into SamplingParams by its own name and value."""
+
+    name: str
+    meaning: str
+    completions: Cell | Refused
+    chat: Cell | Refused
+    responses: Cell | Refused
+    embeddings: Cell | Refused = NO_EFFECT
+    tokenize: Cell | Refused = NO_EFFECT
+    is_sampling: bool = False
+
+    def cell(self, route: Route) -> Cell | Refused:
+        """What `route` does with the field."""
+        return getattr(self, route)
+
+
+_NOT = Refused()
+_UNLESS_NULL = (None,)
+_NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
+_NEEDS_CHAT_UNLESS_NULL = Refused(_NEEDS_CHAT.word, _UNLESS_NULL)
+_NO_VECTOR = Refused("embeddings have nothing of the kind")
+_ONLY_RESPONSES = Refused("only /v1/responses has it")
+_WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
+_ONE_ANSWER = Refused("a response has one answer", (None, 1))
+_STRUCTURED = Refused("write structured_outputs, such as {'json': ...}, {'regex': ...} or {'grammar': ...}")
+_ANSWERS = (FOLLOWED, FOLLOWED, FOLLOWED)
+_READERS = (*_ANSWERS, FOLLOWED)
+_CONVERSATIONS = (_NEEDS_CHAT, FOLLOWED, FOLLOWED)
+
+
+def _everywhere(name: str, meaning: str, cell: Refused = _NOT) -> Field:
+    return Field(name, meaning, cell, cell, cell, cell, cell)
+
+
+def _sampling(name: str, meaning: str) -> Field:
+    return Field(name, meaning, *_ANSWERS, is_sampling=True)
+
+
+FIELDS: tuple[Field, ...] = (
+    # How tokens are chosen.
+    _sampling("temperature", "0 always takes the most likely token"),
+    _sampling("top_p", "draw among the most likely tokens that have this probability together"),
+    _sampling("top_k", "draw among so many tokens; 0 or -1: all"),
+    _sampling("min_p", "draw among tokens with this fraction of the highest probability"),
+    _sampling("presence_penalty", "taken off tokens that the answer has already"),
+    _sampling("frequency_penalty", "taken off for each time that the answer has a token already"),
+    _sampling("repetition_penalty", "divides the logits of tokens that prompt or answer have already"),
+    _sampling("logit_bias", "token id to what is added to its logit, -100 to 100"),
+    _sampling("allowed_token_ids", "nothing but these tokens is drawn"),
+    _sampling("bad_words", "texts that the answer must not have"),
+    _sampling("seed", "the same seed gives the same text"),
+    # When an answer ends.
+    _sampling("stop", "texts that end the answer"),
+    _sampling("stop_token_ids", "tokens that end the answer"),
+    _sampling("include_stop_str_in_output", "show the text that has ended the answer"),
+    _sampling("ignore_eos", "the model's end of sequence does not end the answer"),
+    _sampling("min_tokens", "the answer does not end before it has so many tokens"),
+    _sampling("skip_special_tokens", "leave special tokens out of the text"),
+    Field("max_tokens", "the answer ends after so many tokens", *_ANSWERS),
+    Field("max_completion_tokens", "another name for max_tokens", *_ANSWERS),
+    Field(
+        "max_output_tokens",
+        "what /v1/responses calls max_tokens",
+        Refused("write max_tokens"),
+        Refused("write max_completion_tokens"),
+        FOLLOWED,
+    ),
+    Field("n", "number of answers to a prompt", FOLLOWED, FOLLOWED, _ONE_ANSWER, is_sampling=True),
+    Field("best_of", "must be equal to n", FOLLOWED, FOLLOWED, _ONE_ANSWER),
+    # What comes back.
+    Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=_EMPTY)),
+    Field(
+        "stream_options",
+        "usage at the end of a stream, or in each chunk",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("usage comes with the last event"),
+    ),
+    Field(
+        "logprobs",
+        "log probabilities of the answer's tokens: a number for completions, true for chats",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("write include: ['message.output_text.logprobs']", (None, False)),
+    ),
+    Field(
+        "top_logprobs",
+        "that many most likely tokens beside each",
+        Refused("write the number as logprobs", (None,)),
+        FOLLOWED,
+        FOLLOWED,
+    ),
+    Field(
+        "prompt_logprobs",
+        "log probabilities of the prompt's tokens",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("a response has no prompt_logprobs", _UNLESS_NULL),
+    ),
+    Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
+    Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", _NOT, _NOT, _NOT),
+    Field("echo", "begin the answer with the prompt", FOLLOWED, _NOT, Refused("a response does not repeat its input")),
+    _everywhere("include_reasoning", "false: thoughts are counted, but not sent", Refused("", (None, True))),
+    # What is read.
+    Field("model", "name of the model", *_READERS, FOLLOWED),
+    Field(
+        "prompt",
+        "text or token ids, or a list of them",
+        FOLLOWED,
+        UNKNOWN,
+        Refused("stored prompts are OpenAI's"),
+        UNKNOWN,
+        FOLLOWED,
+    ),
+    Field("messages", "a conversation", UNKNOWN, FOLLOWED, UNKNOWN, UNKNOWN, FOLLOWED),
+    Field("input", "what is answered or embedded", UNKNOWN, UNKNOWN, FOLLOWED, FOLLOWED, UNKNOWN),
+    Field(
+        "instructions",
+        "a system message before the input",
+        Refused("write it into prompt"),
+        Refused("write a message of the role 'system'"),
+        FOLLOWED,
+        Refused("write it into input"),
+        Refused("write a message of the role 'system'"),
+    ),
+    Field(
+        "truncate_prompt_tokens", "read that many of the prompt's tokens; -1: as many as fit", *_READERS, _WHOLE_TEXT
+    ),
+    _everywhere("truncation_side", "the side that truncate_prompt_tokens cuts off", Refused("", (None, "left"))),
+    Field(
+        "add_special_tokens",
+        "put the tokenizer's special tokens around the text",
+        Refused("", _UNLESS_NULL),
+        Refused("", _UNLESS_NULL),
+        Refused("", _UNLESS_NULL),
+        Refused("", _UNLESS_NULL),
+        FOLLOWED,
+    ),
+    Field(
+        "add_generation_prompt",
+        "let the template begin an answer",
+        Refused(_NEEDS_CHAT.word, (None, True)),
+        FOLLOWED,
+        FOLLOWED,
+        _NO_VECTOR,
+        FOLLOWED,
+    ),
+    Field("continue_final_message", "the answer continues the last message", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    Field("chat_template_kwargs", "variables of the chat template", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    _everywhere("documents", "documents for the chat template"),
+    _everywhere("chat_template", "jinja is the operator's: --chat-template", Refused("it is the operator's")),
+    Field("priority", "requests of a lower number run earlier", *_READERS),
+    Field("cache_salt", "prefixes are found again by requests with the same salt only", *_READERS),
+    Field("suffix", "what comes behind the answer", _NOT, _NOT, _NOT),
+    # Tools.
+    Field("tools", "functions that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    Field(
+        "tool_choice",
+        "none, auto, required or a function",
+        Refused(_NEEDS_CHAT.word, (None, "none", "auto")),
+        FOLLOWED,
+        FOLLOWED,
+    ),
+    Field("parallel_tool_calls", "false: one call at most", NO_EFFECT, FOLLOWED, FOLLOWED),
+    _everywhere("functions", "the old name of tools", Refused("write tools")),
+    _everywhere("function_call", "the old name of tool_choice", Refused("write tool_choice", (None, "none", "auto"))),
+    Field("web_search_options", "a tool of OpenAI's", _NOT, _NOT, _NOT),
+    Field("max_tool_calls", "a limit of OpenAI's own tools", UNKNOWN, UNKNOWN, NO_EFFECT, UNKNOWN, UNKNOWN),
+    # Thoughts.
+    Field(
+        "reasoning_effort",
+        "none turns thinking off where the template can",
+        _NEEDS_CHAT_UNLESS_NULL,
+        FOLLOWED,
+        FOLLOWED,
+    ),
+    Field("reasoning", "reasoning_effort as {'effort': ...}", _NEEDS_CHAT, Refused("write reasoning_effort"), FOLLOWED),
+    *(
+        _everywhere(name, "thinking is a variable of the chat template", Refused(word, _UNLESS_NULL))
+        for name, word in (
+            ("enable_thinking", "write chat_template_kwargs: {'enable_thinking': ...}, or reasoning_effort"),
+            ("thinking", "write chat_template_kwargs: {'thinking': ...}, or reasoning_effort"),
+            ("thinking_budget", "write thinking_token_budget"),
+        )
+    ),
+    # The form of an answer.
+    Field(
+        "response_format",
+        "text, json_object or json_schema",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("write text.format", (None, {"type": "text"})),
+    ),
+    Field(
+        "structured_outputs",
+        "what the answer must be: JSON of a schema, a regular expression, a grammar ...",
+        *_ANSWERS,
+    ),
+    Field(
+        "text",
+        "response_format and verbosity of /v1/responses",
+        Refused("write response_format"),
+        Refused("write response_format"),
+        FOLLOWED,
+        UNKNOWN,
+        UNKNOWN,
+    ),
+    *(
+        _everywhere(name, "other servers' name for structured_outputs", _STRUCTURED)
+        for name in (
+            *("grammar", "grammar_string", "ebnf", "regex", "json_schema", "json_object", "structural_tag"),
+            *("choice", "choices", "format", "response_schema", "output_schema"),
+            *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar"),
+            *("guided_decoding", "guided_decoding_backend", "guided_whitespace_pattern"),
+        )
+    ),
+    # Responses.
+    Field("previous_response_id", "the turn before", _ONLY_RESPONSES, _ONLY_RESPONSES, FOLLOWED, UNKNOWN, UNKNOWN),
+    Field("background", "answer without a connection", _ONLY_RESPONSES, _ONLY_RESPONSES, FOLLOWED, UNKNOWN, UNKNOWN),
+    Field(
+        "include",
+        "message.output_text.logprobs adds log probabilities",
+        _ONLY_RESPONSES,
+        _ONLY_RESPONSES,
+        FOLLOWED,
+        UNKNOWN,
+        UNKNOWN,
+    ),
+    Field(
+        "truncation",
+        "only disabled: what does not fit is refused",
+        Refused("", (None, "disabled")),
+        Refused("", (None, "disabled")),
+        Refused("", (None, "disabled")),
+        UNKNOWN,
+        UNKNOWN,
+    ),
+    Field("conversation", "OpenAI's stored conversations", _NOT, _NOT, _NOT, UNKNOWN, UNKNOWN),
+    Field("context_management", "OpenAI's compaction", _NOT, _NOT, _NOT, UNKNOWN, UNKNOWN),
+    Field("store", "keep the response for later turns", NO_EFFECT, NO_EFFECT, FOLLOWED),
+    Field("metadata", "up to 16 texts that come back", NO_EFFECT, NO_EFFECT, FOLLOWED),
+    # For the operator, or for nobody.
+    *(
+        Field(name, "changes nothing here", NO_EFFECT, NO_EFFECT, NO_EFFECT)
+        for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier")
+    ),
+    *(
+        Field(name, "changes nothing here", NO_EFFECT, NO_EFFECT, NO_EFFECT)
+        for name in ("prompt_cache_retention", "prediction", "spaces_between_special_tokens")
+    ),
+    # Vectors and token ids.
+    *(
+        Field(name, meaning, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED, UNKNOWN)
+        for name, meaning in (
+            ("dimensions", "the first entries of the vector, where the model was trained for that"),
+            ("encoding_format", "float or base64"),
+            ("pooling", "last or mean"),
+            ("normalize", "whether the vector has length 1"),
+        )
+    ),
+    Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),
+    # What this server does not have.
+    _everywhere("use_beam_search", "beam search"),
+    _everywhere("length_penalty", "of beam search", Refused("it needs beam search", (None, 1, 1.0))),
+    _everywhere("early_stopping", "of beam search", Refused("it needs beam search")),
+    _everywhere("logits_processors", "code in a request"),
+    _everywhere("prompt_embeds", "a prompt as vectors"),
+    _everywhere("audio", "sound"),
+    _everywhere("modalities", "only text", Refused("there is only text", (None, ["text"], []))),
+    _everywhere("media_io_kwargs", "options of images and sound"),
+    _everywhere("mm_processor_kwargs", "options of images and sound"),
+    _everywhere("kv_transfer_params", "KV from another server"),
+    _everywhere("vllm_xargs", "arguments of vLLM's plugins"),
+    _everywhere("repetition_detection", "end repetitions"),
+)
+
+SAMPLING = tuple(field.name for field in FIELDS if field.is_sampling)
+"""Names of the fields that SamplingParams gets as they are."""
+
+_BY_NAME = {field.name: field for field in FIELDS}
+
+
+@functools.cache
+def followed(route: Route) -> frozenset[str]:
+    """Names of the fields that a route follows."""
+    return frozenset(field.name for field in FIELDS if field.cell(route) is FOLLOWED)
+
+
+@functools.cache
+def known(route: Route) -> frozenset[str]:
+    """Names of the fields that a route follows, refuses, or has no use for."""
+    return frozenset(field.name for field in FIELDS if field.cell(route) is not UNKNOWN)
+
+
+def cell(route: Route, name: str) -> Cell | Refused:
+    """What a route does with the field `name`; other servers' guided_... are refused whatever follows."""
+    field = _BY_NAME.get("guided_json" if name.startswith("guided_") else name)
+    return UNKNOWN if field is None else field.cell(route)
+
+
+def refuse(name: str, cell: Refused, value: object) -> None:
+    """Raises InvalidRequest, naming the field, unless the value asks for nothing."""
+    if not cell.is_neutral(value):
+        raise InvalidRequest(
+            f"{name} is not supported{cell.word and ': '}{cell.word}", param=name, code="unsupported_parameter"
+        )

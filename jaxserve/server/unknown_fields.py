@@ -1,0 +1,35 @@
+"""Fields of requests that nobody knows: ignored, counted, and told to the operator once."""
+
+import difflib
+import logging
+
+from jaxserve.metrics import Counter
+from jaxserve.server.protocol import fields
+from jaxserve.server.protocol.fields import Route
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES = 256
+"""Names that are logged in the life of a server: clients choose them."""
+
+MAX_NAME_LENGTH = 64
+"""Characters of a name that are shown."""
+
+
+class UnknownFields:
+    """Counts fields that no route knows, and logs each name the first time, with the known name that is nearest."""
+
+    def __init__(self, counter: Counter):
+        self._counter = counter
+        self._logged: set[tuple[Route, str]] = set()
+
+    def count(self, name: str, *, route: Route) -> None:
+        """Take a field that is in a request to `route`."""
+        self._counter.inc(1)
+        shown = name[:MAX_NAME_LENGTH]
+        if (route, shown) in self._logged or len(self._logged) >= MAX_NAMES:
+            return
+        self._logged.add((route, shown))
+        nearest = difflib.get_close_matches(shown, sorted(fields.known(route)), n=1, cutoff=0.75)
+        hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+        logger.warning("unknown field %r of a request (%s) is ignored%s", shown, route, hint)
