@@ -4,14 +4,12 @@ A field is its command-line flag too (`max_num_seqs` is `--max-num-seqs`): its `
 """
 
 import dataclasses
-import numbers
 import os
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -91,7 +89,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _convert_fields(self, _ENGINE_RULES)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -171,7 +169,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _convert_fields(self, _SERVER_RULES)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         for name in ("shutdown_timeout", "keep_alive_timeout"):
@@ -183,9 +181,6 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if not 1 <= self.api_workers <= MAX_WORKERS:
             raise ConfigError(f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}")
-        for name in ("api_key", "admin_api_key", "allowed_origins"):
-            if isinstance(getattr(self, name), str):  # would be taken for a list of one-letter keys
-                raise ConfigError(f"{name} must be a list of texts")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         if self.max_stored_responses < 0:
@@ -196,37 +191,22 @@ class ServerConfig:
             raise ConfigError(f"max_body_size must be at least 1, got {self.max_body_size}")
 
 
-def _check_types(config: EngineConfig | ServerConfig) -> None:
-    """What argparse has made of flags is of the right types; what a caller in Python has given may not be.
+_ENGINE_RULES = rules(EngineConfig)
+_SERVER_RULES = rules(ServerConfig)
 
-    Paths that are given as such become texts.
-    """
-    for name, hint in typing.get_type_hints(type(config)).items():
+
+def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rule]) -> None:
+    """Replace what a caller has given by plain values, paths by texts. Raises ConfigError, naming the field."""
+    for name, rule in rules.items():
         value = getattr(config, name)
-        check_type(name, value, hint)
-        if isinstance(value, os.PathLike):
-            object.__setattr__(config, name, os.fspath(value))
+        object.__setattr__(
+            config, name, convert_option(name, os.fspath(value) if isinstance(value, os.PathLike) else value, rule)
+        )
 
 
-def check_type(name: str, value: object, hint: Any) -> None:
-    """Raises ConfigError unless the option `name` may have this value, by its annotation."""
-    if typing.get_origin(hint) is Literal:
-        if value not in typing.get_args(hint):
-            choices = ", ".join(map(str, typing.get_args(hint)))
-            raise ConfigError(f"{name} must be one of {choices}, got {value!r:.100}")
-        return
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if kinds[0] not in _KINDS or (value is None and types.NoneType in kinds):
-        return
-    classes, words = _KINDS[kinds[0]]
-    if not isinstance(value, classes) or (isinstance(value, bool) and bool not in kinds):
-        raise ConfigError(f"{name} must be {words}, got {value!r:.100}")
-
-
-_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "True or False"),
-    int: ((numbers.Integral,), "an integer"),
-    float: ((numbers.Real,), "a number"),
-    str: ((str, os.PathLike), "a text"),
-}
-"""What a field of each type may be given, NumPy's numbers and paths included."""
+def convert_option(name: str, value: object, rule: Rule) -> Any:
+    """Return the value of an option as plain Python data. Raises ConfigError, which names it."""
+    try:
+        return convert(name, value, rule)
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from None

@@ -81,8 +81,9 @@ def add_config_flags(parser: Parser, config: type[Any], *, defaults: Mapping[str
 def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> None:
     """A flag for each field of SamplingParams that `texts` has the help of."""
     fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    hints = typing.get_type_hints(SamplingParams)
     for name, text in texts.items():
-        options = _options(fields[name].type)
+        options = _options(hints[name])
         parser.add_flag(group, _flag(name), dest=name, help=_with_default(text, fields[name].default), **options)
 
 

@@ -12,9 +12,9 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from jaxserve.config import DType, EngineConfig, check_type
+from jaxserve.config import DType, EngineConfig, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -26,6 +26,7 @@ from jaxserve.loading.builtin import resolve_names
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.values import convert, names_options, rule
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
+
+_FLAG = rule(bool)
+_OPTIONAL_TEXT = rule(str | None)
+_POOLING = rule(Pooling)
 
 
 class LLM:
@@ -49,6 +54,7 @@ class LLM:
     With the same `seed` and the same calls, texts are the same; parallel calls from several threads are not ordered.
     """
 
+    @names_options("LLM")
     def __init__(
         self,
         model: str = "",
@@ -78,7 +84,7 @@ class LLM:
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
         _check_mesh(mesh)
-        check_type("progress", progress, bool)
+        progress = convert_option("progress", progress, _FLAG)
         config = EngineConfig(
             model=model,
             revision=revision,
@@ -220,9 +226,9 @@ class LLM:
         `pooling` takes the last token's or the mean over all tokens. `dimensions` keeps the first entries only;
         `normalize` gives vectors of length 1. Raises InvalidRequest (nothing has run then), RequestFailed, EngineDead.
         """
-        if pooling not in get_args(Pooling):
-            raise InvalidRequest(f"pooling must be last or mean, got {pooling!r:.100}", param="pooling")
-        check_dimensions(dimensions, self.info.hidden_size)
+        pooling = convert("pooling", pooling, _POOLING)
+        dimensions = check_dimensions(dimensions, self.info.hidden_size)
+        normalize = convert("normalize", normalize, _FLAG)
         tokenized = tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
         groups = [
             self._frontend.prepare_embedding(
@@ -303,6 +309,9 @@ class LLM:
             raise InvalidRequest(
                 f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r:.100}", param="chat_template_kwargs"
             )
+        add_generation_prompt = convert("add_generation_prompt", add_generation_prompt, _FLAG)
+        continue_final_message = convert("continue_final_message", continue_final_message, _FLAG)
+        chat_template = convert("chat_template", chat_template, _OPTIONAL_TEXT)
         tokenizer = self._frontend.tokenizer
         text = tokenizer.render_chat_template(
             messages,
@@ -352,6 +361,7 @@ class LLM:
         return groups
 
     def _run(self, groups: list[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
+        use_tqdm = convert("use_tqdm", use_tqdm, _FLAG)
         if not groups:
             return []
         # closing: a traceback that someone keeps (Jupyter does) would keep the generator, and its requests, alive.
@@ -434,10 +444,6 @@ def generate(
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
     InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
     """
-    unknown = sampling.keys() - set(SamplingParams.__struct_fields__)
-    if unknown:
-        names = ", ".join(SamplingParams.__struct_fields__)
-        raise TypeError(f"generate() got an unknown sampling field {', '.join(sorted(unknown))}; there are {names}")
     SamplingParams(**sampling)  # before an engine is started
     llm = _default_llms.get(model or "")
     is_single = isinstance(prompts, str)

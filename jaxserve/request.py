@@ -8,28 +8,43 @@ structs, so that the same objects cross a process border as msgpack. `RequestOut
 import enum
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from jaxserve import errors
 from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
+from jaxserve.values import FieldNames, Rule, convert, rules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 Pooling = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 128
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string, each of which is compared with every character of the text."""
+MAX_STOP_BYTES = 16 * 1024
+"""UTF-8 bytes of all stop strings together."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+LOGIT_BIAS_LIMIT = 100.0
 MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LENGTH = 256
 MAX_BAD_WORD_TOKENS = 8
 MAX_N = 128
 SEED_LIMIT = 2**63
+MAX_INT32 = 2**31 - 1
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
     """What the text of a request must be: exactly one of the fields.
 
     `json` is a JSON schema, as a dict or as its text; `json_object` any JSON object; `regex` an expression for the
@@ -40,10 +55,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     json: str | dict[str, Any] | bool | None = None
     json_object: bool = False
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: Annotated[Sequence[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)] | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
         given = [self.json, self.regex, self.choice, self.grammar, self.json_object or None]
         num_given = sum(field is not None for field in given)
         if num_given != 1:
@@ -51,82 +67,65 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 f"structured_outputs takes one of json, json_object, regex, choice and grammar, got {num_given}",
                 param="structured_outputs",
             )
-        if self.choice is not None:
-            if isinstance(self.choice, str) or not all(isinstance(text, str) and text for text in self.choice):
-                raise InvalidRequest("structured_outputs.choice must be texts", param="structured_outputs.choice")
-            if not self.choice:
-                raise InvalidRequest("structured_outputs.choice must not be empty", param="structured_outputs.choice")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
 
     Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
-    the temperature. `temperature=0` is greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the context
-    length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from the
-    model's raw distribution (before temperature and penalties). `structured_outputs` says what form the text must have.
-    A `seed` fixes the text, whatever else is in the batch.
+    the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
+    context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
+    the model's raw distribution (before temperature and penalties). A bias beyond 100 counts as 100, one below -100 as
+    -100. `structured_outputs` says what form the text must have. A `seed` fixes the text, whatever else is in the
+    batch.
 
-    Raises InvalidRequest, naming the field, when a value is out of its range.
+    Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
+    type or out of its range, and TypeError for an unknown field.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = ()
-    stop: Sequence[str] | str | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)] | None = 16
+    min_tokens: Count = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT32)] = 0
+    min_p: Probability = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0
+    logit_bias: Annotated[Mapping[TokenId, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[Sequence[TokenId], msgspec.Meta(min_length=1)] | None = None
+    bad_words: (
+        Annotated[
+            Sequence[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]],
+            msgspec.Meta(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = ()
+    stop: Annotated[Sequence[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | StopString | None = ()
+    stop_token_ids: Annotated[Sequence[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _check_range("n", self.n, 1, MAX_N, integer=True)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
+        _convert_fields(self, _SAMPLING_RULES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
             )
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _check_range("top_k", self.top_k, -1, 2**31 - 1, integer=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
-        if self.seed is not None:
-            _check_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1, integer=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None:
-                _check_range(name, count, 0, MAX_LOGPROBS, integer=True)
-        _check_length("stop", self.stop_strings, MAX_STOP_STRINGS)
-        if any(not stop for stop in self.stop_strings):
-            raise InvalidRequest("stop must not contain an empty string", param="stop")
-        _check_length("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
-        _check_length("bad_words", self.bad_words or (), MAX_BAD_WORDS)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
-        if self.logit_bias is not None:
-            _check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
-            for bias in self.logit_bias.values():
-                _check_range("logit_bias", bias, -100.0, 100.0)
+        num_bytes = sum(len(stop.encode()) for stop in self.stop_strings)
+        if num_bytes > MAX_STOP_BYTES:
+            raise InvalidRequest(f"stop has {num_bytes} bytes, at most {MAX_STOP_BYTES} are allowed", param="stop")
+        if self.logit_bias:
+            limit = LOGIT_BIAS_LIMIT
+            clamped = {token_id: min(max(bias, -limit), limit) for token_id, bias in self.logit_bias.items()}
+            msgspec.structs.force_setattr(self, "logit_bias", clamped)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:
@@ -144,19 +143,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def _check_range(
-    name: str, value: object, low: float, high: float, *, integer: bool = False, exclusive_low: bool = False
-) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
-        raise InvalidRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", param=name)
-    if not (low < value if exclusive_low else low <= value) or not value <= high:  # also refuses NaN
-        bracket = "(" if exclusive_low else "["
-        raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+_STRUCTURED_RULES = rules(StructuredOutputs)
+_SAMPLING_RULES = rules(SamplingParams)
 
 
-def _check_length(name: str, items: Sequence[object] | Mapping[int, float], limit: int) -> None:
-    if len(items) > limit:
-        raise InvalidRequest(f"{name} has {len(items)} entries, at most {limit} are allowed", param=name)
+def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
+    """Replace the values that the fields were given by plain ones. Raises InvalidRequest, naming the field."""
+    for (name, rule), default in zip(rules.items(), owner.__struct_defaults__, strict=True):
+        value = getattr(owner, name)
+        if value is not default:
+            msgspec.structs.force_setattr(owner, name, convert(prefix + name, value, rule))
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request"
+PLAIN = "errors config request values"
 
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
@@ -49,8 +49,9 @@ MAY_IMPORT = {
     "tokenizer": f"{PLAIN} token_pieces loading",  # those of GGUF files
     "token_pieces": "errors",
     "metrics": PLAIN,
-    "request": "errors",
-    "config": "errors",
+    "request": "errors values",
+    "config": "errors values",
+    "values": "errors",
     "cpus": "",
     "interrupts": "",
     "errors": "",
@@ -97,6 +98,7 @@ NO_JAX = (
     "jaxserve.structured",
     "jaxserve.token_pieces",
     "jaxserve.tokenizer",
+    "jaxserve.values",
 )
 RUN_ELSEWHERE = "jaxserve.bench.peers."  # scripts for other interpreters, with packages that are not installed here
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}

@@ -30,7 +30,12 @@ except ConfigError as error:
         ("EngineConfig(model=3)", "model must be a text, got 3"),
         ("EngineConfig(dtype=np.float32)", "dtype must be one of auto, float32, bfloat16, float16, got <class"),
         ("ServerConfig(port='8000')", "port must be an integer, got '8000'"),
+        ("ServerConfig(api_key='key')", "api_key must be a list of texts, got 'key'"),
+        ("ServerConfig(api_key=['key', 5])", "api_key[1] must be a text, got 5"),
         ("EngineConfig(model=pathlib.Path('a'), max_model_len=np.int32(8), gpu_memory_utilization=1)", ""),
+        ("assert type(EngineConfig(seed=np.int64(8)).seed) is int", ""),
+        ("assert EngineConfig(overlap=np.False_, block_size=np.uint8(8)).overlap is False", ""),
+        ("assert EngineConfig(tokenizer=pathlib.Path('a')).tokenizer == 'a'", ""),
     ],
 )
 def test_an_option_of_another_type_is_named(call, complaint):

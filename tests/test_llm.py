@@ -74,6 +74,7 @@ import tiny_tokenizer
 from engine.fake_client import FakeEngineClient
 from jaxserve.engine.frontend import Frontend
 from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(tiny_tokenizer.byte_level(pathlib.Path(sys.argv[1])))
 llm = LLM.from_frontend(Frontend(FakeEngineClient(), tokenizer))
@@ -103,8 +104,17 @@ WRONG_ARGUMENTS = {
     "llm.stream_chat('x')": "InvalidRequest messages messages must be a list of dicts, got 'x'",
     "llm.chat([user], tools=5)": "InvalidRequest tools tools must be a list of dicts, got 5",
     "llm.chat([user], chat_template_kwargs='x')": "InvalidRequest chat_template_kwargs chat_template_kwargs must be a",
-    "llm.embed('a', pooling='x')": "InvalidRequest pooling pooling must be last or mean, got 'x'",
-    "llm.embed('a', dimensions=1.5)": "InvalidRequest dimensions dimensions must be an integer in [1, 4], got 1.5",
+    "llm.embed('a', pooling='x')": "InvalidRequest pooling pooling must be one of last, mean, got 'x'",
+    "llm.embed('a', dimensions=1.5)": "InvalidRequest dimensions dimensions must be an integer, got 1.5",
+    "llm.embed('a', dimensions=5)": "InvalidRequest dimensions dimensions must be in [1, 4], got 5",
+    "llm.embed('a', normalize=2)": "InvalidRequest normalize normalize must be True or False, got 2",
+    "llm.generate('a', use_tqdm='no')": "InvalidRequest use_tqdm use_tqdm must be True or False, got 'no'",
+    "llm.chat([user], add_generation_prompt=1)": "InvalidRequest add_generation_prompt add_generation_prompt must be",
+    "llm.chat([user], chat_template=5)": "InvalidRequest chat_template chat_template must be a text, got 5",
+    "LLM(max_model_length=5)": "TypeError None LLM has no option 'max_model_length'; did you mean 'max_model_len'?",
+    "LLM(served_model_name=['a'])": "TypeError None LLM has no option 'served_model_name'",
+    "llm.embed('a', dimensions=np.int8(2), normalize=np.False_, use_tqdm=np.False_)": "nothing raised",
+    "llm.generate('a', SamplingParams(max_tokens=np.uint8(2)), use_tqdm=np.True_)": "nothing raised",
 }
 
 

@@ -1,13 +1,14 @@
 """What callers see of a pooling request: one vector for a text. No jax here."""
 
 import dataclasses
-import numbers
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from jaxtyping import Float32
 
-from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.values import convert, rule
 
 POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 """The sampling of a request that wants no token."""
@@ -36,11 +37,8 @@ def finish_embedding(
     return (vector.astype(np.float64) / norm).astype(np.float32) if norm > 0.0 else vector
 
 
-def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
-    """Raises InvalidRequest unless a vector has so many entries."""
+def check_dimensions(dimensions: int | None, hidden_size: int) -> int | None:
+    """Return `dimensions` as a plain number. Raises InvalidRequest unless a vector has so many entries."""
     if dimensions is None:
-        return
-    if not isinstance(dimensions, numbers.Integral) or not 1 <= dimensions <= hidden_size:
-        raise InvalidRequest(
-            f"dimensions must be an integer in [1, {hidden_size}], got {dimensions!r:.100}", param="dimensions"
-        )
+        return None
+    return convert("dimensions", dimensions, rule(Annotated[int, msgspec.Meta(ge=1, le=hidden_size)]))

@@ -326,17 +326,11 @@ def _by_group(
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     """What SamplingParams cannot check by itself."""
-    for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
-        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-            raise InvalidRequest(f"{name} must be a list of strings", param=name)
     if params.stop_strings and not params.detokenize:
         raise InvalidRequest("stop strings need detokenize=True", param="stop")
-    for name, token_ids in (
-        ("logit_bias", params.logit_bias or ()),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("stop_token_ids", params.stop_token_ids or ()),
-    ):
-        _check_token_ids(name, _as_token_ids(name, token_ids), vocab_size)
+    _check_token_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     if len(params.allowed_token_ids or ()) > vocab_size:
         raise InvalidRequest("allowed_token_ids has more entries than the vocabulary", param="allowed_token_ids")
 

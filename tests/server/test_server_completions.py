@@ -202,7 +202,7 @@ def test_extensions_reach_the_engine(server):
     assert params.ignore_eos
     assert params.include_stop_str_in_output
     assert not params.skip_special_tokens
-    assert params.allowed_token_ids == [60, 61, 70]
+    assert params.allowed_token_ids == (60, 61, 70)
     assert params.logit_bias == {60: 1.0, 61: -1.5}
 
 

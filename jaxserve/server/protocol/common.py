@@ -16,8 +16,6 @@ from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
-MAX_STOP_LENGTH = 1024  # characters of one stop string: it is searched for after every token
-MAX_BAD_WORD_LENGTH = 256
 MAX_CACHE_SALT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
 
@@ -154,9 +152,6 @@ def check_generation_request(body: GenerationRequest) -> None:
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
     check_priority_and_salt(body.priority, body.cache_salt)
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    _check_lengths("stop", stops, MAX_STOP_LENGTH)
-    _check_lengths("bad_words", body.bad_words, MAX_BAD_WORD_LENGTH)
 
 
 def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:
@@ -178,11 +173,6 @@ def refuse_unless_empty(name: str, value: Any) -> None:
 def not_supported(param: str, what: str) -> InvalidRequest:
     """The refusal of something that the API knows and this server does not."""
     return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
-
-
-def _check_lengths(name: str, texts: list[str] | None, limit: int) -> None:
-    if any(len(text) > limit for text in texts or ()):
-        raise InvalidRequest(f"an entry of {name} is longer than {limit} characters", param=name)
 
 
 def sampling_params(

@@ -7,8 +7,6 @@ import msgspec
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
 
-MAX_CHOICES = 1024
-
 
 class JsonSchema(msgspec.Struct, kw_only=True):
     """A schema, whose name and description are for the reader; it is followed whatever `strict` says."""
@@ -45,11 +43,6 @@ def structured_outputs(
         return wish
     if wish is not None:
         raise InvalidRequest("response_format and structured_outputs exclude each other", param="structured_outputs")
-    if body.choice is not None and len(body.choice) > MAX_CHOICES:
-        raise InvalidRequest(
-            f"structured_outputs.choice has {len(body.choice)} entries, at most {MAX_CHOICES} are allowed",
-            param="structured_outputs.choice",
-        )
     return StructuredOutputs(
         json=body.json,
         json_object=bool(body.json_object),
