@@ -19,6 +19,7 @@ from jaxserve.values import FieldNames, Rule, convert, rules
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 Pooling = Literal["last", "mean"]
+TruncationSide = Literal["left", "right"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128

@@ -28,6 +28,7 @@ from jaxserve.request import (
     Pooling,
     RequestOutput,
     SamplingParams,
+    TruncationSide,
 )
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.tokenizer import Tokenizer, read_generation_config
@@ -87,7 +88,9 @@ class Frontend:
         prompt_text: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: TruncationSide = "left",
         shorten_output: bool = False,
         grammar: str | None = None,
         visible_special_tokens: frozenset[int] = frozenset(),
@@ -95,16 +98,17 @@ class Frontend:
         """Tokenize and validate: afterwards only the engine itself can refuse the request.
 
         `prompt_text` is what RequestOutput shows as the prompt where `prompt` is token ids (a rendered chat, say).
-        `truncate_prompt_tokens=k` keeps the last k tokens of the prompt, -1 as many as leave room for the output.
-        `shorten_output` cuts a max_tokens that the context has no room for, instead of refusing the request. `grammar`
-        is what the output must be, as `structured.grammar` writes it; None takes it from `params.structured_outputs`,
-        whose check may take seconds. `visible_special_tokens` are in the text even if special tokens are skipped.
+        `add_special_tokens` puts the tokenizer's own (BOS, say) around a text. `truncate_prompt_tokens=k` keeps so many
+        tokens, -1 as many as leave room for the output; the others are cut off at `truncation_side`. `shorten_output`
+        cuts a max_tokens that the context has no room for, instead of refusing the request. `grammar` is what the
+        output must be, as `structured.grammar` writes it; None takes it from `params.structured_outputs`, whose check
+        may take seconds. `visible_special_tokens` are in the text even if special tokens are skipped.
 
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
         _check_params(params, self.client.info.vocab_size)
-        text, token_ids = self._tokenize(prompt)
-        token_ids = self._truncate(token_ids, params, truncate_prompt_tokens)
+        text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
+        token_ids = self._truncate(token_ids, params, truncate_prompt_tokens, side=truncation_side)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -150,13 +154,15 @@ class Frontend:
         prompt_text: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: TruncationSide = "left",
     ) -> RequestGroup:
         """A group of one sequence that brings an `embedding` instead of text; arguments and errors as in `prepare`."""
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         max_model_len = self.client.info.max_model_len
         limit = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
-        token_ids = self._truncate(token_ids, POOLING_PARAMS, limit)
+        token_ids = self._truncate(token_ids, POOLING_PARAMS, limit, side=truncation_side)
         if len(token_ids) > max_model_len:
             raise ContextLengthExceeded(
                 f"this model's context length is {max_model_len} tokens, but the prompt has {len(token_ids)}",
@@ -215,10 +221,15 @@ class Frontend:
             self._dispatcher = Dispatcher(self.client, loop)
         await self._dispatcher.run(groups, take)
 
-    def _tokenize(self, prompt: str | Iterable[SupportsIndex]) -> tuple[str | None, list[int]]:
+    def _tokenize(
+        self, prompt: str | Iterable[SupportsIndex], *, add_special_tokens: bool
+    ) -> tuple[str | None, list[int]]:
         """The prompt's text, if it is one, and its token ids. Raises InvalidRequest."""
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_token_ids("prompt", prompt)
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = _as_token_ids("prompt", prompt)
         _check_token_ids("prompt", token_ids, self.client.info.vocab_size)
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -239,16 +250,24 @@ class Frontend:
             raise EngineDead(group.error)
         return group.take_delta()
 
-    def _truncate(self, token_ids: list[int], params: SamplingParams, limit: int | None) -> list[int]:
+    def _truncate(
+        self, token_ids: list[int], params: SamplingParams, limit: int | None, *, side: TruncationSide
+    ) -> list[int]:
         if limit is None:
             return token_ids
+        max_model_len = self.client.info.max_model_len
         if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
             )
+        if limit > max_model_len:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at most the model's context length of {max_model_len}, got {limit}",
+                param="truncate_prompt_tokens",
+            )
         if limit == -1:
-            limit = max(1, self.client.info.max_model_len - (params.max_tokens or 1))
-        return token_ids[-limit:]
+            limit = max(1, max_model_len - (params.max_tokens or 1))
+        return token_ids[-limit:] if side == "left" else token_ids[:limit]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, shorten_output: bool) -> int:
         """The output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the context."""

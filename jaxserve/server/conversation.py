@@ -13,9 +13,7 @@ from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, Too
 
 Item = dict[str, Any]
 
-_CONVERTED = frozenset(
-    {"stream", "stream_options", "reasoning", "tools", "tool_choice", "top_logprobs", "metadata", "store"}
-)
+_CONVERTED = frozenset({"stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store"})
 """Fields that a chat follows too, but of which it gets something else, or nothing."""
 
 _SAME_IN_CHAT = tuple(sorted((fields.followed("responses") & fields.followed("chat")) - _CONVERTED))
@@ -27,7 +25,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "reasoning_effort": "reasoning",
+    "verbosity": "text.verbosity",
 }
 
 
@@ -119,8 +117,8 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        chat["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None:
+        chat["verbosity"] = body.text.verbosity
     if body.tools:
         chat["tools"] = [
             {

@@ -1,14 +1,12 @@
 """A conversation as the text that the model reads; chat and POST /tokenize share it."""
 
 from pathlib import Path
-from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.server.protocol.chat import ChatRequest, template_kwargs
 from jaxserve.server.protocol.messages import MessageStyle, template_messages
+from jaxserve.server.protocol.template_fields import TemplateFields, template_variables
 from jaxserve.server.protocol.tools import template_tools
-from jaxserve.server.protocol.utility import TokenizeRequest
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -26,7 +24,7 @@ def served_tokenizer(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
     return tokenizer.with_chat_template(template)
 
 
-def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: ChatRequest | TokenizeRequest) -> str:
+def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields) -> str:
     """The model's chat template over the messages. A final message to be continued gets no prompt for a new one.
 
     `style` is the template's own (`message_style`). Raises InvalidRequest, naming the field.
@@ -38,22 +36,11 @@ def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: ChatRequest | T
         continue_final_message=continues,
         add_generation_prompt=body.add_generation_prompt,
     )
-    tools = body.tools if body.tools and not (isinstance(body, ChatRequest) and body.tool_choice == "none") else None
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
     return tokenizer.render_chat_template(
         messages,
         tools=None if tools is None else template_tools(tools),
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
-        template_kwargs=_variables(body),
+        template_kwargs=template_variables(body),
     )
-
-
-def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Variables for the template; a reasoning effort of "none" turns thinking off where a template can."""
-    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
-    variables: dict[str, Any] = {}
-    if effort == "none":
-        variables = {"enable_thinking": False, "thinking": False}
-    elif effort is not None:
-        variables = {"reasoning_effort": effort}
-    return variables | template_kwargs(body.chat_template_kwargs)

@@ -118,7 +118,7 @@ class TestPrepare:
         assert caught.value.param == "prompt"
 
     @pytest.mark.parametrize(
-        ("limit", "max_tokens", "kept"), [(3, 4, [7, 8, 9]), (50, 4, list(range(10))), (-1, 4, [4, 5, 6, 7, 8, 9])]
+        ("limit", "max_tokens", "kept"), [(3, 4, [7, 8, 9]), (14, 4, list(range(10))), (-1, 4, [4, 5, 6, 7, 8, 9])]
     )
     def test_truncation_keeps_the_end(self, start, tokenizer, limit, max_tokens, kept):
         group = start(tokenizer, max_model_len=len(kept) + max_tokens).prepare(

@@ -10,6 +10,8 @@ from jaxserve.request import FinishReason, Logprob
 from jaxserve.server.protocol.common import (
     Effort,
     GenerationRequest,
+    Reasoning,
+    Verbosity,
     check_choices,
     check_generation_request,
     check_num_logprobs,
@@ -18,9 +20,6 @@ from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
 from jaxserve.server.protocol.tools import ToolCall, ToolCallDelta, ToolChoice, ToolDefinition, check_tools
 from jaxserve.server.protocol.usage import Usage
-
-# What a client may pass to the chat template. Templates decide what they read; nothing else reaches them.
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -34,11 +33,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    verbosity: Verbosity | None = None
+    echo: bool | None = None
 
     tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -51,29 +55,14 @@ def check_chat_request(body: ChatRequest) -> None:
     check_generation_request(body)
     check_choices(1, body.n)
     check_tools(body.tools, body.tool_choice)
+    if body.echo and not body.continue_final_message:
+        raise InvalidRequest("echo needs continue_final_message", param="echo")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise InvalidRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
     if body.top_logprobs is not None:
         check_num_logprobs("top_logprobs", body.top_logprobs)
         if not body.logprobs and body.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-
-
-def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, bool | int | float | str]:
-    """The client's template variables, if all are allowed.
-
-    Raises InvalidRequest for a name that is not on the list or a value that is not a plain scalar.
-    """
-    for name, value in (kwargs or {}).items():
-        if name not in TEMPLATE_KWARGS:
-            raise InvalidRequest(
-                f"chat_template_kwargs.{name[:40]} is not supported; allowed are {', '.join(sorted(TEMPLATE_KWARGS))}",
-                param="chat_template_kwargs",
-                code="unsupported_parameter",
-            )
-        if not isinstance(value, bool | int | float | str):
-            raise InvalidRequest(f"chat_template_kwargs.{name} must be a scalar", param="chat_template_kwargs")
-    return kwargs or {}
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]

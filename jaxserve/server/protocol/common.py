@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
@@ -18,8 +18,10 @@ from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutput
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_CACHE_SALT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -35,6 +37,13 @@ class RequestBody(msgspec.Struct, kw_only=True):
     route: ClassVar[Route]
 
     model: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """`reasoning` of a request."""
+
+    effort: Effort | None = None
+    summary: str | None = None
 
 
 class AnswerRequest(RequestBody, kw_only=True):
@@ -62,8 +71,11 @@ class AnswerRequest(RequestBody, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputsBody | None = None
 
 
@@ -75,6 +87,7 @@ class GenerationRequest(AnswerRequest, kw_only=True):
     best_of: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    request_id: str | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -152,6 +165,7 @@ def check_generation_request(body: GenerationRequest) -> None:
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
     check_priority_and_salt(body.priority, body.cache_salt)
+    check_request_id(body.request_id)
 
 
 def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:
@@ -162,6 +176,12 @@ def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> Non
         )
     if cache_salt is not None and not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
         raise InvalidRequest(f"cache_salt must have 1 to {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
+
+
+def check_request_id(request_id: str | None) -> None:
+    """Raises InvalidRequest for an id that could not stand in a header or a log line."""
+    if request_id is not None and _REQUEST_ID.fullmatch(request_id) is None:
+        raise InvalidRequest("request_id must have 1 to 128 visible ASCII characters", param="request_id")
 
 
 def refuse_unless_empty(name: str, value: Any) -> None:

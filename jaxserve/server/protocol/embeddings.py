@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import Pooling
-from jaxserve.server.protocol.common import RequestBody, check_priority_and_salt
+from jaxserve.request import Pooling, TruncationSide
+from jaxserve.server.protocol.common import RequestBody, check_priority_and_salt, check_request_id
 from jaxserve.server.protocol.completions import Prompt, parse_prompts
 from jaxserve.server.protocol.fields import Route
 
@@ -24,8 +24,11 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     pooling: Pooling | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
 
     def prompts(self) -> list[Prompt]:
         """The inputs, each a text or a list of token ids. Raises InvalidRequest."""
@@ -33,6 +36,7 @@ class EmbeddingRequest(RequestBody, kw_only=True):
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(prompts)} entries, at most {MAX_INPUTS} are allowed", param="input")
         check_priority_and_salt(self.priority, self.cache_salt)
+        check_request_id(self.request_id)
         return prompts
 
 
@@ -54,7 +58,9 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
 class EmbeddingResponse(msgspec.Struct, kw_only=True):
     """All vectors, in the order of the inputs."""
 
+    id: str
     object: Literal["list"] = "list"
+    created: int
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage

@@ -63,7 +63,6 @@ class Field(NamedTuple):
 _NOT = Refused()
 _UNLESS_NULL = (None,)
 _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
-_NEEDS_CHAT_UNLESS_NULL = Refused(_NEEDS_CHAT.word, _UNLESS_NULL)
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
 _WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
@@ -144,9 +143,29 @@ FIELDS: tuple[Field, ...] = (
         Refused("a response has no prompt_logprobs", _UNLESS_NULL),
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
-    Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", _NOT, _NOT, _NOT),
-    Field("echo", "begin the answer with the prompt", FOLLOWED, _NOT, Refused("a response does not repeat its input")),
-    _everywhere("include_reasoning", "false: thoughts are counted, but not sent", Refused("", (None, True))),
+    Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", *_ANSWERS),
+    Field(
+        "echo",
+        "begin the answer with the prompt; in a chat with the message that is continued",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("a response does not repeat its input"),
+    ),
+    Field(
+        "include_reasoning",
+        "false: thoughts are counted, but not sent",
+        Refused(_NEEDS_CHAT.word, (None, True)),
+        FOLLOWED,
+        FOLLOWED,
+    ),
+    Field(
+        "request_id",
+        "last part of the answer's id; default: X-Request-Id",
+        FOLLOWED,
+        FOLLOWED,
+        Refused("the server names its responses"),
+        FOLLOWED,
+    ),
     # What is read.
     Field("model", "name of the model", *_READERS, FOLLOWED),
     Field(
@@ -172,14 +191,11 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "truncate_prompt_tokens", "read that many of the prompt's tokens; -1: as many as fit", *_READERS, _WHOLE_TEXT
     ),
-    _everywhere("truncation_side", "the side that truncate_prompt_tokens cuts off", Refused("", (None, "left"))),
+    Field("truncation_side", "the side that is cut off: left (default) or right", *_READERS, _WHOLE_TEXT),
     Field(
         "add_special_tokens",
-        "put the tokenizer's special tokens around the text",
-        Refused("", _UNLESS_NULL),
-        Refused("", _UNLESS_NULL),
-        Refused("", _UNLESS_NULL),
-        Refused("", _UNLESS_NULL),
+        "put special tokens around the text; default: true, for chats false",
+        *_READERS,
         FOLLOWED,
     ),
     Field(
@@ -193,7 +209,16 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("continue_final_message", "the answer continues the last message", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     Field("chat_template_kwargs", "variables of the chat template", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
-    _everywhere("documents", "documents for the chat template"),
+    Field("documents", "documents for the chat template", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    Field(
+        "verbosity",
+        "low, medium or high, for the chat template",
+        _NEEDS_CHAT,
+        FOLLOWED,
+        Refused("write text.verbosity"),
+        _NO_VECTOR,
+        FOLLOWED,
+    ),
     _everywhere("chat_template", "jinja is the operator's: --chat-template", Refused("it is the operator's")),
     Field("priority", "requests of a lower number run earlier", *_READERS),
     Field("cache_salt", "prefixes are found again by requests with the same salt only", *_READERS),
@@ -202,9 +227,11 @@ FIELDS: tuple[Field, ...] = (
     Field("tools", "functions that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     Field(
         "tool_choice",
-        "none, auto, required or a function",
+        "none, auto, required, or a function",
         Refused(_NEEDS_CHAT.word, (None, "none", "auto")),
         FOLLOWED,
+        FOLLOWED,
+        NO_EFFECT,
         FOLLOWED,
     ),
     Field("parallel_tool_calls", "false: one call at most", NO_EFFECT, FOLLOWED, FOLLOWED),
@@ -215,12 +242,14 @@ FIELDS: tuple[Field, ...] = (
     # Thoughts.
     Field(
         "reasoning_effort",
-        "none turns thinking off where the template can",
-        _NEEDS_CHAT_UNLESS_NULL,
+        "none turns thinking off, any other on, where the template can",
+        _NEEDS_CHAT,
         FOLLOWED,
+        FOLLOWED,
+        _NO_VECTOR,
         FOLLOWED,
     ),
-    Field("reasoning", "reasoning_effort as {'effort': ...}", _NEEDS_CHAT, Refused("write reasoning_effort"), FOLLOWED),
+    Field("reasoning", "reasoning_effort as {'effort': ...}", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     *(
         _everywhere(name, "thinking is a variable of the chat template", Refused(word, _UNLESS_NULL))
         for name, word in (

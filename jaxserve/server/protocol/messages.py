@@ -1,5 +1,6 @@
 """The messages of a chat, from what clients send to what a chat template reads."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -46,7 +47,7 @@ class MessageStyle(NamedTuple):
 
 
 def template_messages(
-    messages: list[ChatMessage],
+    messages: Sequence[ChatMessage],
     style: MessageStyle,
     *,
     continue_final_message: bool | None,
@@ -113,6 +114,12 @@ def _template_call(call: ToolCall, style: MessageStyle, param: str) -> dict[str,
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{param} must be an object", param=param)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def last_content(messages: Sequence[ChatMessage]) -> str:
+    """Return the content of the last message, as the template reads it."""
+    content = messages[-1].content
+    return _join_parts(content, f"messages[{len(messages) - 1}]") if isinstance(content, list) else content or ""
 
 
 def _join_parts(parts: list[ContentPart], param: str) -> str:

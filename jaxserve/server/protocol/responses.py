@@ -7,7 +7,14 @@ from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.chat import TokenLogprob
-from jaxserve.server.protocol.common import AnswerRequest, Effort, check_num_logprobs, not_supported
+from jaxserve.server.protocol.common import (
+    AnswerRequest,
+    Effort,
+    Reasoning,
+    Verbosity,
+    check_num_logprobs,
+    not_supported,
+)
 from jaxserve.server.protocol.fields import Route
 
 MAX_METADATA = 16
@@ -34,14 +41,7 @@ class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`text` of a request."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
-
-
-class Reasoning(msgspec.Struct, kw_only=True):
-    """`reasoning` of a request."""
-
-    effort: str | None = None
-    summary: str | None = None
+    verbosity: Verbosity | None = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
@@ -84,6 +84,8 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -1,14 +1,14 @@
 """POST /tokenize and /detokenize, as vLLM has them; GET /version."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.protocol.common import RequestBody
+from jaxserve.server.protocol.common import Effort, Reasoning, RequestBody, Verbosity
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
-from jaxserve.server.protocol.tools import ToolDefinition
+from jaxserve.server.protocol.tools import ToolChoice, ToolDefinition
 
 
 class TokenizeRequest(RequestBody, kw_only=True):
@@ -24,6 +24,11 @@ class TokenizeRequest(RequestBody, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    verbosity: Verbosity | None = None
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.answers import AnswerWriter
 from jaxserve.server.body import encoded_in_turns, json_response
-from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns
+from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns, show
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
     ChatChoice,
@@ -28,6 +28,7 @@ from jaxserve.server.protocol.chat import (
     check_chat_request,
 )
 from jaxserve.server.protocol.common import sampling_params
+from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.tools import ToolChoice, callable_tools
 from jaxserve.server.protocol.usage import Usage
@@ -43,14 +44,13 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, ChatRequest)
     size = len(await request.body())
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
     group = await generation.prepare(
         state,
-        lambda: prepare(state, body, request_id=request_id),
+        lambda: prepare(state, body, request_id=f"chatcmpl-{uuid.uuid4().hex}"),
         size=size,
         grammar_field=grammar_field(state, body),
     )
-    chat = Chat(state, body, group)
+    chat = Chat(state, body, group, answer_id=f"chatcmpl-{body.request_id or request.scope['request_id']}")
     if body.stream:
         return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.stopping)
     answer = await while_wanted(chat.answer(), receive=request.receive, stopping=state.stopping)
@@ -100,13 +100,14 @@ def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> Reques
             wish=params.structured_outputs,
         )
         return state.frontend.prepare(
-            state.frontend.tokenizer.encode(text, add_special_tokens=False),
+            state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
             params,
             request_id=request_id,
             prompt_text=text,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
             shorten_output=body.token_limit is None,
             grammar=grammar,
             visible_special_tokens=state.syntax.visible_special_tokens(tools),
@@ -138,11 +139,14 @@ def _is_parallel(body: ChatRequest) -> bool:
 class Chat:
     """One request on its way back. `usage` counts what has come so far."""
 
-    def __init__(self, state: ServerState, body: ChatRequest, group: RequestGroup):
+    def __init__(self, state: ServerState, body: ChatRequest, group: RequestGroup, *, answer_id: str):
+        self._id = answer_id
         self._state = state
         self._body = body
         self._group = group
         self._created = int(time.time())
+        self._show = show(as_ids=body.return_tokens_as_token_ids)
+        self._echo = last_content(body.messages) if body.echo else ""
         self._writers: dict[int, AnswerWriter] = {}
         self.usage = generation.UsageCounter([group])
 
@@ -152,7 +156,7 @@ class Chat:
         result = self._group.result()
         self._group.forget_logprobs()
         response = ChatResponse(
-            id=self._group.request_id,
+            id=self._id,
             created=self._created,
             model=self._state.model,
             choices=[await self._choice(output) for output in result.outputs],
@@ -197,7 +201,7 @@ class Chat:
             for output in delta.outputs:
                 if output.index not in begun:
                     begun.add(output.index)
-                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content="")))
+                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content=self._echo)))
                 choice = self._chunk_choice(output)
                 if _has_news(choice):
                     take(choice)
@@ -231,10 +235,17 @@ class Chat:
         logprobs = None
         if (num_top := self._body.num_logprobs) is not None:
             tokenizer = self._state.frontend.tokenizer
-            logprobs = await chat_logprobs_in_turns(tokenizer, output.token_ids, output.logprobs or [], num_top=num_top)
+            logprobs = await chat_logprobs_in_turns(
+                tokenizer, output.token_ids, output.logprobs or [], num_top=num_top, show=self._show
+            )
+        message = writer.message(output)
+        if self._echo:
+            message.content = self._echo + (message.content or "")
+        if self._body.include_reasoning is False:
+            message.reasoning = message.reasoning_content = UNSET
         return ChatChoice(
             index=output.index,
-            message=writer.message(output),
+            message=message,
             logprobs=logprobs,
             finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
             stop_reason=output.stop_reason,
@@ -243,9 +254,12 @@ class Chat:
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
         writer = self._writer(output.index)
+        delta = writer.delta(output)
+        if self._body.include_reasoning is False:
+            delta.reasoning = delta.reasoning_content = UNSET
         return ChatChunkChoice(
             index=output.index,
-            delta=writer.delta(output),
+            delta=delta,
             logprobs=self._logprobs(output) if output.token_ids else None,
             finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
             stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
@@ -260,12 +274,12 @@ class Chat:
         if self._body.num_logprobs is None:
             return None
         tokenizer = self._state.frontend.tokenizer
-        return chat_logprobs(tokenizer, output.token_ids, output.logprobs or [], num_top=self._body.num_logprobs)
+        return chat_logprobs(
+            tokenizer, output.token_ids, output.logprobs or [], num_top=self._body.num_logprobs, show=self._show
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(
-            id=self._group.request_id, created=self._created, model=self._state.model, choices=choices, usage=usage
-        )
+        return ChatChunk(id=self._id, created=self._created, model=self._state.model, choices=choices, usage=usage)
 
 
 def _has_news(choice: ChatChunkChoice) -> bool:

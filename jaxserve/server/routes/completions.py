@@ -15,7 +15,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.body import encoded_in_turns, json_response
-from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder
+from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, show
 from jaxserve.server.protocol.common import sampling_params
 from jaxserve.server.protocol.completions import (
     CompletionChoice,
@@ -37,7 +37,8 @@ async def create(request: Request) -> Response:
     body = await read_request(state, request, CompletionRequest)
     size = len(await request.body())
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, grammar_field=body.wish_field)
-    completion = _Completion(state, body, groups)
+    answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
+    completion = _Completion(state, body, groups, answer_id=answer_id)
     if body.stream:
         return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.stopping)
     answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.stopping)
@@ -76,7 +77,9 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             request_id=f"{request_id}-{index}",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            add_special_tokens=body.add_special_tokens is not False,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
             shorten_output=body.token_limit is None,
             grammar=grammar,
         )
@@ -89,7 +92,8 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
 class _Completion:
     """One request on its way back. Choice k is continuation k % n of prompt k // n."""
 
-    def __init__(self, state: ServerState, body: CompletionRequest, groups: Sequence[RequestGroup]):
+    def __init__(self, state: ServerState, body: CompletionRequest, groups: Sequence[RequestGroup], *, answer_id: str):
+        self._id = answer_id
         self._state = state
         self._body = body
         self._groups = groups
@@ -189,7 +193,7 @@ class _Completion:
 
     def _response(self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(
-            id=self._groups[0].request_id.removesuffix("-0"),
+            id=self._id,
             created=self._created,
             model=self._state.model,
             choices=choices,
@@ -221,6 +225,7 @@ class _ChoiceWriter:
                 skip_special_tokens=request.params.skip_special_tokens,
                 keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
                 num_top=body.logprobs,
+                show=show(as_ids=body.return_tokens_as_token_ids),
             )
 
     def write(self, output: CompletionOutput) -> CompletionChoice:

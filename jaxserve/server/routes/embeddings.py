@@ -1,6 +1,7 @@
 """POST /v1/embeddings: texts or token ids in, a vector for each out."""
 
 import base64
+import time
 import uuid
 from typing import Any
 
@@ -32,6 +33,8 @@ async def create(request: Request) -> Response:
         data.extend([_embedding(body, index, group) for index, group in some])
     return json_response(
         EmbeddingResponse(
+            id=f"embd-{body.request_id or request.scope['request_id']}",
+            created=int(time.time()),
             data=data,
             model=state.model,
             usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
@@ -55,7 +58,9 @@ def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
                 request_id=f"{request_id}-{index}",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                add_special_tokens=body.add_special_tokens is not False,
                 truncate_prompt_tokens=body.truncate_prompt_tokens,
+                truncation_side=body.truncation_side or "left",
             )
         except InvalidRequest as error:
             if error.param == "prompt":

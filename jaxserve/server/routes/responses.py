@@ -147,7 +147,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
         rename(error)
         raise
     response = _new_response(state, body, response_id)
-    return _Answer(state, Chat(state, chat_body, group), response, items, owner=owner)
+    return _Answer(state, Chat(state, chat_body, group, answer_id=response_id), response, items, owner=owner)
 
 
 async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> StoredResponse:
