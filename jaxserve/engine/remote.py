@@ -7,10 +7,11 @@ of threads; `process` is the other side.
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import logging
+import math
 import pathlib
 import threading
-import time
 from typing import Any, Self, override
 
 import msgspec
@@ -25,10 +26,17 @@ from jaxserve.request import EngineOutput, EngineRequest
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT = 30.0
-"""Seconds without a word (the engine's process sends its stats every second at least) after which it counts as dead."""
+"""Seconds without a word (the engine's process sends its stats every second at least) after which it counts as dead.
+Only time in which this process runs is counted: while it is paused, or its machine is, it cannot hear anything.
+"""
 
 CALL_TIMEOUT = 60.0
-"""Seconds to wait for the answer to one of the rare calls."""
+"""Seconds to wait for the answer to one of the rare calls, counted likewise."""
+
+TICK = 1.0
+"""Seconds in which time is counted. A tick that takes longer counts as one: this process was held up, not the engine,
+whose words of that time have yet to be read.
+"""
 
 
 class RemoteEngineClient(EngineClient):
@@ -53,7 +61,7 @@ class RemoteEngineClient(EngineClient):
         self._sinks: dict[str, OutputSink] = {}
         self._calls: dict[int, concurrent.futures.Future[Any]] = {}
         self._stats = EngineStats()
-        self._last_heard = time.monotonic()
+        self._silence = 0.0
         self._death: str | None = None
 
     @classmethod
@@ -64,12 +72,11 @@ class RemoteEngineClient(EngineClient):
         while not isinstance(message := wire.decode_to_client(await client._incoming.recv()), wire.Welcome):
             pass
         client.info = message.info
-        client._last_heard = time.monotonic()
-        client._reader = asyncio.create_task(client._read())
+        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._count_silence())]
         return client
 
     info: EngineInfo
-    _reader: asyncio.Task[None]
+    _tasks: list[asyncio.Task[None]]
 
     @override
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
@@ -97,7 +104,7 @@ class RemoteEngineClient(EngineClient):
 
     @override
     def is_alive(self) -> bool:
-        if self._death is None and time.monotonic() - self._last_heard > SILENCE_LIMIT:
+        if self._death is None and self._silence > SILENCE_LIMIT:
             self._death = f"nothing has been heard of it for {SILENCE_LIMIT:.0f} s"
         return self._death is None
 
@@ -127,7 +134,8 @@ class RemoteEngineClient(EngineClient):
         if not self._context.closed:
             self._death = self._death or "the connection is closed"
             self._end_calls(self._death)  # a thread that waits for an answer would hold up the end of the process
-            self._reader.cancel()
+            for task in self._tasks:
+                task.cancel()
             self._context.destroy(linger=0)
 
     def _raise_if_dead(self) -> None:
@@ -154,10 +162,10 @@ class RemoteEngineClient(EngineClient):
             self._send(wire.encode(wire.Call(self._name, number, method, list(arguments))))
 
         self._loop.call_soon_threadsafe(send)
-        try:
-            return answer.result(timeout=CALL_TIMEOUT)
-        except TimeoutError:
-            raise Unavailable(f"the engine has been in a step for {CALL_TIMEOUT:.0f} s") from None
+        for _ in range(math.ceil(CALL_TIMEOUT / TICK)):
+            with contextlib.suppress(TimeoutError):
+                return answer.result(timeout=TICK)
+        raise Unavailable(f"the engine has been in a step for {CALL_TIMEOUT:.0f} s")
 
     def _end_calls(self, message: str) -> None:
         for call in self._calls.values():
@@ -168,7 +176,7 @@ class RemoteEngineClient(EngineClient):
         """Take what the engine sends, until the end."""
         while True:
             message = wire.decode_to_client(await self._incoming.recv())
-            self._last_heard = time.monotonic()
+            self._silence = 0.0
             match message:
                 case wire.Outputs(outputs):
                     self._deliver(outputs)
@@ -178,6 +186,12 @@ class RemoteEngineClient(EngineClient):
                     self._answer(number, value, None if refusal is None else refusal.error())
                 case wire.Died(reason):
                     self._death = reason  # the outputs that say so follow
+
+    async def _count_silence(self) -> None:
+        """Add up how long nothing has been heard, until the end."""
+        while True:
+            await asyncio.sleep(TICK)
+            self._silence += TICK
 
     def _answer(self, number: int, value: Any, error: Exception | None) -> None:
         call = self._calls.pop(number)

@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import pathlib
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 
 import msgspec
 import pytest
@@ -13,7 +17,7 @@ from engine.fake_client import FakeEngineClient, Script
 from server.serving import byte_tokenizer
 from waiting import PATIENCE, until
 
-from jaxserve.engine import remote, wire
+from jaxserve.engine import process, remote, wire
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.process import EngineServer
 from jaxserve.engine.remote import RemoteEngineClient
@@ -393,13 +397,56 @@ def test_a_process_that_ends_without_a_word(engine):
 
 
 def test_silence_counts_as_death(engine, monkeypatch):
+    monkeypatch.setattr(remote, "TICK", 0.01)
+
     async def run():
         async with connected(engine, "x") as (x,):
             assert x.is_alive()
-            monkeypatch.setattr(remote, "SILENCE_LIMIT", -1.0)
-            assert not x.is_alive()
+            monkeypatch.setattr(remote, "SILENCE_LIMIT", 0.1)
+            monkeypatch.setattr(engine.server, "_send_stats", lambda: None)
+            await until(lambda: not x.is_alive())
+            with pytest.raises(EngineDead, match="nothing has been heard"):
+                x.submit([request("a")], Sink())
 
     asyncio.run(run())
+
+
+LISTEN = """
+import asyncio, pathlib, sys, uvloop
+from jaxserve.engine import remote
+remote.SILENCE_LIMIT, remote.TICK = 2.0, 0.1
+
+async def listen():
+    client = await remote.RemoteEngineClient.connect(pathlib.Path(sys.argv[1]), "x")
+    print("connected", flush=True)
+    is_over = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    while not is_over.done() and client.is_alive():
+        await asyncio.sleep(0.01)
+    print("alive" if client.is_alive() else "dead", flush=True)
+    client.close()
+
+uvloop.run(listen())
+"""
+
+
+def test_who_was_paused_takes_nobody_for_dead(engine, monkeypatch):
+    """As everybody is when a container is paused: the engine has nothing to say in that time either."""
+    is_paused, send_stats = threading.Event(), engine.server._send_stats
+    monkeypatch.setattr(process, "STATS_INTERVAL", 0.01)
+    monkeypatch.setattr(engine.server, "_send_stats", lambda: is_paused.is_set() or send_stats())
+    command = [sys.executable, "-c", LISTEN, str(engine.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
+        try:
+            assert listener.stdout.readline() == "connected\n"
+            is_paused.set()
+            listener.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            listener.send_signal(signal.SIGCONT)
+            time.sleep(0.2)
+            is_paused.clear()
+            assert listener.communicate("\n", timeout=PATIENCE)[0] == "alive\n"
+        finally:
+            listener.kill()
 
 
 def test_a_client_may_come_before_the_engine():
