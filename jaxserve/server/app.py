@@ -41,13 +41,13 @@ ROUTES = (
     Route("/openapi.json", openapi.show, methods=["GET"]),
     Route("/engine/state", playground.engine_state, methods=["GET"]),
     *(Route(path, playground.show, methods=["GET"]) for path in sorted(playground.FILES)),
+    *(Route(path, admin.not_implemented, methods=["POST"]) for path in admin.NOT_IMPLEMENTED),
 )
 
 ADMIN_ROUTES = (
     Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
     Route("/start_profile", admin.start_profile, methods=["POST"]),
     Route("/stop_profile", admin.stop_profile, methods=["POST"]),
-    *(Route(path, admin.not_implemented, methods=["POST"]) for path in admin.NOT_IMPLEMENTED),
 )
 ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 

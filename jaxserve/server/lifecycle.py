@@ -195,13 +195,13 @@ class Server:
             await asyncio.sleep(POLL_INTERVAL)
         self.state.is_draining = True
         if self._is_engine_alive():
-            logger.info("shutting down: %d requests may finish", self.state.num_inside)
+            logger.info("shutting down%s", _what_may_finish(self.state.num_inside))
             await self._empty(self._config.shutdown_timeout, lambda: not self._is_stopping and self._is_engine_alive())
         if self._has_engine_died:
             await asyncio.sleep(DEATH_NOTICE)
             await self._empty(FLUSH_TIMEOUT)  # each request is being told so by the front end
         if self.state.num_inside:
-            logger.warning("%d requests are cut off", self.state.num_inside)
+            logger.warning("requests are cut off: %d", self.state.num_inside)
             self.state.stopping.set()
             await self._empty(FLUSH_TIMEOUT)
         self._uvicorn.should_exit = True
@@ -219,6 +219,12 @@ class Server:
     def _is_engine_alive(self) -> bool:
         self._has_engine_died |= not self.state.frontend.client.is_alive()
         return not self._has_engine_died
+
+
+def _what_may_finish(num_requests: int) -> str:
+    if num_requests == 0:
+        return ""
+    return ": 1 request may finish" if num_requests == 1 else f": {num_requests} requests may finish"
 
 
 class _Uvicorn(uvicorn.Server):

@@ -27,7 +27,7 @@ def document(administered):
 
 
 def operations():
-    for route in [*ROUTES, *(route for route in ADMIN_ROUTES if route.path not in NOT_IMPLEMENTED)]:
+    for route in [*(route for route in ROUTES if route.path not in NOT_IMPLEMENTED), *ADMIN_ROUTES]:
         path = route.path.replace(":path", "")
         if path not in WITHOUT_JSON:
             yield from ((path, method.lower()) for method in route.methods - {"HEAD"})

@@ -133,8 +133,10 @@ def test_admin_routes_have_a_key_of_their_own(locked, path):
 
 
 @pytest.mark.parametrize("path", sorted(NOT_IMPLEMENTED))
-def test_what_is_not_there_says_so(locked, path):
-    answer = locked.post(path, {}, headers=bearer(ADMIN_KEY))
+def test_what_is_not_there_says_so_and_asks_for_no_admin_key(server, locked, path):
+    assert_error(locked.post(path, {}), 401, None, "authentication_error")
+    assert locked.post(path, {}, headers=bearer(KEY)).status_code == 501
+    answer = server.post(path, {})
     assert_error(answer, 501, None, "not_implemented_error")
     assert NOT_IMPLEMENTED[path] in answer.json()["error"]["message"]
 

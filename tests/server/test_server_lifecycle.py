@@ -83,6 +83,21 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(started):
         server.get("/live")
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(0, "shutting down"), (1, "shutting down: 1 request may finish"), (2, "shutting down: 2 requests may finish")],
+)
+def test_what_may_finish_is_said(started, caplog, number, message):
+    caplog.set_level("INFO", logger="jaxserve.server.lifecycle")
+    server = started(shutdown_timeout=0)
+    server.play = lambda request: Script(token_ids=[70], hangs=True)
+    streams = [Stream(server) for _ in range(number)]
+    assert all(stream.begun.wait(PATIENCE) for stream in streams)
+    server.server.stop()
+    assert server.wait() == 0
+    assert message in caplog.messages
+
+
 def test_drain_waits_for_a_client_that_reads_slowly(started, monkeypatch):
     """Its answer is out of our hands, but not yet on its way."""
     monkeypatch.setattr(lifecycle, "FLUSH_TIMEOUT", 0)

@@ -12,7 +12,7 @@ from jaxserve.server.body import json_response
 from jaxserve.server.errors import refusal
 from jaxserve.server.state import server_state
 
-# What the API knows under these paths, and this server cannot do.
+# What the API knows under these paths, and this server cannot do: no admin key would help.
 NOT_IMPLEMENTED = {
     "/v1/load_lora_adapter": "loading LoRA adapters",
     "/v1/unload_lora_adapter": "loading LoRA adapters",
