@@ -15,7 +15,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.server import errors
 from jaxserve.server.keys import admin_keys, client_keys
-from jaxserve.server.middleware import Authentication, Door, Faults, Limits
+from jaxserve.server.middleware import Authentication, Door, Faults, Limits, Syntax
 from jaxserve.server.observation import QUIET_PATHS, Observation
 from jaxserve.server.routes import admin, chat, completions, embeddings, models, openapi, playground, responses, utility
 from jaxserve.server.state import ServerState, lifespan_state
@@ -72,6 +72,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
     routes = [*ROUTES, *admin_routes]
     middleware = [
         Middleware(Faults),
+        Middleware(Syntax),
         Middleware(Limits, max_body_size=config.max_body_size),
         Middleware(Authentication, keys=client_keys(config), admin_keys=keys_of_admin, admin_paths=ADMIN_PATHS),
         Middleware(Door),

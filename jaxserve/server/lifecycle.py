@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
 DEATH_NOTICE = 0.5  # seconds in which /health says that the engine is dead, before nobody answers
 POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
+KEEPALIVE_SECONDS = 15  # of silence on a connection, until its other end is asked whether it is there, and again
 BACKLOG = 2048  # connections that wait to be taken
 
 
@@ -56,6 +57,10 @@ def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from their listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.send_timeout * 1000))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has gone says nothing
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
             if beside is not None:  # set only now, as the port of a first one must be nobody else's
                 for each in (beside, listener):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,13 +1,15 @@
 """What every request passes before a route sees it: limits, the key, and the door that closes when the server drains.
 
-Pure ASGI, so that a stream passes through untouched. From the outside: Faults, Limits, Authentication, Door.
+Pure ASGI, so that a stream passes through untouched. From the outside: Faults, Syntax, Limits, Authentication, Door.
 """
 
 import asyncio
 import contextlib
 import logging
+import re
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.errors import error_body, error_response, refusal
@@ -21,6 +23,8 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
 MAX_DISCARDED_BYTES = 2**26  # of a body that is too large
 LINGERING_SECONDS = 5.0  # that they have to come
+
+_HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # RFC 3986, 3.2.2; it may be empty
 
 OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
 PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
@@ -49,6 +53,36 @@ class Faults:
                 raise
             logger.exception("a request failed")
             await error_response(500, error_body(error))(scope, receive, send)
+
+
+class Syntax:
+    """Refuses what no server may take for a request, or this one cannot read: versions but HTTP/1.0 and 1.1 (505), not
+    exactly one Host in HTTP/1.1 (400), a body that is compressed (415).
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it."""
+        refused = _syntax_error(scope) if scope["type"] == "http" else None
+        await (self._app if refused is None else refused)(scope, receive, send)
+
+
+def _syntax_error(scope: Scope) -> Response | None:
+    version = scope["http_version"]
+    if version not in ("1.0", "1.1"):
+        return refusal(505, f"HTTP/{version} is not supported: use HTTP/1.1", headers={"connection": "close"})
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        return refusal(400, f"the request has {len(hosts)} Host headers: send one")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return refusal(400, "the Host header is not the name or the address of a host")
+    encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    if any(encoding.strip().lower() not in (b"", b"identity") for encoding in encodings):
+        message = "the body has a Content-Encoding: send it as it is"
+        return refusal(415, message, headers={"accept-encoding": "identity"})
+    return None
 
 
 class Limits:

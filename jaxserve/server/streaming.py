@@ -24,6 +24,8 @@ from jaxserve.server.http import WRITE_CHUNK
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+FILLER = b":\n\n"
+"""A comment, which readers of server-sent events ignore."""
 
 MAX_HELD_BYTES = 16 * 2**20
 """Of the frames of a stream that wait for a slow reader: some 80,000 tokens, or 10,000 with 20 logprobs each."""
@@ -139,9 +141,9 @@ class EventStream(Response):
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
-        extension = scope.get("extensions", {}).get(WRITE_CHUNK)
-        write_chunk = _cannot if extension is None else extension["write"]
-        frames = _Frames(self.raw_headers, send, write_chunk, self._slow_readers)
+        extension = scope.get("extensions", {}).get(WRITE_CHUNK, {"write": _cannot})
+        extension["filler"] = FILLER
+        frames = _Frames(self.raw_headers, send, extension["write"], self._slow_readers)
         try:
             await while_wanted(self._run(frames), receive=receive, stopping=self._stopping)
         except ClientDisconnect:

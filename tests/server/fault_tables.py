@@ -164,7 +164,10 @@ BODIES = {
     "body over the cap": [
         body(COMPLETIONS, b'{"prompt": "' + b"a" * (BODY_LIMIT + more) + b'"}', None, 413) for more in (1, 99)
     ],
-    "compressed body": [Sent(post_of(COMPLETIONS, b"\x1f\x8b\x08\x00" + b"\x01" * 50, [("content-encoding", "gzip")]))],
+    "compressed body": [
+        Sent(post_of(COMPLETIONS, content, [("content-encoding", "gzip")]), 415)
+        for content in (b"\x1f\x8b\x08\x00" + b"\x01" * 50, GOOD_JSON)
+    ],
 }
 
 HEADS = {
@@ -199,7 +202,9 @@ HEADS = {
         for key in ("", "x", KEY + "x", KEY[:-1], "\xff", "x" * 5000)
         for path in (*GOOD, "/v1/models", "/metrics", "/nothing", "/sleep")
     ],
-    "admin without a key": [head(404, "POST", path) for path in ("/reset_prefix_cache", "/sleep", "/update_weights")],
+    "admin without a key": [head(404, "POST", f"/{name}") for name in ("reset_prefix_cache", "start_profile")],
+    "not there at all": [head(501, "POST", path) for path in ("/sleep", "/update_weights", "/v1/load_lora_adapter")],
+    "two hosts": [head(400, "GET", "/v1/models", [("host", "test")])],
     "wrong content type": [
         Sent(head_of("POST", COMPLETIONS, [("content-type", kind), *length_of(GOOD_JSON)]) + GOOD_JSON, 415)
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "")
