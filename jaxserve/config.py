@@ -135,9 +135,18 @@ class ServerConfig:
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
     )
     tool_call_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "gpt_oss", "qwen3_coder", "glm45"
+        "auto",
+        "none",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v31",
+        "gpt_oss",
+        "qwen3_coder",
+        "glm45",
     ] = _option("auto", "chat", "how the model writes tool calls; auto: read off its chat template")
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "gpt_oss"] = _option(
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "glm45", "gpt_oss"] = _option(
         "auto", "chat", "how the model writes its reasoning; auto: read off its chat template"
     )
     api_workers: int = _option(

@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,17 @@ class Tokenizer:
         fields["added_tokens"] = []
         fields["post_processor"] = None
         return type(self._backend).from_str(json.dumps(fields))
+
+    def split_at_added_tokens(self, text: str) -> list[str | int]:
+        """Return the ids of the added tokens that are spelled in `text`, special or not, and the texts between them."""
+        pieces = self._added_tokens.split(text) if self._added_tokens.pattern else [text]
+        return [self._backend.token_to_id(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece]
+
+    @functools.cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        tokens = sorted((token.content for token in self._backend.get_added_tokens_decoder().values()), key=len)
+        spelled = "|".join(re.escape(token) for token in reversed(tokens) if token)
+        return re.compile(f"({spelled})" if spelled else "")
 
     def added_token_id(self, token: str) -> int | None:
         """The id of the added token that is spelled like this, special or not, if there is one."""

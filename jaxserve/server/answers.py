@@ -1,14 +1,13 @@
 """Chat choices from what the engine brings: thoughts, words and calls in the shapes that clients know."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
 from jaxserve.request import CompletionOutput
-from jaxserve.server.parsing.answer import AnswerParser
+from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
-from jaxserve.server.parsing.reasoning import ReasoningCounter
-from jaxserve.server.parsing.tools import ToolParser
+from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.protocol.chat import AssistantMessage, ChatFinishReason, Delta
 from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 
@@ -19,13 +18,18 @@ class AnswerWriter:
     `has_calls` says whether the model has called a tool so far.
     """
 
-    def __init__(self, parser: AnswerParser | None, syntax: type[ToolParser], counter: ReasoningCounter | None = None):
-        """Without a parser the text is the answer. `syntax` makes the ids of calls; without a `counter` there are no
-        thoughts.
+    def __init__(
+        self,
+        reader: AnswerReader | None,
+        call_id: Callable[[CallStart, int], str],
+        counter: ReasoningCounter | None = None,
+    ):
+        """Without a reader the text is the answer. `call_id` makes the id of the call of a number; without a `counter`
+        there are no thoughts.
         """
-        self._parser = parser
+        self._reader = reader
         self._counter = counter
-        self._syntax = syntax
+        self._call_id = call_id
         self._num_calls = 0
 
     @property
@@ -39,7 +43,7 @@ class AnswerWriter:
 
     def message(self, output: CompletionOutput) -> AssistantMessage:
         """The whole answer."""
-        if self._parser is None:
+        if self._reader is None:
             return AssistantMessage(content=output.text)
         delta = self._delta(self._read(output))
         calls: list[ToolCall] = []
@@ -56,7 +60,7 @@ class AnswerWriter:
 
     def delta(self, output: CompletionOutput) -> Delta:
         """What is new."""
-        if self._parser is None:
+        if self._reader is None:
             return Delta(content=output.text or UNSET)
         return self._delta(self._read(output))
 
@@ -67,9 +71,11 @@ class AnswerWriter:
         return output.finish_reason
 
     def _read(self, output: CompletionOutput) -> list[Event]:
-        assert self._parser is not None
-        events = self._parser.push(output.text)
-        return events if output.finish_reason is None else [*events, *self._parser.finish()]
+        assert self._reader is not None
+        events = self._reader.push(output.text)
+        if output.finish_reason is None:
+            return events
+        return [*events, *self._reader.finish(is_cut=output.finish_reason == "length")]
 
     def _delta(self, events: Sequence[Event]) -> Delta:
         content = "".join(event.text for event in events if isinstance(event, Content))
@@ -79,7 +85,12 @@ class AnswerWriter:
             if isinstance(event, CallStart):
                 function = FunctionCallDelta(name=event.name, arguments="")
                 calls.append(
-                    ToolCallDelta(index=self._num_calls, id=self._syntax.new_id(), type="function", function=function)
+                    ToolCallDelta(
+                        index=self._num_calls,
+                        id=self._call_id(event, self._num_calls),
+                        type="function",
+                        function=function,
+                    )
                 )
                 self._num_calls += 1
             elif isinstance(event, CallArguments):

@@ -24,7 +24,7 @@ from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
 from jaxserve.server.http import protocol_class
-from jaxserve.server.parsing.syntax import Syntax
+from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.routes.responses import fail_abandoned
 from jaxserve.server.state import ServerState
@@ -119,7 +119,7 @@ class Server:
             tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
             pooling=config.pooling,
             profile_dir=config.profile_dir,
-            syntax=Syntax(
+            syntax=ModelSyntax(
                 frontend.tokenizer,
                 tool_call_parser=config.tool_call_parser,
                 reasoning_parser=config.reasoning_parser,

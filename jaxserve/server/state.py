@@ -18,7 +18,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.request import Pooling
 from jaxserve.server.engine_view import EngineView
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.syntax import Syntax
+from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.protocol.messages import MessageStyle
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.streaming import SlowReaders
@@ -46,7 +46,7 @@ class ServerState:
     """Answers of /v1/responses."""
     background: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
     """Those that run without a connection."""
-    syntax: Syntax
+    syntax: ModelSyntax
     """How the model writes thoughts and tool calls."""
     compiling: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
     """Whoever checks a grammar holds it: that may keep a core busy for seconds."""

@@ -1,9 +1,13 @@
 """A conversation as the text that the model reads; chat and POST /tokenize share it."""
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
+from jaxserve.server.parsing.model import ModelSyntax
+from jaxserve.server.parsing.thoughts import are_open
 from jaxserve.server.protocol.messages import MessageStyle, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables
 from jaxserve.server.protocol.tools import template_tools
@@ -29,13 +33,55 @@ def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields)
 
     `style` is the template's own (`message_style`). Raises InvalidRequest, naming the field.
     """
-    continues = bool(body.continue_final_message)
-    messages = template_messages(
+    return _rendered(tokenizer, body, _messages(style, body))
+
+
+def thinks_first(
+    tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields, *, prompt: str, syntax: ModelSyntax
+) -> bool:
+    """Return whether the answer to `prompt`, which is the rendered conversation, begins inside of thoughts.
+
+    Only the template itself opens thoughts, by what it writes at the end: the same with other texts in the messages.
+    An assistant's message that is continued opens them as an answer does.
+    """
+    thoughts = syntax.thoughts
+    if thoughts is None:
+        return False
+    if body.continue_final_message:
+        reader = syntax.reader([], is_open=False, max_calls=None)
+        assert reader is not None
+        reader.push(_messages(style, body)[-1]["content"] or "")
+        return reader.is_thinking
+    is_open = are_open(thoughts, prompt)
+    if is_open or thoughts.starts_open:  # it may be a message that says so
+        other = _rendered(tokenizer, body, [_without_texts(message) for message in _messages(style, body)])
+        pairs = zip(reversed(prompt), reversed(other), strict=False)
+        length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        is_open = are_open(thoughts, prompt[len(prompt) - length :])
+    return thoughts.starts_open if is_open is None else is_open
+
+
+def _messages(style: MessageStyle, body: TemplateFields) -> list[dict[str, Any]]:
+    return template_messages(
         body.messages or [],
         style,
-        continue_final_message=continues,
+        continue_final_message=bool(body.continue_final_message),
         add_generation_prompt=body.add_generation_prompt,
     )
+
+
+def _without_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose texts say nothing."""
+    texts = {name: "." for name in ("content", "reasoning_content") if message.get(name)}
+    calls = [
+        call | {"function": call["function"] | {"arguments": type(call["function"]["arguments"])()}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | texts | ({"tool_calls": calls} if calls else {})
+
+
+def _rendered(tokenizer: Tokenizer, body: TemplateFields, messages: list[dict[str, Any]]) -> str:
+    continues = bool(body.continue_final_message)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return tokenizer.render_chat_template(
         messages,

@@ -1,6 +1,7 @@
 """The tokenizer and one server for all tests that do not end it."""
 
 import contextlib
+import re
 import threading
 
 import pytest
@@ -12,7 +13,11 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient
-from jaxserve.server.parsing.syntax import TOOL_PARSERS
+from jaxserve.server.parsing.model import call_texts
+from jaxserve.server.parsing.table import TOOL_PARSERS
+
+SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+"""What may be a special token of the marks of calls."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,7 +40,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     """The folder of a tiny random model, whose tokenizer has the special tokens of every syntax of tool calls."""
-    markers = [marker for name, parser in TOOL_PARSERS.items() if name != "hermes" for marker in parser.markers]
+    rows = [row for name, rows in TOOL_PARSERS.items() if name != "hermes" for row in rows]
+    markers = sorted({mark for row in rows for text in call_texts(row) for mark in SPECIAL.findall(text)})
     return tiny_model.write(
         tmp_path_factory.mktemp("random"), chat_template=tiny_model.CHAT_TEMPLATE, special_tokens=markers
     )

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.parsing.answer import PIECE, AnswerParser
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning, joined
-from jaxserve.server.parsing.json_stream import CallReader, ValueScanner
-from jaxserve.server.parsing.reasoning import ReasoningCounter, ThinkParser, is_open
-from jaxserve.server.parsing.syntax import TOOL_PARSERS
-from jaxserve.server.parsing.typed_value import value_types
+from jaxserve.server.parsing.harmony import MARKS, HarmonyReader
+from jaxserve.server.parsing.literal import ValueReader
+from jaxserve.server.parsing.reader import Reader
+from jaxserve.server.parsing.schema import property_kind
+from jaxserve.server.parsing.source import Source
+from jaxserve.server.parsing.syntax import Channels, Syntax, Thoughts
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.parsing.thoughts import ReasoningCounter, are_open
 
 NAMES = {
     "get_weather": {
@@ -71,7 +74,7 @@ CASES = [
         '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call> x',
         [*call("f", '{"a": 1}'), Content(" x")],
     ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [CallStart("f"), CallArguments('{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', call("f", '{"a": null}')),
     ("hermes", "<tool_call> not JSON </tool_call>", [Content("<tool_call> not JSON </tool_call>")]),
     ("hermes", '<tool_call>{"name": 3}', [Content('<tool_call>{"name": 3}')]),
     ("hermes", '<tool_call>{"na', [Content('<tool_call>{"na')]),
@@ -99,7 +102,11 @@ CASES = [
         [Content("Yes."), *call("now"), *call("f", '{"a": "]"}')],
     ),
     ("mistral", f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}", call("f", ARGUMENTS)),
-    ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]now{}", [*call("f"), *call("now")]),
+    (
+        "mistral",
+        "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]now{}",
+        [CallStart("f", "abc"), CallArguments("{}"), *call("now")],
+    ),
     ("mistral", "[TOOL_CALLS]nothing more", [Content("[TOOL_CALLS]nothing more")]),
     ("mistral", "[TOOL_CALLS][1]", [Content("[TOOL_CALLS][1]")]),
     ("deepseek_v3", f"{CALLS}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", call("f", ARGUMENTS)),
@@ -109,7 +116,7 @@ CASES = [
         f"{CALL}function{SEP}now\n```json\n{{}}\n```{CALL_END}{CALLS_END}",
         [Content("So."), *call("f", ARGUMENTS), *call("now")],
     ),
-    ("deepseek_v3", f"{CALLS}{CALL}function{SEP}{{}}{CALL_END}{CALLS_END}", call("function")),
+    ("deepseek_v3", f"{CALLS}{CALL}now{SEP}{{}}{CALL_END}{CALLS_END}", call("now")),
     ("deepseek_v3", f"{CALLS}{CALL}f", [Content(f"{CALLS}{CALL}f")]),
     ("deepseek_v3", f"{CALLS} hm {CALL}function{SEP}f\n", [Content(f"{CALLS} hm {CALL}function{SEP}f\n")]),
     ("deepseek_v3", f"{CALLS} nothing", [Content(f"{CALLS} nothing")]),
@@ -146,19 +153,19 @@ CASES = [
     (
         "qwen3_coder",
         tagged("f", a="True", b="1e999", c="{'x'", d="", e="NaN", g="\n\n x"),
-        call("f", '{"a": true, "b": "1e999", "c": "{\'x\'", "d": "", "e": "NaN", "g": "\\n\\n x"}'),
+        call("f", '{"a": "True", "b": "1e999", "c": "{\'x\'", "d": "", "e": "NaN", "g": "\\n\\n x"}'),
     ),
     ("qwen3_coder", "<function=now>\n</function>\n</tool_call> x", [*call("now"), Content(" x")]),
     ("qwen3_coder", hermes("f", ARGUMENTS), call("f", ARGUMENTS)),
     (
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nOsl",
-        [CallStart("get_weather"), CallArguments('{"city": "Osl')],
+        call("get_weather", '{"city": "Osl"}'),
     ),
     (
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=days>\n2",
-        [CallStart("get_weather"), CallArguments('{"days": ')],
+        call("get_weather", '{"days": 2}'),
     ),
     ("qwen3_coder", "<tool_call> a tag,<function=", [Content("<tool_call> a tag,<function=")]),
     (
@@ -173,9 +180,17 @@ CASES = [
 ]
 
 
-def read(parser, pieces):
+def reader(name, tools=NAMES, *, thoughts=None, **options):
+    (first, *_) = TOOL_PARSERS[name]
+    if isinstance(first.arguments, Channels):
+        options.pop("is_open", None)
+        return HarmonyReader(tools, **options)
+    return Reader(Syntax(first, thoughts), tools, **options)
+
+
+def read(parser, pieces, *, is_cut=False):
     events = [event for piece in pieces for event in parser.push(piece)]
-    return joined([*events, *parser.finish()])
+    return joined([*events, *parser.finish(is_cut=is_cut)])
 
 
 def cut(text, places):
@@ -185,15 +200,20 @@ def cut(text, places):
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_every_syntax_is_understood_in_one_piece_and_in_single_characters(name, text, expected):
-    assert read(TOOL_PARSERS[name](NAMES), [text]) == expected
-    assert read(TOOL_PARSERS[name](NAMES), list(text)) == expected
+    assert read(reader(name), [text]) == expected
+    assert read(reader(name), list(text)) == expected
 
 
 @settings(max_examples=300)
 @given(case=st.sampled_from(CASES), places=st.lists(st.integers(0, 1000), max_size=12))
 def test_where_the_text_is_cut_makes_no_difference(case, places):
     name, text, expected = case
-    assert read(TOOL_PARSERS[name](NAMES), cut(text, places)) == expected
+    assert read(reader(name), cut(text, places)) == expected
+
+
+def test_events_of_two_kinds_are_never_equal():
+    events = [Content("a"), Reasoning("a"), CallArguments("a"), CallStart("a")]
+    assert [[event == other for other in events] for event in events] == [[i == j for j in range(4)] for i in range(4)]
 
 
 CIRCLE = {
@@ -229,69 +249,90 @@ CIRCLE = {
 )
 def test_what_a_schema_says_of_a_property(schema, key, types):
     """However it is written, it is said at once: the server waits."""
-    assert value_types(schema, key) == types
+    assert property_kind(schema, key).types == types
 
 
 def test_what_is_nested_too_deeply_for_python_harms_nobody():
     deep = "[" * 3000 + "]" * 3000
     text = f'<tool_call>{{"a": {deep}}}'
-    assert read(TOOL_PARSERS["hermes"](NAMES), [text]) == [Content(text)]
+    assert read(reader("hermes"), [text]) == [Content(text)]
+    text = f'<tool_call>{{"arguments": {{"a": {deep}}}, "name": "f"}}'
+    assert read(reader("hermes"), [text]) == call("f", f'{{"a": {deep}}}')
     text = tagged("get_weather", place=deep)
-    assert read(TOOL_PARSERS["qwen3_coder"](NAMES), [text]) == call("get_weather", f'{{"place": "{deep}"}}')
+    assert read(reader("qwen3_coder"), [text]) == call("get_weather", f'{{"place": "{deep}"}}')
 
 
 # Fragments that have a meaning somewhere: their soup must be read the same however it is cut.
 FRAGMENTS = sorted(
-    {marker for parser in TOOL_PARSERS.values() for marker in parser.markers}
+    {
+        text
+        for rows in TOOL_PARSERS.values()
+        for row in rows
+        for pair in (row.section, row.call, row.name)
+        for whole in pair
+        for text in (whole, whole.strip())
+        if text
+    }
+    | {*MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[CALL_ID]x"}
     | {
         '{"name": "f", "arguments": ',
         '{"name": "now", "parameters": {}}',
-        "{}",
-        "}",
-        '"',
-        "[",
-        "]",
-        ", ",
-        ";",
-        " ",
-        "\n",
-        "\\",
+        *("{}", "}", '"', "[", "]", ", ", ";", " ", "\n", "\\", "(", ")", "'", "a=", "1"),
     }
     | {"<function=f>", "<function=", "<parameter=a>\n", "\n</parameter>", "</function>", ">"}
-    | {"<think>", "</think>", "x", "<", "to=functions.f", "analysis", "final", "f", "```json\n", '{"a": "b"}'}
+    | {"<think>", "</think>", "x", "<", "to=functions.f", "analysis", "final", "f", "now", "```json\n", '{"a": "b"}'}
 )
 
 
 @settings(max_examples=400)
 @given(
     name=st.sampled_from(sorted(TOOL_PARSERS)),
+    thoughts=st.sampled_from(sorted(REASONING_PARSERS)),
     is_open=st.booleans(),
+    is_cut=st.booleans(),
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     places=st.lists(st.integers(0, 1000), max_size=12),
 )
-def test_no_text_is_read_differently_in_pieces(name, is_open, text, places):
+def test_no_text_is_read_differently_in_pieces(name, thoughts, is_open, is_cut, text, places):
     def parser():
-        return AnswerParser(thoughts=ThinkParser(is_open=is_open), calls=TOOL_PARSERS[name](NAMES))
+        return reader(name, thoughts=REASONING_PARSERS[thoughts], is_open=is_open)
 
-    whole = read(parser(), [text])
-    assert read(parser(), cut(text, places)) == whole
-    assert read(parser(), list(text)) == whole
+    whole = read(parser(), [text], is_cut=is_cut)
+    assert read(parser(), cut(text, places), is_cut=is_cut) == whole
+    assert read(parser(), list(text), is_cut=is_cut) == whole
 
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=40), name=st.sampled_from(sorted(TOOL_PARSERS)))
 def test_ordinary_text_comes_out_as_it_is(text, name):
-    assert read(TOOL_PARSERS[name](NAMES), list(text)) == ([Content(text)] if text else [])
+    assert read(reader(name), list(text)) == ([Content(text)] if text else [])
+
+
+def opening(name):
+    row = TOOL_PARSERS[name][0]
+    return (
+        "<|channel|>analysis<|message|>"
+        if name == "gpt_oss"
+        else (row.section[0] or row.call[0] or row.name[0]).strip()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_no_beginning_of_a_marker_is_shown(name):
-    parser = TOOL_PARSERS[name](NAMES)
-    marker = {"gpt_oss": "<|channel|>analysis<|message|>", "llama3_json": "<|python_tag|>"}.get(name, parser.markers[0])
-    shown = [event for character in "" + marker for event in parser.push(character)]
-    assert shown == []
+    parser = reader(name)
+    assert [event for character in opening(name) for event in parser.push(character)] == []
 
 
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_a_mark_that_has_begun_and_is_cut_is_markup(name):
+    for end in range(1, len(opening(name)) + 1):
+        cut_off = opening(name)[:end]
+        assert read(reader(name), ["Hi", cut_off], is_cut=True) == [Content("Hi")]
+        if name != "gpt_oss":  # no text has these marks
+            assert read(reader(name), ["Hi", cut_off]) == [Content(f"Hi{cut_off}")]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "glm45"])
 @pytest.mark.parametrize(
     ("is_open", "text", "expected"),
     [
@@ -301,25 +342,41 @@ def test_no_beginning_of_a_marker_is_shown(name):
         (True, "</think>\n\nYes.", [Content("Yes.")]),
         (False, "\n<think>\n\n</think>\n\nYes.", [Content("Yes.")]),
         (False, "<think>Hm.</thin</think>Yes.</think>", [Reasoning("Hm.</thin"), Content("Yes.</think>")]),
+        (False, "A <think> in words.", [Content("A <think> in words.")]),
         (False, " <thing> Yes.", [Content(" <thing> Yes.")]),
         (False, "<thi", [Content("<thi")]),
         (False, "  ", [Content("  ")]),
     ],
 )
-def test_thoughts_and_answer(is_open, text, expected):
-    assert read(ThinkParser(is_open=is_open), [text]) == expected
-    assert read(ThinkParser(is_open=is_open), list(text)) == expected
+def test_thoughts_and_answer(parser, is_open, text, expected):
+    def parse():
+        return reader(parser, thoughts=REASONING_PARSERS["qwen3"], is_open=is_open)
+
+    assert read(parse(), [text]) == expected
+    assert read(parse(), list(text)) == expected
+
+
+def test_thoughts_may_open_again():
+    text = "<think>A</think>B<think>C</think>D"
+    expected = [Reasoning("A"), Content("B"), Reasoning("C"), Content("D")]
+    assert read(reader("glm45", thoughts=REASONING_PARSERS["glm45"]), list(text)) == expected
+    closed = [Reasoning("A"), Content("B<think>C</think>D")]
+    assert read(reader("hermes", thoughts=REASONING_PARSERS["qwen3"]), list(text)) == closed
+    text = f"<think>A</think>{hermes('now', '{}')}\n<think>B</think>C"
+    expected = [Reasoning("A"), *call("now"), Reasoning("B"), Content("C")]
+    assert read(reader("hermes", thoughts=REASONING_PARSERS["qwen3"]), list(text)) == expected
 
 
 @pytest.mark.parametrize(
-    ("parser", "pieces", "num_thoughts"),
+    ("make", "pieces", "num_thoughts"),
     [
-        (ThinkParser(is_open=True), ["A", " b", "\n", "</think>", "\n\n", "Yes", " <think>", "."], 3),
-        (ThinkParser(is_open=False), ["<think>", "A", "</th", "ink>", "Yes", "<think>", "no"], 2),
-        (ThinkParser(is_open=False), ["Yes", "<think>", "no", "</think>"], 0),
-        (ThinkParser(is_open=True), ["never", " ends"], 2),
+        (lambda: think(is_open=True), ["A", " b", "\n", "</think>", "\n\n", "Yes", " <think>", "."], 3),
+        (lambda: think(is_open=False), ["<think>", "A", "</th", "ink>", "Yes", "<think>", "no"], 2),
+        (lambda: think(is_open=False), ["Yes", "<think>", "no", "</think>"], 0),
+        (lambda: think(is_open=True), ["never", " ends"], 2),
+        (lambda: think(is_open=True), ["A", *hermes("now", "{}").partition("now"), "after"], 1),
         (
-            TOOL_PARSERS["gpt_oss"]({}),
+            lambda: HarmonyReader({}),
             re.findall(
                 r"<.*?>|\w+| b",
                 "<|channel|>analysis<|message|>A b<|end|><|start|>assistant<|channel|>final<|message|>Yes",
@@ -328,56 +385,65 @@ def test_thoughts_and_answer(is_open, text, expected):
         ),
     ],
 )
-def test_thoughts_are_counted(parser, pieces, num_thoughts):
-    counter = ReasoningCounter(parser, token_text=pieces.__getitem__)
+def test_thoughts_are_counted(make, pieces, num_thoughts):
+    counter = ReasoningCounter(make(), token_text=pieces.__getitem__)
     assert counter.count([]) + counter.count([0]) + counter.count(range(1, len(pieces))) == num_thoughts
 
 
-def test_a_prompt_is_open_when_its_last_think_is():
-    assert is_open("...<|Assistant|><think>\n")
-    assert not is_open("<think>\n\n</think>\n\n")
-    assert not is_open("Hello")
+def think(*, is_open):
+    return reader("hermes", thoughts=REASONING_PARSERS["qwen3"], is_open=is_open)
+
+
+def test_the_template_s_last_mark_says_whether_thoughts_are_open():
+    for name in ("deepseek_r1", "qwen3"):
+        assert are_open(REASONING_PARSERS[name], "...<|Assistant|><think>\n") is True
+        assert are_open(REASONING_PARSERS[name], "<think>\n\n</think>\n\n") is False
+        assert are_open(REASONING_PARSERS[name], "Hello") is None
 
 
 def test_calls_behind_thoughts_and_only_so_many():
     def parser(max_calls):
-        return AnswerParser(
-            thoughts=ThinkParser(is_open=True), calls=TOOL_PARSERS["hermes"](NAMES), max_calls=max_calls
-        )
+        return reader("hermes", thoughts=Thoughts(), is_open=True, max_calls=max_calls)
 
     text = f"<tool_call> is a tag.</think>\n\n{hermes('now', '{}')}\n{hermes('f', '{}')}"
     assert read(parser(None), list(text)) == [Reasoning("<tool_call> is a tag."), *call("now"), *call("f")]
     assert read(parser(1), list(text)) == [Reasoning("<tool_call> is a tag."), *call("now")]
 
 
-def test_a_long_answer_is_read_in_pieces(monkeypatch):
-    """Read at once, one of 600 kB full of markers took up to 17 s, in which the server did nothing else."""
-    calls, lengths = TOOL_PARSERS["hermes"](NAMES), []
-    push = calls.push
-    monkeypatch.setattr(calls, "push", lambda text: (lengths.append(len(text)), push(text))[1])
-    text = f"Some words before {hermes('f', '[1]')}" * 1000
-    events = read(AnswerParser(calls=calls), [text])
-    assert events == [Content("Some words before"), *call("f", "[1]")] * 1000
-    assert max(lengths) <= PIECE
-    assert sum(lengths) == len(text)
-
-
 @given(
-    value=st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists), indent=st.sampled_from([None, 1])
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    ),
+    indent=st.sampled_from([None, 1]),
 )
-def test_a_value_ends_where_it_ends(value, indent):
-    text = json.dumps(value, indent=indent)
-    scanner, num_read = ValueScanner(), 0
-    for character in text + ", more":
-        if scanner.push(character) is not None:
-            break
-        num_read += 1
-    assert num_read in (len(text), len(text) - 1)  # a scalar ends with what follows it, others with their last bracket
-    assert ValueScanner().push(text + ", more") == len(text)
+def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
+    text, pieces = json.dumps(value, indent=indent), []
+    source = Source()
+    steps = ValueReader(source, pieces.append).read()
+    for character in text + "; more":
+        source.buffer += character
+        next(steps, None)
+    assert "".join(pieces) == text
+    assert source.buffer == "; more"
 
 
-def test_an_object_that_is_no_call_gives_its_text_back():
-    reader = CallReader({"f"})
-    assert reader.push(' {"name": "g", "arguments": {}} rest') == ([], ', "arguments": {}} rest')
-    assert reader.is_failed
-    assert reader.raw == ' {"name": "g"'
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{'a': 'it\\'s \"x\"', \"b\": 'c'}", '{"a": "it\'s \\"x\\"", "b": "c"}'),
+        ("{a: True, b: None, c: (1, .5,), d: 0x1f}", '{"a": true, "b": null, "c": [1, 0.5], "d": 31}'),
+        ('{"a": 1 "b": 2,}', '{"a": 1 , "b": 2}'),
+        ('{"a": "x\ny\td\\d"}', '{"a": "x\\ny\\td\\\\d"}'),
+        ('{"a": [1, {"b": 2}', '{"a": [1, {"b": 2}]}'),
+        ('{"a": [1, 2}', '{"a": [1, 2]}'),
+        ('{"a": ', '{"a": null}'),
+        ('{"a"', '{"a": null}'),
+        ("{zip: 02134, v: 1.10}", '{"zip": "02134", "v": 1.10}'),
+    ],
+)
+def test_what_is_nearly_json_becomes_json(text, expected):
+    events = [CallStart("f"), CallArguments(expected)]
+    assert read(reader("hermes"), [f'<tool_call>{{"name": "f", "arguments": {text}']) == events
+    assert read(reader("hermes"), list(f'<tool_call>{{"name": "f", "arguments": {text}')) == events
+    json.loads(expected)

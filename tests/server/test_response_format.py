@@ -155,7 +155,7 @@ class SlowGrammars:
 def slow_grammars(server, monkeypatch):
     """All turns are free before and after: a thread holds its turn on when its client has had the answer long since."""
     slow = SlowGrammars(server)
-    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", slow.make)
+    monkeypatch.setattr("jaxserve.server.parsing.model.make_grammar", slow.make)
     slow.end()
     yield slow
     slow.end()
@@ -209,7 +209,7 @@ def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
 
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):
     """What passes here may still be refused by the engine, which knows its own tokens only."""
-    monkeypatch.setattr("jaxserve.server.parsing.syntax.make_grammar", lambda _: "{}")
+    monkeypatch.setattr("jaxserve.server.parsing.model.make_grammar", lambda _: "{}")
     for stream in (False, True):
         for fields, param in (
             (FORMS["json"], "structured_outputs"),

@@ -13,7 +13,8 @@ import transformers
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.syntax import TOOL_PARSERS, Syntax
+from jaxserve.server.parsing.model import ModelSyntax
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.template import render_chat, served_tokenizer
 from jaxserve.tokenizer import Tokenizer
@@ -71,17 +72,17 @@ CONVERSATIONS = {
 KNOWN = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
     "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
-    "Qwen-Qwen3-0.6B": ("hermes", "think"),
+    "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
     "Qwen3-Coder": ("qwen3_coder", None),
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "think"),
-    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v3", "think"),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "qwen3"),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "qwen3"),
     "google-gemma-2-2b-it": (None, None),
     "ibm-granite-granite-3.3-2B-Instruct": (None, None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
-    "openai-gpt-oss-120b": ("gpt_oss", "harmony"),
+    "openai-gpt-oss-120b": ("gpt_oss", "gpt_oss"),
 }
 
 
@@ -131,11 +132,13 @@ def test_the_list_of_templates_is_complete(test_data):
 @pytest.mark.parametrize(("name", "known"), KNOWN.items())
 def test_the_syntax_is_read_off_the_template(load, name, known):
     tools, thoughts = known
-    syntax = Syntax(Tokenizer(load(name)))
-    assert syntax.thoughts == thoughts
+    syntax = ModelSyntax(Tokenizer(load(name)))
+    assert syntax.names == (tools or "none", thoughts or "none")
+    assert syntax.has_channels == (tools == "gpt_oss")
+    assert syntax.thoughts == (None if thoughts in (None, "gpt_oss") else REASONING_PARSERS[thoughts])
     assert syntax.knows_tools == (tools is not None)
     if tools is not None:
-        assert syntax.tool_parser is TOOL_PARSERS[tools]
+        assert syntax.calls in TOOL_PARSERS[tools]
 
 
 # DeepSeek-R1's shows calls only beside a content of null, which transformers leaves out.
@@ -200,7 +203,7 @@ def test_the_operators_template(load, tmp_path):
     for given in (str(file), file.read_text()):
         served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
         assert render(served).startswith("[How is")
-        assert Syntax(served).tool_parser is TOOL_PARSERS["hermes"]
+        assert ModelSyntax(served).names[0] == "hermes"
     assert served_tokenizer(tokenizer, ServerConfig()) is tokenizer
     assert not render(tokenizer).startswith("[")
 

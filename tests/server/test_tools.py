@@ -11,7 +11,8 @@ from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.server.parsing.syntax import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.parsing.syntax import Tags
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.tokenizer import Tokenizer
 
@@ -196,7 +197,9 @@ def test_several_answers(serve):
 SPEAKING = {
     "llama3_json": '<|python_tag|>{"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"  # noqa: RUF001
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"  # noqa: RUF001
+    "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"  # noqa: RUF001
     "<｜tool▁calls▁end｜>",  # noqa: RUF001
     "gpt_oss": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
     "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -307,8 +310,10 @@ def test_a_strict_call_that_nothing_forces(forced):
     """Words are free; what begins as a call is one, and follows its schema if the tool is strict."""
     syntax = forced.server.state.syntax
     tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
-    trigger = syntax.tool_parser.trigger
-    if trigger is None or not syntax.knows_tools or (token_id := forced.tokenizer.added_token_id(trigger)) is None:
+    calls = syntax.calls
+    trigger = "<|channel|>" if syntax.has_channels else (calls.section[0] or calls.call[0]).strip()
+    token_id = forced.tokenizer.added_token_id(trigger)
+    if calls.is_bare or isinstance(calls.arguments, Tags) or not syntax.knows_tools or token_id is None:
         assert not syntax.follows_strict([Tool("now", {}, is_strict=True)])
         return
     bias = forced.server.state.frontend.default_sampling["logit_bias"] | {token_id: 6.0}

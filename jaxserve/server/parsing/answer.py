@@ -1,56 +1,75 @@
-"""One answer from its text: thoughts first, then words and calls."""
+"""What all readers of an answer have in common: text comes in pieces, events go out."""
 
-from collections.abc import Iterable
+import abc
+import contextlib
+from collections.abc import Mapping
+from typing import Any
 
-from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, joined
-from jaxserve.server.parsing.reasoning import ThinkParser
-from jaxserve.server.parsing.tools import ToolParser
+from jaxserve.server.parsing.events import CallArguments, CallStart, Event, joined
+from jaxserve.server.parsing.source import Cut, Source, Steps
 
 PIECE = 4096
-"""Characters of a text that are read at once: parsers cut their buffers at every step, which takes a long one long."""
+"""Characters that are read at once: a source copies what is left of its text at each step."""
 
 
-class AnswerParser:
-    """Reads one answer of a model. `push` its text as it comes, then `finish`."""
+class AnswerReader(abc.ABC):
+    """Reads one answer: `push` its text as it comes, then `finish`; both return what can be told now."""
 
-    def __init__(
-        self, *, thoughts: ThinkParser | None = None, calls: ToolParser | None = None, max_calls: int | None = None
-    ):
-        """`max_calls`: calls beyond are dropped."""
-        self._thoughts = thoughts
-        self._calls = calls
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, max_calls: int | None):
+        """`tools` are the schemas of the parameters of those that are offered. Calls beyond `max_calls` are dropped."""
+        self._tools = tools
         self._max_calls = max_calls
         self._num_calls = 0
+        self._source = Source()
+        self._events: list[Event] = []
+        self._steps = self._read()
+
+    @property
+    @abc.abstractmethod
+    def is_thinking(self) -> bool:
+        """Whether what comes now is reasoning."""
+
+    @property
+    @abc.abstractmethod
+    def may_think(self) -> bool:
+        """Whether reasoning can come now, or later."""
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether what came last may be a call, or nothing but what it looks like."""
+        return self._source.taken is not None
+
+    @abc.abstractmethod
+    def _read_all(self) -> Steps:
+        """Read the source to its end."""
 
     def push(self, text: str) -> list[Event]:
-        """What can be shown now."""
-        pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-        return joined(self._limited(event for piece in pieces for event in self._read(piece)))
+        """Read on."""
+        for start in range(0, len(text), PIECE):
+            self._source.buffer += text[start : start + PIECE]
+            next(self._steps, None)
+        return self._told()
 
-    def finish(self) -> list[Event]:
-        """What has been held back, once the text has ended."""
-        events = self._parsed([] if self._thoughts is None else self._thoughts.finish())
-        if self._calls is not None:
-            events += self._calls.finish()
-        return joined(self._limited(events))
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """End the text; `is_cut`: it has become too long."""
+        self._source.is_last, self._source.is_cut = True, is_cut
+        next(self._steps, None)
+        return self._told()
 
-    def _read(self, text: str) -> list[Event]:
-        return self._parsed([Content(text)] if self._thoughts is None else self._thoughts.push(text))
+    def _read(self) -> Steps:
+        with contextlib.suppress(Cut):
+            yield from self._read_all()
 
-    def _parsed(self, events: Iterable[Event]) -> list[Event]:
-        """Words may have calls among them."""
-        result: list[Event] = []
-        for event in events:
-            if isinstance(event, Content) and self._calls is not None:
-                result += self._calls.push(event.text)
-            else:
-                result.append(event)
-        return result
+    def _told(self) -> list[Event]:
+        events, self._events = self._events, []
+        return joined(events)
 
-    def _limited(self, events: Iterable[Event]) -> Iterable[Event]:
-        for event in events:
-            if isinstance(event, CallStart):
-                self._num_calls += 1
-            is_call = isinstance(event, CallStart | CallArguments)
-            if not is_call or self._max_calls is None or self._num_calls <= self._max_calls:
-                yield event
+    def _start_call(self, name: str, call_id: str | None = None) -> None:
+        self._num_calls += 1
+        if self._max_calls is None or self._num_calls <= self._max_calls:
+            self._events.append(CallStart(name, call_id))
+
+    def _argue(self, text: str) -> None:
+        """Tell more of the arguments of the last call."""
+        if self._max_calls is None or self._num_calls <= self._max_calls:
+            self._events.append(CallArguments(text))

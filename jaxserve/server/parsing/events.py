@@ -2,28 +2,33 @@
 
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Content:
     """Words for the reader."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
-    """Thoughts before the answer."""
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Thoughts before or between words and calls."""
 
     text: str
 
 
-class CallStart(NamedTuple):
-    """A call of the tool `name` begins."""
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call of the tool `name` begins. `id` is what the model itself has named the call, where its syntax has ids."""
 
     name: str
+    id: str | None = None
 
 
-class CallArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallArguments:
     """More of the arguments of the call that began last: JSON text."""
 
     text: str
@@ -33,7 +38,7 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same events, with neighbours of one kind made one, and without empty ones."""
+    """Return the same events, with neighbours of one kind made one, and without empty ones."""
     result: list[Event] = []
     told = (event for event in events if isinstance(event, CallStart) or event.text)
     for kind, group in itertools.groupby(told, key=type):
@@ -41,5 +46,5 @@ def joined(events: Iterable[Event]) -> list[Event]:
         if kind is CallStart or len(neighbours) == 1:
             result += neighbours
         else:
-            result.append(kind("".join(text for (text,) in neighbours)))
+            result.append(kind("".join(event.text for event in neighbours if not isinstance(event, CallStart))))
     return result

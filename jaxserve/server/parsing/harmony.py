@@ -1,121 +1,131 @@
-"""gpt-oss: messages of several channels in one answer, as OpenAI's harmony format has them.
+"""Reads gpt-oss: messages of several channels in one answer, as OpenAI's harmony format has them.
 
-`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: analysis is reasoning, final
-is the answer, commentary is shown too. A message to a tool, `to=functions.name`, is a call, its text the arguments.
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: analysis is reasoning, all
+else is shown. A message to a tool that is offered, `to=functions.name`, is a call, its text the arguments; one to
+anybody else is words or thoughts, as its channel says. Text that is in no message is shown without the marks around it.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, override
+import json
+from collections.abc import Mapping
+from typing import Any, override
 
-from jaxserve.server.parsing.events import CallArguments, Content, Reasoning
-from jaxserve.server.parsing.tools import Spell, Tool, ToolParser, literal
-from jaxserve.structured.grammar import json_rule
+import regex
 
-_START, _END, _MESSAGE, _CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
-_CONSTRAIN, _CALL, _RETURN = "<|constrain|>", "<|call|>", "<|return|>"
-_ENDS = (_END, _CALL, _RETURN, _START)
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL_NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w*)")
+from jaxserve.server.parsing.answer import AnswerReader
+from jaxserve.server.parsing.events import Content, Reasoning
+from jaxserve.server.parsing.literal import ValueReader
+from jaxserve.server.parsing.source import Steps
+
+START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
+CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
+MARKS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN)
+
+_MARK = regex.compile("|".join(regex.escape(mark) for mark in MARKS))
+_RECIPIENT_FIRST = regex.compile(r"to=")
+_BRACKET = regex.compile(r"[\{\[]")
+_RECIPIENT = regex.compile(r"(?:^|\s)to=(\S*)")
+_CHANNEL = regex.compile(r"\s*(\w*)\s?")
+
+MAX_HEADER = 512
+"""Characters of a message's header; what is longer is no header, but words."""
 
 
-class HarmonyParser(ToolParser):
-    """Takes reasoning, answer and calls apart. Text without any channel is the answer."""
+class HarmonyReader(AnswerReader):
+    """Takes reasoning, answer and calls apart."""
 
-    markers: ClassVar[tuple[str, ...]] = (_START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN)
-    trigger: ClassVar[str | None] = _CHANNEL  # of every message
-    is_parallel: ClassVar[bool] = False  # a call ends the answer
-
-    def __init__(self, tools: Mapping[str, dict[str, Any]]):
-        super().__init__(tools)
-        self._kind: type[Content | Reasoning | CallArguments] = Content
-        self._seen: set[type] = set()
-
-    @classmethod
-    @override
-    def rules(cls, tools: Sequence[Tool], *, template: str, spell: Spell, is_parallel: bool) -> str:
-        calls = [
-            " ".join(
-                (
-                    spell(_CHANNEL),
-                    literal(f"commentary to=functions.{tool.name} "),
-                    spell(_CONSTRAIN),
-                    literal("json"),
-                    spell(_MESSAGE),
-                    json_rule(tool.parameters),
-                )
-            )
-            for tool in tools
-        ]
-        return "calls: " + "\n    | ".join(calls)
-
-    @classmethod
-    def message_rules(cls, spell: Spell, answer: str) -> str:
-        """Lark rules for messages: `analysis`, thoughts, and `preamble`, words before a call, both with the beginning
-        of the next message; and `final`, to the reader, whose text is the rule `answer`.
-        """
-        begin, end = spell(_CHANNEL), f"{spell(_END)} {spell(_START)} {literal('assistant')}"
-        return "\n".join(
-            (
-                f"analysis: {begin} {literal('analysis')} {spell(_MESSAGE)} HARMONY_TEXT {end}",
-                f"preamble: {begin} {literal('commentary')} {spell(_MESSAGE)} HARMONY_TEXT {end}",
-                f"final: {begin} {literal('final')} {spell(_MESSAGE)} {answer}",
-                "HARMONY_TEXT: /(.|\\n)*/",
-            )
-        )
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, max_calls: int | None = None):
+        """`tools` and `max_calls` as of any reader."""
+        super().__init__(tools, max_calls=max_calls)
+        self._kind: type[Content | Reasoning] = Content
+        self._kinds: set[type] = set()  # that have been told; further messages begin on lines of their own
+        self._is_new = True
+        self._in_message = False
 
     @property
     @override
     def is_thinking(self) -> bool:
-        """Whether what comes now is reasoning."""
-        return self._state == self._body and self._kind is Reasoning
+        return self._in_message and self._kind is Reasoning
 
     @property
     @override
-    def has_thought(self) -> bool:
-        """Whether no more thoughts can come: any message may be one."""
-        return False
+    def may_think(self) -> bool:
+        return True
+
+    def _say(self, text: str) -> None:
+        if self._is_new:
+            if not text.strip() and self._kinds:
+                return  # between two messages
+            if self._kind in self._kinds:
+                text = "\n" + text
+            self._kinds.add(self._kind)
+            self._is_new = False
+        self._events.append(self._kind(text))
 
     @override
-    def _start(self) -> bool:
-        """The beginning of the answer: a header without its `<|start|>assistant`, or no header at all."""
-        text = self._buffer.lstrip()
-        heads = (_CHANNEL, _START, "to=")
-        if any(text.startswith(head) for head in heads):
-            self._state = self._header
-        elif not self._is_last and any(head.startswith(text) for head in heads):
-            return False
-        else:
-            self._state = self._body
-        return True
+    def _read_all(self) -> Steps:
+        source = self._source
+        spaces = yield from source.spaces()
+        if (yield from source.peek(_RECIPIENT_FIRST)) is not None:
+            yield from self._read_header("")
+        elif (source.buffer and (yield from source.peek(_MARK)) is None) or (not source.buffer and spaces):
+            self._say(spaces)
+        while (mark := (yield from source.until(_MARK, self._say))) is not None:
+            source.take(len(mark[0]))
+            self._in_message = False
+            if mark[0] == MESSAGE:
+                self._begin("final")
+            elif mark[0] in (START, CHANNEL, CONSTRAIN):
+                yield from self._read_header(mark[0])
+            else:
+                self._begin("final")
+                self._in_message = False
 
-    def _header(self) -> bool:
-        position = self._buffer.find(_MESSAGE)
-        if position < 0:
-            return False  # an unfinished header says nothing
-        header = self._take(position)
-        self._take(len(_MESSAGE))
-        channel = match[1] if (match := _CHANNEL_NAME.search(header)) else "final"
-        if recipient := _RECIPIENT.search(header):
-            self._start_call(recipient[1].removeprefix("functions."))
-            self._kind = CallArguments
-        else:
-            self._begin(Reasoning if channel == "analysis" else Content)
-        self._state = self._body
-        return True
+    def _begin(self, channel: str) -> None:
+        """Text of a channel follows."""
+        self._kind = Reasoning if channel == "analysis" else Content
+        self._is_new = True
+        self._in_message = True
 
-    def _begin(self, kind: type[Content | Reasoning]) -> None:
-        """Messages of one kind are put on lines of their own."""
-        self._kind = kind
-        if kind in self._seen:
-            self._emit(kind("\n"))
-        self._seen.add(kind)
+    def _read_header(self, mark: str) -> Steps:
+        """Read from behind the first mark of a header to the end of its message's head, or of a call."""
+        source = self._source
+        channel, recipient = "final", ""
+        while True:
+            pieces: list[str] = []
+            end = yield from source.until(_MARK, pieces.append)
+            text = "".join(pieces)
+            if found := _RECIPIENT.search(text):
+                recipient = found[1]
+            if mark == CHANNEL and (name := _CHANNEL.match(text)):
+                channel, text = name[1], text[name.end() :]
+            if end is None or end[0] not in (CHANNEL, CONSTRAIN, MESSAGE):
+                break
+            mark = end[0]
+            source.take(len(end[0]))
+            if mark == MESSAGE:
+                text = ""
+                break
+        name = next((name for name in (recipient, recipient.removeprefix("functions.")) if name in self._tools), None)
+        if mark == MESSAGE and name is not None:
+            yield from self._read_call(name)
+            return
+        self._begin(channel)
+        if mark != MESSAGE and not (source.is_last and source.is_cut):
+            rest = _RECIPIENT.sub("", text).strip() if mark == CHANNEL else ""
+            if rest:
+                self._say(rest)
+            self._in_message = False
 
-    def _body(self) -> bool:
-        text, marker = self._take_until(_ENDS)
-        if text:
-            self._emit(self._kind(text))
-        if marker is None:
-            return False
-        self._state = self._header
-        return True
+    def _read_call(self, name: str) -> Steps:
+        """Read the arguments of a call, which are all of its message."""
+        source = self._source
+        self._start_call(name)
+        yield from source.spaces()
+        if (yield from source.peek(_BRACKET)) is not None:
+            yield from ValueReader(source, self._argue).read()
+            yield from source.until(_MARK, lambda _: None)
+            return
+        pieces: list[str] = []
+        yield from source.until(_MARK, pieces.append)
+        text = "".join(pieces).strip()
+        self._argue("{}" if text in ("", "null") else json.dumps(text, ensure_ascii=False))

@@ -16,7 +16,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 class Function(msgspec.Struct, kw_only=True):
     """A function; `parameters` is a JSON schema. It is followed where a call is forced, and if `strict` in any call, as
-    far as the model's syntax allows (`Syntax.follows_strict`).
+    far as the model's syntax allows (`ModelSyntax.follows_strict`).
     """
 
     name: str

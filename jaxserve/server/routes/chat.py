@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: a conversation in, n answers out."""
 
+import functools
 import time
 import uuid
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
-from jaxserve.server.template import render_chat
+from jaxserve.server.template import render_chat, thinks_first
 from jaxserve.structured.grammar import check_json_schema
 
 
@@ -67,6 +68,10 @@ def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
     return "tools" if is_strict else None
 
 
+def _thinks_first(state: ServerState, body: ChatRequest, prompt: str) -> bool:
+    return thinks_first(state.frontend.tokenizer, state.message_style, body, prompt=prompt, syntax=state.syntax)
+
+
 def _must_call(body: ChatRequest) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
 
@@ -93,8 +98,8 @@ def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> Reques
                 if tool.function.strict or _must_call(body):
                     check_json_schema(tool.function.parameters or {}, param=f"tools[{index}].function.parameters")
         grammar = state.syntax.grammar(
-            text,
             tools,
+            is_open=_thinks_first(state, body, text),
             must_call=_must_call(body),
             is_parallel=_is_parallel(body),
             wish=params.structured_outputs,
@@ -218,16 +223,17 @@ class Chat:
         for output in delta.outputs:
             self.usage.reasoning_tokens += self._writer(output.index).num_thoughts(output)
 
+    @functools.cached_property
+    def _is_open(self) -> bool:
+        return _thinks_first(self._state, self._body, self._group.prompt or "")
+
     def _writer(self, index: int) -> AnswerWriter:
         if index not in self._writers:
-            syntax = self._state.syntax
-            parser = syntax.parser(
-                self._group.prompt or "",
-                callable_tools(self._body.tools or [], self._body.tool_choice),
-                max_calls=None if _is_parallel(self._body) else 1,
-            )
-            counter = syntax.reasoning_counter(self._group.prompt or "")
-            self._writers[index] = AnswerWriter(parser, syntax.tool_parser, counter)
+            syntax, is_open = self._state.syntax, self._is_open
+            tools = callable_tools(self._body.tools or [], self._body.tool_choice)
+            reader = syntax.reader(tools, is_open=is_open, max_calls=None if _is_parallel(self._body) else 1)
+            counter = syntax.reasoning_counter(tools, is_open=is_open)
+            self._writers[index] = AnswerWriter(reader, syntax.call_id, counter)
         return self._writers[index]
 
     async def _choice(self, output: CompletionOutput) -> ChatChoice:

@@ -1,0 +1,254 @@
+"""Values as models write them, as JSON: JSON passes as it is, piece by piece, and what is nearly JSON becomes it.
+
+Read too: Python's True, None, tuples and single quotes, keys without quotes, quotes of a syntax's own, raw line breaks
+in texts, commas that are missing or too many, closing brackets that are missing.
+"""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+
+import regex
+
+from jaxserve.server.parsing.source import Sink, Source, Steps
+
+_TEXT = regex.compile(r"[^\"'\\\x00-\x1f]*")
+_TEXT_END = regex.compile(r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\[^u]", regex.DOTALL)
+_WORD = regex.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "Infinity": "null", "undefined": "null"}
+_CLOSING = {"{": "}", "[": "]", "(": "]"}
+_BASED = re.compile(r"[+-]?0[xXoObB]")
+_CODE = re.compile(r"[+-]?0\d")  # 02134 is no number
+_EQUALS = regex.compile("=")
+_OWN_ESCAPES = '"\\/bfnrt'
+MAX_NUMBER = 1000
+"""Characters of a number in Python's spelling, which takes the square of its length to read."""
+
+
+@functools.lru_cache(maxsize=64)
+def _tokens(quote: str) -> regex.Pattern:
+    return regex.compile(rf"{regex.escape(quote)}|[\"'{{}}()\[\]:=,]|[\w.+-]")
+
+
+class ValueReader:
+    """Reads one value from a source and hands it on as JSON.
+
+    `quote` is one more mark that texts stand between. A value that begins with `(` is the arguments of a call in
+    Python, which become an object; those without a name get the names of `positions`. `converters` finds what makes the
+    value of a text that stands for a key of the outermost object; None: it stays a text.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sink: Sink,
+        *,
+        quote: str = '"',
+        positions: Sequence[str] | None = None,
+        converters: Callable[[str], Callable[[str], str] | None] | None = None,
+    ):
+        self._source = source
+        self._sink = sink
+        self._quote = quote
+        self._tokens = _tokens(quote)
+        self._quote_end = regex.compile(regex.escape(quote))
+        self._is_call = positions is not None
+        self._positions = iter(positions or ())
+        self._converters = converters
+        self._key = ""  # of the outermost object
+        self._due: list[str] = []  # closing brackets of what is open, in JSON
+        self._expected = "value"  # or "key", "colon", "comma"
+        self._held = ""  # a comma, unless a bracket closes behind it
+
+    def read(self) -> Generator[None, None, bool]:
+        """Read to the value's end. Returns False if the text ends before, or something else follows: then, unless the
+        text has been cut, the value is completed.
+        """
+        while True:
+            spaces = yield from self._source.spaces()
+            if self._held:
+                self._held += spaces
+            elif self._due:
+                self._sink(spaces)
+            token = yield from self._source.peek(self._tokens)
+            if token is None:
+                if not (self._source.is_last and self._source.is_cut):
+                    self._close(0)
+                return False
+            if not (yield from self._take(token[0])):
+                self._close(0)
+                return False
+            if not self._due and self._expected == "comma":
+                return True
+
+    def _take(self, token: str) -> Generator[None, None, bool]:
+        """Take one token. Returns whether it belongs to the value."""
+        if token in (self._quote, '"', "'"):
+            self._begin_item(is_key=not self._is_in_call)
+            yield from self._text_item(token)
+        elif token in _CLOSING:
+            is_call = token == "(" and self._is_call and not self._due
+            self._source.take(1)
+            self._begin_item(is_key=False)
+            self._due.append("}" if is_call else _CLOSING[token])
+            self._sink("{" if is_call or token == "{" else "[")
+            self._expected = "key" if self._due[-1] == "}" else "value"
+        elif token in ("}", "]", ")"):
+            return self._take_closing("]" if token == ")" else token)
+        elif token == ",":
+            if self._expected != "comma":
+                return False
+            self._source.take(1)
+            self._held = ","
+            self._expected = "key" if self._due[-1] == "}" else "value"
+        elif token in (":", "="):
+            if self._expected != "colon":
+                return False
+            self._source.take(1)
+            self._sink(": " if token == "=" else ":")
+            self._expected = "value"
+        else:
+            yield from self._word()
+        return True
+
+    def _take_closing(self, closing: str) -> bool:
+        is_call = closing == "]" and self._is_call and self._due == ["}"]
+        if is_call:
+            closing = "}"
+        depth = next((depth for depth in range(len(self._due) - 1, -1, -1) if self._due[depth] == closing), None)
+        if depth is None:
+            return False
+        self._source.take(1)
+        self._sink(self._held[1:])
+        self._close(depth)
+        return True
+
+    def _close(self, depth: int) -> None:
+        """Complete what is open, but for `depth` brackets."""
+        self._held = ""
+        if self._expected == "colon":
+            self._sink(": null")
+        elif self._expected == "value" and self._due and self._due[-1] == "}":
+            self._sink("null")
+        while len(self._due) > depth:
+            self._sink(self._due.pop())
+        self._expected = "comma"
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._is_call and self._due == ["}"]
+
+    def _begin_item(self, *, is_key: bool = True) -> None:
+        """A key or value begins: the comma before it, and what may be missing, is written."""
+        if self._expected == "comma":
+            self._held = self._held or ", "
+            self._expected = "key" if self._due[-1] == "}" else "value"
+        elif self._expected == "colon":
+            self._sink(": ")
+            self._expected = "value"
+        self._sink(self._held)
+        self._held = ""
+        if self._expected == "key" and not is_key:
+            position = next(self._positions, "") if self._is_in_call else ""
+            self._key = position
+            self._sink(f'"{_escaped(position)}": ')
+            self._expected = "value"
+
+    def _end_item(self) -> None:
+        self._expected = "colon" if self._expected == "key" else "comma"
+
+    def _word(self) -> Steps:
+        pieces: list[str] = []
+        yield from self._source.run(_WORD, pieces.append)
+        word = "".join(pieces)
+        if self._is_in_call and self._expected != "value":
+            yield from self._source.spaces()
+            self._begin_item(is_key=(yield from self._source.peek(_EQUALS)) is not None)
+        else:
+            self._begin_item()
+        if self._expected == "key":
+            self._key = word if self._due == ["}"] else self._key
+            self._sink(json.dumps(word, ensure_ascii=False))
+        else:
+            self._sink(_json_word(word))
+        self._end_item()
+
+    def _text_item(self, quote: str) -> Steps:
+        """Read a text: a key, or a value that a converter may turn into another one."""
+        convert = None
+        if self._converters is not None and self._expected == "value" and self._due == ["}"]:
+            convert = self._converters(self._key)
+        if convert is None and (self._expected == "value" or self._due != ["}"]):
+            is_closed = yield from self._text(quote, self._sink)
+        else:
+            pieces: list[str] = []
+            is_closed = yield from self._text(quote, pieces.append)
+            text = "".join(pieces)
+            if is_closed and convert is None:
+                self._key = json.loads(text)
+            self._sink(text if convert is None or not is_closed else convert(json.loads(text)))
+        if is_closed:
+            self._end_item()
+
+    def _text(self, quote: str, sink: Sink) -> Generator[None, None, bool]:
+        """Read a text between two quotes. Returns False if the source ends in it."""
+        source = self._source
+        source.take(len(quote))
+        sink('"')
+        is_own = quote not in ('"', "'")
+        while True:
+            if is_own:
+                yield from source.until(self._quote_end, lambda text: sink(_escaped(text)))
+            else:
+                yield from source.run(_TEXT, sink)
+            if not source.buffer:
+                if not source.is_cut:
+                    sink('"')
+                return not source.is_cut
+            if is_own:
+                mark = source.take(len(quote))
+            else:
+                end = yield from source.peek(_TEXT_END)
+                mark = source.take(1 if end is None else end.end())
+            if mark == quote:
+                sink('"')
+                return True
+            sink(_in_text(mark))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _in_text(mark: str) -> str:
+    """Return a quote, a control character or an escape as JSON has it inside of a text."""
+    if mark in ("'", "\\'"):
+        return "'"
+    is_json = mark[0] == "\\" and (len(mark) > 2 or mark[1:] in _OWN_ESCAPES)
+    return mark if is_json else _escaped(mark)
+
+
+def _json_word(word: str) -> str:
+    """Return a value without quotes as JSON: a number, a constant, else a text."""
+    if word in ("true", "false", "null") or _NUMBER.fullmatch(word):
+        return word
+    if word in _WORDS:
+        return _WORDS[word]
+    if len(word) <= MAX_NUMBER and not _CODE.match(word):
+        with contextlib.suppress(ValueError, OverflowError):
+            return json.dumps(int(word, 0) if _BASED.match(word) else float(word), allow_nan=False)
+    return json.dumps(word, ensure_ascii=False)
+
+
+def to_json(text: str) -> str | None:
+    """Return all of `text`, which is one value as a model writes it, as JSON; None: it is none."""
+    source, pieces = Source(), []
+    source.buffer, source.is_last = text, True
+    try:
+        next(ValueReader(source, pieces.append).read())
+    except StopIteration as end:
+        return "".join(pieces) if end.value and not source.buffer.strip() else None
+    raise AssertionError("all of the text is there")

@@ -1,0 +1,164 @@
+"""The patterns that a reader looks for, made once a syntax. All of them are bounded, whatever a model writes."""
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from jaxserve.server.parsing.syntax import Calls, PythonCall, Tags, Thoughts, Wrapped
+
+_NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have come
+_GAP = r"\s{0,8}"
+_PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
+_MARK = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]|◁[^▷]+▷")
+_NEVER = r"(?!)"
+_FENCE = r"```[a-z]{0,8}+(?=[^a-z])"
+_NOISE = rf"[\[\])}},;]|{_FENCE}"
+
+KEY = regex.compile(
+    r"(?P<quote>[\"'])(?P<key>[^\"'\\]{1,200})(?P=quote)\s{0,8}:\s{0,8}|(?P<key>\w{1,64})\s{0,8}:\s{0,8}"
+)
+"""A key of an object that calls a tool."""
+
+TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,64})(?P=quote)")
+"""A tool's name as a text of JSON."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Patterns by what they are looked for; names of groups say which mark it is.
+
+    Attributes:
+        in_words, in_thoughts: what ends words, and what ends thoughts.
+        bare: what may begin a call without a mark.
+        opening: the opening mark of a section, or of a call.
+        section_end: the closing mark of a section; None: it has none.
+        ending: a closing mark of a call, or what models leave over around it.
+        leftover: what ends text inside of a section that belongs to no call.
+        names: the name with what stands before it, and the name alone.
+        after_name: what stands between the name and the arguments.
+        arguments: what the arguments begin or end with, by which an uncertain name is one.
+        ends: what ends arguments that are none.
+        spare: what is never shown behind a call.
+        key, key_end, value, value_end: parts of an argument between tags.
+    """
+
+    in_words: Any
+    in_thoughts: Any
+    bare: Any
+    opening: Any
+    section_end: Any
+    ending: Any
+    leftover: Any
+    names: tuple[Any, ...]
+    after_name: Any
+    arguments: Any
+    ends: Any
+    spare: Any
+    key: Any
+    key_end: Any
+    value: Any
+    value_end: Any
+
+
+@functools.lru_cache(maxsize=256)
+def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
+    """Compile the patterns of a syntax."""
+    calls = calls or Calls(arguments=Wrapped())
+    thoughts = thoughts or Thoughts(opening=(), closing=())
+    openings = [_group("section", _flexible(calls.section[0])), _group("call", _flexible(calls.call[0]))]
+    pieces = _PIECES.findall(calls.name[0].strip())
+    tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
+    prefix = _flexible("".join(pieces[:-1]))
+    begins = [*openings, _group("begin", _flexible(tag))]
+    section_ends = [_drifting(mark) for mark in _MARK.findall(calls.section[1])]
+    ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
+    thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
+    answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
+    closing = _group("end", "|".join([*section_ends, *ends]))
+    after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
+    names = [rf"(?:{prefix}{_GAP})?{_flexible(tag)}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{_NAME}", _NAME]
+    tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
+    heads = "|".join(rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{name}" for name in names[:1])
+    key = _group("key", _flexible(tags.key[0]))
+    whole_key = _flexible(tags.key[0]) + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
+    starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: _flexible(tags.key[0])}.get(type(calls.arguments), r"[\{\[]")
+    return Marks(
+        in_words=_compile([*begins, thinks, unthinks, *answers, closing]),
+        in_thoughts=_compile([thinks, unthinks, *(begins if thoughts.calls_end else ())]),
+        bare=_bare(calls),
+        opening=_compile(openings),
+        section_end=_compile(section_ends) if section_ends else None,
+        ending=_compile([_group("end", "|".join(ends)), _NOISE]),
+        leftover=_compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""]),
+        names=tuple(regex.compile(name + after_tag) for name in names),
+        after_name=_compile(_after_name(calls)),
+        arguments=_compile([starts, *section_ends, *ends, *openings]),
+        ends=_compile([*section_ends, *ends, *openings]),
+        spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
+        key=_compile([key, closing, *begins]),
+        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>\"\n]{{1,200}}?){_GAP}{_key_end(tags)}"),
+        value=regex.compile(_flexible(tags.value[0]) or _NEVER),
+        value_end=_compile(
+            [
+                _group("value", _drifting(tags.value[1].strip())),
+                _group("next", whole_key if tags.key[0] else ""),
+                closing,
+                _group("head", heads),
+            ]
+        ),
+    )
+
+
+def _bare(calls: Calls) -> Any:
+    if not calls.is_bare:
+        return None
+    return regex.compile(r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{_GAP})?[\[{{]")
+
+
+def _after_name(calls: Calls) -> list[str]:
+    """What stands between a name and its arguments: an index, marks, the head of a block of code."""
+    marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
+    index = _group("index", r":\d{1,9}+(?=\D)") if "{index}" in calls.name[1] else ""
+    return [index, *marks, _group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE]
+
+
+def _key_end(tags: Tags) -> str:
+    """What stands between a key and its value; `flag` is whether the value is a text."""
+    if tags.text_flag:
+        flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
+        return rf"\"?(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
+    closing = tags.key[1].strip()
+    return _drifting(closing) if closing.startswith("</") else r"[\"']?[^\S\n]{0,8}>" if closing else _NEVER
+
+
+def _flexible(text: str) -> str:
+    """A pattern of a mark, with any white space where it has some, and between two tags."""
+    parts = re.sub(r">(?=<)", "> ", text.strip()).split()
+    return _GAP.join(regex.escape(part) for part in parts)
+
+
+def _drifting(mark: str) -> str:
+    """A pattern of an end tag as models misspell it."""
+    if match := re.fullmatch(r"</([^<>]+)>", mark):
+        return rf"<\s{{0,4}}/\s{{0,4}}{regex.escape(match[1])}[\w=.: -]{{0,64}}>"
+    return _flexible(mark)
+
+
+def _any(texts: Iterable[str]) -> str:
+    return "|".join(_flexible(text) for text in sorted(texts, key=len, reverse=True))
+
+
+def _group(name: str, pattern: str) -> str:
+    return f"(?P<{name}>{pattern})" if pattern else ""
+
+
+def _either(patterns: Iterable[str]) -> str:
+    return "|".join(re.sub(r"\(\?P<\w+>", "(?:", pattern) for pattern in patterns if pattern) or _NEVER
+
+
+def _compile(patterns: Iterable[str]) -> Any:
+    return regex.compile("|".join(pattern for pattern in patterns if pattern) or _NEVER)

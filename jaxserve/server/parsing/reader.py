@@ -1,0 +1,373 @@
+"""Reads an answer in any syntax that is a value (`syntax.Syntax`) as a stream, by one set of rules for all of them.
+
+- Only tools that are offered are called. What looked like a call and is none is shown as it stands.
+- White space around thoughts and calls belongs to the marks and is dropped; before a mark that is none it stays.
+- The marks of a section may be missing or doubled; inside of one, what belongs to no call is dropped once there is one.
+- A call that begins ends the one before it. What is missing of arguments then is completed; none at all are `{}`.
+- An answer that has been cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
+"""
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, override
+
+import regex
+
+from jaxserve.server.parsing.answer import AnswerReader
+from jaxserve.server.parsing.events import Content, Reasoning
+from jaxserve.server.parsing.literal import ValueReader, to_json
+from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
+from jaxserve.server.parsing.schema import Kind, json_value, property_kind, property_names
+from jaxserve.server.parsing.source import Sink, Steps
+from jaxserve.server.parsing.syntax import Object, PythonCall, Syntax, Tags, Wrapped
+
+_OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
+_BRACKET, _CALL, _COMMA, _LINE_BREAK = (regex.compile(text) for text in (r"[\{\[]", r"\(", ",", "\n"))
+
+_NAME_KEYS = ("name", "tool_name")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
+
+
+class Reader(AnswerReader):
+    """Reads one answer. `tools` are the schemas of the parameters of those that are offered, by name."""
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        is_open: bool = False,
+        max_calls: int | None = None,
+    ):
+        """`is_open`: the prompt has ended inside of thoughts. Calls beyond `max_calls` are dropped."""
+        super().__init__(tools, max_calls=max_calls)
+        calls = syntax.calls if tools else None
+        self._arguments = Wrapped() if calls is None else calls.arguments
+        stays = syntax.thoughts is not None and syntax.thoughts.stay
+        self._thoughts = None if stays else syntax.thoughts
+        self._marks = marks_of(calls, self._thoughts)
+        self._is_thinking = is_open and not stays
+        self._has_thought = is_open
+        self._in_answer = False  # between the marks of the answer
+        self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
+        self._is_trimming = is_open  # white space is dropped that comes first
+        self._spaces: list[str] = []  # which have come and may belong to a mark
+        self._schema: Mapping[str, Any] = {}  # of the call that is read
+        if stays and is_open and syntax.thoughts is not None:
+            self._events.append(Content("".join(syntax.thoughts.opening[:1])))
+
+    @property
+    @override
+    def is_thinking(self) -> bool:
+        return self._is_thinking
+
+    @property
+    @override
+    def may_think(self) -> bool:
+        return self._thoughts is not None and (self._is_fresh or self._is_thinking or self._may_reopen)
+
+    @property
+    def _may_reopen(self) -> bool:
+        return self._thoughts is not None and self._thoughts.reopens and self._has_thought
+
+    def _say(self, text: str) -> None:
+        """Show words or thoughts; white space waits until it is clear that no mark follows."""
+        told = text.strip() if self._is_trimming else text.rstrip()
+        if not told:
+            self._spaces.append(text)
+            return
+        spaces = "" if self._is_trimming else "".join(self._spaces)
+        self._events.append((Reasoning if self._is_thinking else Content)(spaces + told))
+        self._spaces = [text[len(text.rstrip()) :]]
+        self._is_fresh = self._is_trimming = False
+
+    def _turn(self, *, to_thoughts: bool) -> None:
+        """Thoughts or the answer begin."""
+        self._is_thinking = to_thoughts
+        self._has_thought |= to_thoughts
+        self._is_fresh = self._is_trimming = True
+        self._spaces = []
+
+    # Words and thoughts, and the marks between them.
+
+    @override
+    def _read_all(self) -> Steps:
+        source, marks = self._source, self._marks
+        while True:
+            if marks.bare is not None and self._is_fresh and not self._is_thinking:
+                self._spaces.append((yield from source.spaces()))
+                if (yield from source.peek(marks.bare)) is not None:
+                    yield from self._read_calls()
+                    continue
+            match = yield from source.until(marks.in_thoughts if self._is_thinking else marks.in_words, self._say)
+            if match is None:
+                break
+            kind = match.lastgroup
+            if kind in ("section", "call", "begin"):
+                yield from self._read_calls()
+                continue
+            mark = source.take(len(match[0]))
+            if not self._takes(kind):
+                self._say(mark)
+        if not (self._is_thinking or self._num_calls or self._is_trimming):
+            self._events.append(Content("".join(self._spaces)))
+
+    def _takes(self, kind: str) -> bool:
+        """Act on a mark. Returns False if it is none here."""
+        match kind:
+            case "opening" if self._is_fresh or (self._may_reopen and not self._is_thinking):
+                self._turn(to_thoughts=True)
+            case "closing" if self._is_thinking or (self._is_fresh and not self._num_calls):
+                self._turn(to_thoughts=False)
+            case "answer" if self._is_fresh and not self._is_thinking:
+                self._turn(to_thoughts=False)
+                self._in_answer = True
+            case "answer_end" if self._in_answer:
+                self._in_answer = False
+                self._spaces = []
+            case "end" if self._num_calls and self._is_fresh:
+                self._spaces = []
+            case _:
+                return False
+        return True
+
+    # Calls.
+
+    def _read_calls(self) -> Steps:
+        """Read from a mark that may begin calls to where they end, or to where it is clear that there are none."""
+        source, marks = self._source, self._marks
+        source.taken = raw = []
+        num_before = self._num_calls
+        in_section = is_marked = has_words = False
+        while True:
+            yield from source.spaces()
+            if opening := (yield from source.accept(marks.opening)):
+                in_section |= opening.lastgroup == "section" and marks.section_end is not None
+                is_marked = True
+            elif marks.section_end is not None and (yield from source.accept(marks.section_end)):
+                return self._end_calls(raw if has_words and self._num_calls == num_before else [])
+            elif ending := (yield from source.accept(marks.ending)):
+                if ending.lastgroup == "end" and not in_section:
+                    return self._end_calls([] if self._num_calls > num_before else raw)
+            elif (yield from self._read_call(is_marked=is_marked)):
+                source.taken = raw = []
+            elif not in_section or not source.buffer:
+                break
+            else:
+                has_words = True
+                source.take(1)
+                found = yield from source.until(marks.leftover, lambda _: None)
+                if found is None or found.lastgroup in ("section", "closing"):
+                    break
+        if self._num_calls > num_before:
+            return self._end_calls([marks.spare.sub("", "".join(raw), count=1)])
+        if not raw:
+            source.take(1)
+        return self._end_calls(raw)
+
+    def _end_calls(self, words: Sequence[str]) -> None:
+        """Leave a block of calls. `words` were in it and belong to no call."""
+        self._source.taken = None
+        if words:
+            self._say("".join(words))
+
+    def _read_call(self, *, is_marked: bool) -> Generator[None, None, bool]:
+        """Read one call from its name on. Returns False if there is none."""
+        source, marks = self._source, self._marks
+        if (yield from source.peek(_OBJECT)) is not None:
+            return (yield from self._read_wrapped())
+        if isinstance(self._arguments, Wrapped):
+            return False
+        for pattern in marks.names if is_marked else marks.names[:1]:
+            match = yield from source.peek(pattern)
+            if match is not None and match["name"] in self._tools:
+                head = source.take(len(match[0]))
+                return (yield from self._read_named(match["name"], head))
+        return False
+
+    def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
+        """Read what comes behind a name. Returns False if that is nothing which makes it a call."""
+        source, marks = self._source, self._marks
+        is_sure, call_id = head.endswith(">"), None
+        while True:
+            yield from source.spaces()
+            between = yield from source.accept(marks.after_name)
+            if between is None:
+                break
+            is_sure |= between.lastgroup == "mark"
+            if between.lastgroup == "index":
+                call_id = head + between[0]
+            elif between.lastgroup == "id":
+                call_id = between[0].removeprefix("[CALL_ID]")
+        if (not is_sure or isinstance(self._arguments, Tags)) and (yield from source.peek(marks.arguments)) is None:
+            return False
+        self._start_call(name, call_id)
+        match self._arguments:
+            case Tags():
+                yield from self._read_tags(self._arguments, self._tools[name])
+            case PythonCall() if (yield from source.peek(_CALL)) is not None:
+                positions = property_names(self._schema)
+                yield from ValueReader(source, self._argue, converters=self._converter, positions=positions).read()
+            case _:
+                yield from self._read_named_value()
+        return True
+
+    @override
+    def _start_call(self, name: str, call_id: str | None = None) -> None:
+        self._source.taken = None
+        self._turn(to_thoughts=False)
+        self._is_trimming = False
+        self._schema = self._tools[name]
+        super()._start_call(name, call_id)
+
+    def _converter(self, key: str) -> Callable[[str], str] | None:
+        """Return what makes a value out of a text where the schema wants no text; None: a text is what it wants."""
+        kind = property_kind(self._schema, key)
+        return None if not kind.types or "string" in kind.types else lambda text: json_value(text, kind)
+
+    def _read_wrapped(self) -> Generator[None, None, bool]:
+        """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
+        source, wrapped = self._source, self._arguments
+        name: str | None = None
+        call_id: str | None = None
+        held: list[str] | None = None  # arguments that came before the name
+        has_arguments = False
+        source.take(1)
+        while True:
+            yield from source.spaces()
+            if (yield from source.accept(_COMMA)) is not None:
+                continue
+            match = yield from source.accept(KEY)
+            if match is None:
+                break
+            key = match["key"]
+            yield from source.spaces()
+            is_name_key = isinstance(wrapped, Wrapped) and not wrapped.name and key in self._tools
+            if name is None and (is_name_key or key in _NAME_KEYS):
+                named = match if is_name_key else (yield from source.accept(TEXT_NAME))
+                found = None if named is None else named["key" if is_name_key else "name"]
+                if found is None or found not in self._tools:
+                    return False
+                name = found
+                self._start_call(found, call_id)
+                if held is not None:
+                    self._argue("".join(held))
+            if is_name_key or (key in _ARGUMENT_KEYS and not has_arguments):
+                has_arguments = True
+                if name is None:
+                    held = []
+                yield from self._read_value(self._argue if held is None else held.append)
+            elif key in _NAME_KEYS:
+                continue
+            elif name is None and key not in _OTHER_KEYS:
+                return False
+            else:
+                other: list[str] = []
+                yield from ValueReader(source, other.append).read()
+                call_id = _text("".join(other)) if "id" in key else call_id
+        if name is None:
+            return False
+        yield from source.accept(_OBJECT_END)
+        if not has_arguments:
+            self._argue("{}")
+        return True
+
+    def _read_named_value(self) -> Steps:
+        """Read the arguments behind a name: an object, or whatever comes before the call's end."""
+        if (yield from self._source.peek(self._marks.arguments)) is not None:
+            yield from self._read_value(self._argue)
+            return
+        pieces: list[str] = []
+        yield from self._source.until(self._marks.ends, pieces.append)
+        text = "".join(pieces).strip()
+        self._argue(to_json(text) or json.dumps(text, ensure_ascii=False))
+
+    def _read_value(self, sink: Sink) -> Steps:
+        """Read the arguments of a call where they are one value: none, or a text of nothing, is an empty object, and a
+        text that spells an object is that object.
+        """
+        source = self._source
+        yield from source.spaces()
+        if (yield from source.peek(_BRACKET)) is not None:
+            quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
+            yield from ValueReader(source, sink, quote=quote, converters=self._converter).read()
+            return
+        pieces: list[str] = []
+        is_complete = yield from ValueReader(source, pieces.append).read()
+        if not is_complete and pieces and not source.buffer:
+            return  # the text has ended
+        value = "".join(pieces)
+        inner = _text(value)
+        if not value or value == "null" or (inner is not None and not inner.strip()):
+            sink("{}")
+        else:
+            spelled = None if inner is None else to_json(inner)
+            sink(spelled if spelled is not None and spelled[0] == "{" else value)
+
+    def _read_tags(self, tags: Tags, schema: Mapping[str, Any]) -> Steps:
+        """Read arguments between tags. What belongs to none is left out."""
+        source, marks = self._source, self._marks
+        self._argue("{")
+        comma = ""
+        while True:
+            match = yield from source.until(marks.key, lambda _: None)
+            if match is None or match.lastgroup != "key":
+                self._argue("" if source.is_cut else "}")
+                return
+            source.take(len(match[0]))
+            key = yield from source.accept(marks.key_end)
+            if key is None:
+                continue
+            self._argue(f"{comma}{json.dumps(key['key'], ensure_ascii=False)}: ")
+            comma = ", "
+            kind = property_kind(schema, key["key"])
+            if tags.text_flag and key["flag"] == "true":
+                kind = Kind()
+            yield from self._read_tagged(tags, kind)
+            if source.is_cut and not source.buffer:
+                return
+
+    def _read_tagged(self, tags: Tags, kind: Kind) -> Steps:
+        """Read one value to its end tag, or to the tag that follows where it has none."""
+        source, marks = self._source, self._marks
+        if tags.value[0].strip() and not tags.text_flag:
+            yield from source.spaces()
+            yield from source.accept(marks.value)
+        pads = tags.value[1].startswith("\n")
+        if pads:
+            yield from source.accept(_LINE_BREAK)
+        is_text = kind.is_text and not kind.values
+        held, pieces = "", []
+
+        def tell(text: str, *, is_all: bool = False) -> None:
+            nonlocal held
+            text = held + text
+            held = "\n" if text.endswith("\n") and not is_all else ""  # it may belong to the end tag
+            text = text[: len(text) - len(held)]
+            if is_text:
+                self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+            else:
+                pieces.append(text)
+
+        self._argue('"' if is_text else "")
+        while True:
+            match = yield from source.until(marks.value_end, tell)
+            if match is None or match.lastgroup != "head" or match["name"] in self._tools:
+                break
+            tell(source.take(1))
+        if match is None and source.is_cut:
+            return
+        if match is not None and match.lastgroup == "value":
+            source.take(len(match[0]))
+            tell("", is_all=not pads)
+        self._argue('"' if is_text else json_value("".join(pieces), kind))
+
+
+def _text(value: str) -> str | None:
+    """Return the text that a JSON text stands for; None if it is none, or one that cannot be sent."""
+    try:
+        text = json.loads(value)
+        return text if isinstance(text, str) and text.encode() is not None else None
+    except (ValueError, RecursionError):
+        return None
