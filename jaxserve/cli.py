@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
-    logs.configure(args.log_level, getattr(args, "log_format", "text"))
+    in_background = getattr(args, "logs_in_background", False)
+    logs.configure(args.log_level, getattr(args, "log_format", "text"), in_background=in_background)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         code = run(args) or 0
@@ -73,6 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except JaxserveError as error:
         if args.log_level == "debug":
             raise
+        logs.flush()
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `jaxserve generate ... | head`: whoever read has seen enough
@@ -90,7 +92,7 @@ def _parser() -> Parser:
         return commands.add_parser(name, prog=f"jaxserve {name}", usage=usage, help=summary, description=summary)
 
     serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API")
-    serve.set_defaults(run=_serve, log_level=ServerConfig().log_level)
+    serve.set_defaults(run=_serve, log_level=ServerConfig().log_level, logs_in_background=True)
     serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     add_config_flags(serve, EngineConfig, defaults={"max_num_waiting": _MAX_NUM_WAITING})
     add_config_flags(serve, ServerConfig)

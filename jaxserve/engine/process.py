@@ -200,7 +200,7 @@ def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
 def _main(parent: Parent) -> int:
     settings = parent.settings(Settings)
     parent.folder = settings.folder
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, in_background=True)
     from jaxserve.engine.local import LocalEngineClient
 
     client = LocalEngineClient.start(settings.engine, progress=True)

@@ -95,13 +95,16 @@ def run_child(main: Callable[[Parent], int]) -> int:
     """The `main` of a child's module, with its errors reported to the parent. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent who hears a person
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logs.configure("info")  # until the settings say otherwise
+    logs.configure("info", in_background=True)  # until the settings say otherwise
     parent = Parent()
     try:
         code = main(parent)
     except JaxserveError as error:
         logging.getLogger(__name__).debug("the start has failed", exc_info=error)
         parent.answer(str(error))
+        code = 1
+    except Exception:  # left to Python, it would be told to whoever reads, if somebody does
+        logging.getLogger(__name__).exception("this process has failed")
         code = 1
     parent.tidy()
     return code

@@ -83,7 +83,7 @@ async def _serve(parent: Parent, settings: Settings) -> int:
 def _main(parent: Parent) -> int:
     settings = parent.settings(Settings)
     parent.folder = settings.folder
-    logs.configure(settings.server.log_level, settings.server.log_format)
+    logs.configure(settings.server.log_level, settings.server.log_format, in_background=True)
     return uvloop.run(_serve(parent, settings))
 
 

@@ -7,7 +7,6 @@ and knows two letters that make it misbehave.
 
 import asyncio
 import atexit
-import logging
 import pathlib
 import signal
 import sys
@@ -18,6 +17,7 @@ import msgspec
 import tokenizers
 from engine.fake_client import FakeEngineClient, Script
 
+from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.process import serve
 from jaxserve.engine.subprocesses import Child, Parent, run_child
@@ -78,7 +78,7 @@ def _engine(parent: Parent) -> int:
 
 def _parent() -> int:
     assert "jax" not in sys.modules
-    logging.basicConfig(format="%(message)s", level="INFO")
+    logs.configure("info", in_background=True)
     parser = Parser(prog="fake_serve", usage="", description="")
     parser.add_argument("model")
     parser.add_argument("--start-error")
@@ -106,6 +106,7 @@ def _parent() -> int:
             atexit.register(signal.raise_signal, signal.SIGTERM)
         return asyncio.run(supervisor.run_last())
     except StartupError as error:
+        logs.flush()
         sys.stderr.write(f"jaxserve: error: {error}\n")
         return 1
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -361,3 +362,19 @@ def test_a_signal_while_it_starts(start):
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM
     assert "Traceback" not in server.rest_of_log()
+
+
+def test_a_log_that_nobody_reads_stops_nothing(start):
+    server = start("--api-workers", "2", "--log-level", "debug").wait_until_serving()
+    fcntl.fcntl(server.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+
+    async def run():
+        async with client() as http:
+            for _ in range(100):
+                assert (await http.get(f"{server.url}/live")).status_code == 200
+                assert (await http.get(f"{server.url}/version")).status_code == 200
+            return await stream(http, server.url, max_tokens=3)
+
+    assert asyncio.run(run()) == (200, "aaa", None)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
