@@ -3,14 +3,19 @@
 import collections
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, override
 
 import jax
+import jax.extend
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, OutputSink
@@ -37,6 +42,18 @@ MAX_WAITING_SHOWN = 64
 type _TakenSnapshot = concurrent.futures.Future[tuple[EngineStats, int, SchedulerSnapshot]]
 
 
+def _after_fork(client: "weakref.ref[LocalEngineClient]", xla_clients: Collection[object]) -> None:
+    """In a child that os.fork has made, say that the client is a copy, without the engine's thread. Keep the engine and
+    what the modules of jax hold even when the process ends: their destructors wait for threads that it has not got.
+    """
+    copy = client()
+    if copy is not None:
+        copy.is_copy = True
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("jax", "jaxlib")]
+    for kept in (copy, *xla_clients, *(value for module in modules for value in vars(module).values())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 class _Listener:
     """Who hears of one request, until it is finished or aborted."""
 
@@ -55,6 +72,7 @@ class LocalEngineClient(EngineClient):
         self._engine = engine
         self._max_num_waiting = max_num_waiting
         self._condition = threading.Condition()
+        self.is_copy = False  # made by os.fork
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
         self._departures = Departures()
@@ -71,6 +89,8 @@ class LocalEngineClient(EngineClient):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
+        xla_clients = tuple(jax.extend.backend.backends().values())
+        os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self), xla_clients))
 
     @classmethod
     def start(cls, config: EngineConfig, *, mesh: "Mesh | None" = None, progress: bool = False) -> "LocalEngineClient":
@@ -91,7 +111,7 @@ class LocalEngineClient(EngineClient):
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
         for request in requests:
             self._engine.scheduler.check_admissible(request)
-        with self._condition:
+        with self._lock():
             self._raise_if_dead()
             if self._max_num_waiting is not None:
                 num_waiting = self._engine.num_waiting + self._num_submitted
@@ -111,6 +131,8 @@ class LocalEngineClient(EngineClient):
 
     @override
     def abort(self, request_ids: list[str]) -> None:
+        if self.is_copy:
+            return
         with self._condition:
             aborted = [request_id for request_id in request_ids if request_id in self._listeners]
             for request_id in aborted:
@@ -120,12 +142,13 @@ class LocalEngineClient(EngineClient):
 
     @override
     def stats(self) -> EngineStats:
+        self._check_process()
         return self._stats
 
     @override
     def snapshot(self) -> EngineSnapshot:
         taken: _TakenSnapshot = concurrent.futures.Future()
-        with self._condition:
+        with self._lock():
             self._raise_if_dead()
             self._snapshots.append(taken)
             self._condition.notify()
@@ -136,11 +159,11 @@ class LocalEngineClient(EngineClient):
 
     @override
     def is_alive(self) -> bool:
-        return self._error is None and not self._is_closing
+        return not self.is_copy and self._error is None and not self._is_closing
 
     @override
     def reset_prefix_cache(self) -> bool:
-        with self._condition:
+        with self._lock():
             self._raise_if_dead()
             reset = self._reset = self._reset or concurrent.futures.Future()
             self._condition.notify()
@@ -148,7 +171,7 @@ class LocalEngineClient(EngineClient):
 
     @override
     def start_profile(self, directory: str) -> None:
-        with self._condition:
+        with self._lock():
             self._raise_if_dead()
             if self._is_profiling:
                 raise InvalidRequest("a profile is being recorded already")
@@ -159,7 +182,7 @@ class LocalEngineClient(EngineClient):
 
     @override
     def stop_profile(self) -> None:
-        with self._condition:
+        with self._lock():
             if not self._is_profiling:
                 raise InvalidRequest("no profile is being recorded")
             self._is_profiling = False
@@ -167,6 +190,8 @@ class LocalEngineClient(EngineClient):
 
     @override
     def close(self) -> None:
+        if self.is_copy:
+            return
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -178,6 +203,20 @@ class LocalEngineClient(EngineClient):
                 is_first, self._is_freed = not self._is_freed, True
             if is_first:
                 self._engine.close()
+
+    def _check_process(self) -> None:
+        if self.is_copy:
+            raise EngineDead(
+                "this process is a copy, made by os.fork, of the one in which the engine runs: start an engine in a "
+                "process that is spawned instead"
+            )
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold the lock. In a forked child it may be held for ever; there this raises EngineDead instead."""
+        self._check_process()
+        with self._condition:
+            yield
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
