@@ -8,7 +8,9 @@ numbers it counts in a file of its own, and any of them shows the sums: a proces
 import array
 import bisect
 import itertools
+import logging
 import mmap
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +26,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jaxserve.request import FINISH_REASONS
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "jaxserve:"
 
@@ -142,7 +146,11 @@ class Metrics(Collector):
         sizes = [1] * (len(SERVER_COUNTERS) + len(FINISH_REASONS))
         sizes += [len(bounds) + 2 for _, bounds in HISTOGRAMS.values()]
         *firsts, self._num_cells = itertools.accumulate(sizes, initial=0)
-        cells = _cells(self._num_cells, file)
+        try:
+            cells = _cells(self._num_cells, file)
+        except OSError as error:
+            logger.warning("%s: %s; the metrics of this process will not be in what others show", file, error.strerror)
+            cells, self._file = _cells(self._num_cells, None), None
         names = [*SERVER_COUNTERS, *FINISH_REASONS, *HISTOGRAMS]
         self._first = dict(zip(names, firsts, strict=True))
         self._cells = cells
@@ -236,12 +244,20 @@ class Metrics(Collector):
 
 
 def _cells(count: int, file: pathlib.Path | None) -> Cells:
-    """`count` float64 numbers, in a file that keeps them when the process ends, if one is given. They start at 0."""
+    """`count` float64 numbers, in a file that keeps them when the process ends, if one is given. They start at 0.
+
+    Raises OSError, now and not when they are first counted: a file with holes that the disk has no room for would be
+    the end of the process then (SIGBUS).
+    """
     size = count * 8
     if file is None:
         return memoryview(bytearray(size)).cast("d")
     with file.open("a+b") as stream:
-        stream.truncate(size)
+        try:
+            os.posix_fallocate(stream.fileno(), 0, size)
+        except OSError:
+            file.unlink()
+            raise
         return memoryview(mmap.mmap(stream.fileno(), size)).cast("d")
 
 

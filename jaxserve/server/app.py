@@ -1,6 +1,7 @@
 """The ASGI application as data: routes, middleware, exception handlers; its state comes through the lifespan."""
 
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -54,6 +55,7 @@ ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 EXCEPTION_HANDLERS = {
     JaxserveError: errors.on_jaxserve_error,
     HTTPException: errors.on_http_exception,
+    sqlite3.Error: errors.on_store_error,
     ClientDisconnect: errors.on_disconnect,
 }
 

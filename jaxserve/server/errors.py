@@ -77,6 +77,12 @@ async def on_http_exception(_request: Request, error: Exception) -> Response:
     return refusal(error.status_code, error.detail, headers=error.headers)
 
 
+async def on_store_error(_request: Request, error: Exception) -> Response:
+    """Answers a request that needs the store of responses, which the disk has no room for, or cannot read."""
+    logger.error("the store of responses has failed: %s", error)
+    return refusal(503, "responses cannot be stored now", kind=Unavailable.type)
+
+
 async def on_disconnect(_request: Request, _error: Exception) -> Response:
     """Answers nobody: the client has gone. The status is what proxies log for it."""
     return Response(status_code=499)

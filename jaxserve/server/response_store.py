@@ -5,12 +5,15 @@ with the server.
 """
 
 import contextlib
+import logging
 import pathlib
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
 """All bodies and conversations together; the oldest go first."""
@@ -49,6 +52,8 @@ class ResponseStore:
 
     The oldest go first; those that are still written go last, and their time begins when they are complete.
 
+    Where the file cannot be written, its disk being full, say, the methods raise sqlite3.Error.
+
     Nobody but its `owner` (the name of an API key) can read an answer or delete it: for others it is not there.
     """
 
@@ -69,12 +74,11 @@ class ResponseStore:
         self._place = place
         self._clock = clock
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(
-            ":memory:" if file is None else file, check_same_thread=False, timeout=_PATIENCE
-        )
-        _write_ahead(self._database)
-        self._database.execute("pragma synchronous = off")  # nothing here outlives the server
-        self._database.executescript(_SCHEMA)
+        try:
+            self._database = _open(file)
+        except sqlite3.Error as error:
+            logger.warning("%s: %s; responses are kept in memory, and each API worker knows its own", file, error)
+            self._database = _open(None)
 
     @property
     def is_enabled(self) -> bool:
@@ -177,6 +181,14 @@ class ResponseStore:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._database as database:
             yield database
+
+
+def _open(file: pathlib.Path | None) -> sqlite3.Connection:
+    database = sqlite3.connect(":memory:" if file is None else file, check_same_thread=False, timeout=_PATIENCE)
+    _write_ahead(database)
+    database.execute("pragma synchronous = off")  # nothing here outlives the server
+    database.executescript(_SCHEMA)
+    return database
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:

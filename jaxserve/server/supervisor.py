@@ -291,7 +291,10 @@ async def _ends(workers: list[_Worker]) -> None:
 @contextlib.contextmanager
 def _private_folder() -> Iterator[pathlib.Path]:
     """A folder that only this user may enter (mkdtemp makes it 0700), gone at the end."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    try:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    except OSError as error:
+        raise StartupError(f"cannot make a temporary folder: {error}") from error
     if len(str(folder)) > MAX_FOLDER_LENGTH:
         folder.rmdir()
         raise StartupError(f"the path of the temporary folder {folder} is too long for Unix sockets: set TMPDIR")

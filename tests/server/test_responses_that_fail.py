@@ -2,16 +2,19 @@
 
 import json
 import sqlite3
+import threading
+import time
 
 import pytest
 from engine.fake_client import Script
-from server.serving import response_events, running
+from server.serving import assert_error, response_events, running
 from waiting import wait_until
 
 from jaxserve.errors import RequestFailed
 from jaxserve.server.protocol.responses import Reasoning, ResponseBody, ResponseError, TextConfig, TextFormat
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.response_writer import ResponseWriter
+from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"
 UNAVAILABLE = {"code": "server_error", "message": "the server cannot take requests now"}
@@ -43,16 +46,50 @@ def test_a_bug_in_the_middle_of_a_stream(server, monkeypatch):
     assert response["error"] == {"code": "server_error", "message": "internal server error"}
 
 
-def test_a_response_that_cannot_be_stored(server, monkeypatch, caplog):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_cannot_be_stored_comes_all_the_same(server, monkeypatch, caplog, stream):
     def put(*_args, **_options):
         raise sqlite3.OperationalError("the disk is full")
 
     monkeypatch.setattr(ResponseStore, "put", put)
     server.says("Hello")
-    *_, last = response_events(server.post(PATH, {"input": "hi", "stream": True}))
-    assert last["type"] == "response.failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "internal server error"}
+    answer = server.post(PATH, {"input": "hi", "stream": stream})
+    response = response_events(answer)[-1]["response"] if stream else answer.json()
+    assert response["status"] == "completed"
+    assert response["store"] is False
+    assert response["output"][0]["content"][0]["text"] == "Hello"
     assert "the disk is full" in caplog.text
+    assert_error(server.get(f"{PATH}/{response['id']}"), 404, "response_id", "not_found_error")
+
+
+def test_a_response_in_the_background_that_cannot_be_stored(server, monkeypatch):
+    """It is not begun, or kept as soon as it can be."""
+    begin, replace, is_full = ResponseStore.begin, ResponseStore.replace, threading.Event()
+
+    def unless_full(store):
+        def method(*args, **options):
+            if is_full.is_set():
+                raise sqlite3.OperationalError("the disk is full")
+            return store(*args, **options)
+
+        return method
+
+    monkeypatch.setattr(ResponseStore, "begin", unless_full(begin))
+    monkeypatch.setattr(ResponseStore, "replace", unless_full(replace))
+    monkeypatch.setattr(responses, "STORE_INTERVAL", 0.01)
+    body = {"input": "hi", "background": True}
+    is_full.set()
+    assert_error(server.post(PATH, body), 503, None, "service_unavailable_error")
+    is_full.clear()
+    server.play = lambda request: Script(token_ids=[70], hangs=True)
+    response_id = server.post(PATH, body).json()["id"]
+    wait_until(lambda: server.client.num_output_tokens > 0)
+    is_full.set()
+    server.server.state.responses.cancel(response_id)
+    wait_until(lambda: server.client.num_running == 0)
+    time.sleep(0.1)
+    is_full.clear()
+    wait_until(lambda: server.get(f"{PATH}/{response_id}").json()["status"] == "cancelled")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,8 @@ TESTS = pathlib.Path(__file__).parents[1]
 class Serving:
     """A running server of several processes, its sockets in a folder of its own."""
 
-    def __init__(self, model, *flags):
-        self.temporary = tempfile.TemporaryDirectory(prefix="js")
+    def __init__(self, model, *flags, folder=None):
+        self.temporary = tempfile.TemporaryDirectory(prefix="js", dir=folder)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "server.fake_serve", str(model), "--port", "0", *flags],
             stderr=subprocess.PIPE,
@@ -101,8 +102,8 @@ def model(tmp_path_factory):
 def start(model):
     started = []
 
-    def start(*flags):
-        started.append(Serving(model, *flags))
+    def start(*flags, **options):
+        started.append(Serving(model, *flags, **options))
         return started[-1]
 
     yield start
@@ -378,3 +379,58 @@ def test_a_log_that_nobody_reads_stops_nothing(start):
     assert asyncio.run(run()) == (200, "aaa", None)
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
+
+
+@pytest.fixture
+def disk():
+    """A folder with a file system of its own, of a megabyte, and a function that fills it."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        folder.rmdir()
+        pytest.skip("a file system cannot be mounted here")
+
+    def fill():
+        with contextlib.suppress(OSError), (folder / "filler").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    yield folder, fill
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("is_full_at_start", [True, False])
+def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
+    folder, fill = disk
+    server = start("--api-workers", "2", folder=folder)
+    wait_until(lambda: os.listdir(server.temporary.name))
+    if is_full_at_start:
+        fill()
+    server.wait_until_serving()
+    if not is_full_at_start:
+        fill()
+
+    async def run():
+        async with client() as http:
+            answers = [await http.post(f"{server.url}/v1/responses", json=body) for _ in range(8)]
+            texts = [await stream(http, server.url, max_tokens=3) for _ in range(4)]
+            statuses = {(await http.get(f"{server.url}/{path}")).status_code for path in ("health", "metrics", "live")}
+            in_background = await http.post(f"{server.url}/v1/responses", json=body | {"background": True})
+            return answers, texts, statuses, in_background
+
+    body = {"input": "a", "max_output_tokens": 3}
+    answers, texts, statuses, in_background = asyncio.run(run())
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert [answer.json()["store"] for answer in answers] == [is_full_at_start] * 8  # then they are kept in memory
+    assert texts == [(200, "aaa", None)] * 4
+    assert statuses == {200}
+    assert in_background.status_code == (200 if is_full_at_start else 503)
+    (folder / "filler").unlink()
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=PATIENCE, verify=False)
+    assert answer.json()["store"] is True
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    log = server.rest_of_log()
+    assert "database or disk is full" in log or "No space left on device" in log
+    assert "Traceback" not in log

@@ -48,6 +48,7 @@ MAX_IN_BACKGROUND = 256
 
 CANCEL_INTERVAL = 0.5  # seconds between two looks whether a response in the background is still wanted
 WAIT_FOR_CANCEL = 10.0  # seconds
+STORE_INTERVAL = 1.0  # seconds after which storing is tried again
 
 
 async def create(request: Request) -> Response:
@@ -209,10 +210,7 @@ class _Answer:
     async def fail(self, error: Exception) -> bytes:
         """Say that it could not be finished, and store that; returns the events that are left to tell."""
         frames = [*self._untold, *(frame(event) for event in self._writer.fail(_failure(error)))]
-        try:
-            await self._save()
-        except sqlite3.Error:  # it may be why it could not be finished
-            logger.exception("a response that has failed could not be stored")
+        await self._save()
         return b"".join([*frames, frame(self._writer.end())])
 
     async def start_in_background(self) -> Response:
@@ -332,15 +330,35 @@ class _Answer:
         Cancelled, this waits all the same: what is saved next must not be overwritten by it.
         """
         if self.response.store:
-            store = self._state.responses
-            keep = functools.partial(store.put, owner=self._owner)
-            if self.response.background:
-                keep = functools.partial(store.replace, is_complete=not _is_running(self.response))
-            saving = asyncio.create_task(asyncio.to_thread(keep, self.response.id, self._stored()))
+            saving = asyncio.create_task(self._replace() if self.response.background else self._put())
             try:
                 await asyncio.shield(saving)
             finally:
                 await saving
+
+    async def _put(self) -> None:
+        """Keep the answer, or say in it that it is not kept: its client has it all the same."""
+        put = functools.partial(self._state.responses.put, owner=self._owner)
+        try:
+            await asyncio.to_thread(put, self.response.id, self._stored())
+        except sqlite3.Error as error:
+            logger.warning("the response %s could not be stored: %s", self.response.id, error)
+            self.response.store = False
+
+    async def _replace(self) -> None:
+        """Keep what has become of an answer that nobody can have otherwise: if it is complete, as soon as that can be
+        done.
+        """
+        is_complete, stored = not _is_running(self.response), self._stored()
+        replace = functools.partial(self._state.responses.replace, is_complete=is_complete)
+        while True:
+            try:
+                return await asyncio.to_thread(replace, self.response.id, stored)
+            except sqlite3.Error as error:
+                logger.warning("the response %s could not be stored: %s", self.response.id, error)
+            if not is_complete or self._state.stopping.is_set():
+                return None
+            await asyncio.sleep(STORE_INTERVAL)
 
     def _stored(self) -> StoredResponse:
         return StoredResponse(
