@@ -194,7 +194,7 @@ def _convert(args: argparse.Namespace) -> None:
     from jaxserve.convert import convert
 
     manifest = convert(args.source, args.destination, revision=args.revision, dtype=args.dtype, force=args.force)
-    print(f"{args.destination}: {len(manifest.weights)} weights in {manifest.dtype}, from {manifest.source.name}")
+    print(f"{args.destination}: {len(manifest.arrays)} arrays in {manifest.dtype}, from {manifest.source.name}")
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -457,7 +457,7 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
 def test_convert_and_its_mistakes(platform, capsys, test_data, tmp_path):
     model, store = str(test_data / "models/stories260K"), str(tmp_path / "store")
     assert cli.main(["convert", model, store, "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out == f"{store}: 32 weights in bfloat16, from stories260K\n"
+    assert capsys.readouterr().out == f"{store}: 32 arrays in bfloat16, from stories260K\n"
     assert cli.main(["convert", model, store]) == 1
     assert capsys.readouterr().err == f"jaxserve: error: {store} exists already: --force replaces it\n"
     assert cli.main(["convert", model, store, "--force"]) == 0

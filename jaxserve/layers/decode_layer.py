@@ -17,11 +17,12 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.linear import linear_of_few_rows, share_of
+from jaxserve.layers.linear import linear_of_few_rows
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rotation
+from jaxserve.layers.weight import Dense, Weight, partition_specs
 from pallas_kernels import all_reduce, layer_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
@@ -50,15 +51,17 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
     )
 
 
-def _supports_share(name: str, weight: Float[Array, "..."], x: Float[Array, "T E"]) -> bool:
-    matrix = jax.eval_shape(functools.partial(_as_matrix, name), share_of(weight))
+def _supports_share(name: str, weight: Weight, x: Float[Array, "T E"]) -> bool:
+    if weight.why_not_plain() is not None:
+        return False
+    matrix = jax.eval_shape(functools.partial(_as_matrix, name), Dense(weight.shard))
     return small_matmul.supports(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
 
 
 def _supports_sums(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
     """Whether sums of which devices have shares can be added up: see `_after_attention`."""
     weights = _weights(layer)
-    if all(_spec(weights[name])[1] is None for name in ("o", "down")):
+    if all(weights[name].spec[1] is None for name in ("o", "down")):
         return True
     return all_reduce.supports(x, batch.peers)
 
@@ -186,17 +189,19 @@ def _after_attention(
     weights = _weights(layer)
     qkv = None if following is None else _weights(following)["qkv"]
     gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
-    axes = {name: _spec(weights[name])[1] for name in ("o", "down")}
+    axes = {name: weights[name].spec[1] for name in ("o", "down")}
 
     def run(
         heads: Array,
         x: Array,
         weights: Params,
         gains: tuple[Array, Array],
-        qkv: Array | None,
+        qkv: Weight | None,
         peers: PeerBuffers | None,
     ) -> Any:
-        def multiply(rows: Rows, name: str, weight: Array, activation: Callable[[Array], Array] | None = None) -> Array:
+        def multiply(
+            rows: Rows, name: str, weight: Weight, activation: Callable[[Array], Array] | None = None
+        ) -> Array:
             matrix = _as_matrix(name, weight)
             return small_matmul.matmul(rows, matrix, activation=activation, implementation=kernels)
 
@@ -224,43 +229,42 @@ def _after_attention(
     mesh = jax.typeof(x).sharding.mesh
     if not mesh.empty:
         everywhere = PartitionSpec()
-        weight_specs, qkv_spec = jax.tree.map(_spec, (weights, qkv))
         run = jax.shard_map(
             run,
             in_specs=(
                 _spec(heads),
                 everywhere,
-                weight_specs,
+                partition_specs(weights),
                 everywhere,
-                qkv_spec,
+                partition_specs(qkv),
                 peer_buffers_spec(mesh),
             ),
-            out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv_spec[:-1])),
+            out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv.spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
     return run(heads, x, weights, gains, qkv, peers)
 
 
-def _weights(layer: Params) -> dict[str, Array]:
+def _weights(layer: Params) -> dict[str, Weight]:
     attention, mlp = layer["attention"], layer["mlp"]
     return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
 
 
-def _as_matrices(weights: Params, qkv: Float[Array, "K members D E"] | None) -> layer_matmuls.Weights:
+def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights:
     """Of a layer, and the next one's qkv."""
     matrices = (_as_matrix(name, weights[name]) for name in ("o", "gate_up", "down"))
     return layer_matmuls.Weights(*matrices, qkv=None if qkv is None else _as_matrix("qkv", qkv))
 
 
-def _as_matrix(name: str, weight: Float[Array, "..."]) -> Float[Array, "... N K"]:
+def _as_matrix(name: str, weight: Weight) -> Float[Array, "... N K"]:
     """As `small_matmul` takes a weight, or a share of it."""
     match name:
         case "qkv":
-            return weight.reshape(-1, weight.shape[-1])
+            return weight.array().reshape(-1, weight.shape[-1])
         case "o":
-            return weight.reshape(weight.shape[0], -1)
+            return weight.array().reshape(weight.shape[0], -1)
         case _:
-            return weight
+            return weight.array()
 
 
 def _spec(x: Array) -> PartitionSpec:

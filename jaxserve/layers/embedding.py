@@ -8,8 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import Batch, Kernels
-from jaxserve.layers.linear import linear, linear_of_few_rows, share_of
+from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
@@ -26,31 +27,30 @@ def position_spec(source: str, *, num_positions: int, hidden_size: int) -> Param
     return ParamSpec(shape=(num_positions, hidden_size), axes=(None, "embed"), source=(f"{source}.weight",))
 
 
-def embed(table: Float[Array, "V E"], batch: Batch) -> Float[Array, "T E"]:
+def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
     """The table's rows for the tokens of a step, replicated."""
     with jax.named_scope("embed"):
-        sharding = jax.typeof(table).sharding
-        axis = None if sharding.mesh.empty else sharding.spec[0]
+        axis = None if table.mesh.empty else table.spec[0]
         if axis is None:
-            return table[batch.token_ids]
+            return table.take(batch.token_ids)
         found = jax.ShapeDtypeStruct((len(batch.token_ids), table.shape[1]), table.dtype)
         sends = batch.peers is not None and all_reduce.supports(found, batch.peers)
         return jax.shard_map(
             functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
-            in_specs=(PartitionSpec(axis, None), PartitionSpec(None), peer_buffers_spec(sharding.mesh)),
+            in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(table.mesh)),
             out_specs=PartitionSpec(None, None),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )(table, batch.token_ids, batch.peers if sends else None)
 
 
 def _embed_shard(
-    rows: Float[Array, "v E"], token_ids: Int[Array, " T"], peers: PeerBuffers | None, *, axis: str, kernels: Kernels
+    rows: Weight, token_ids: Int[Array, " T"], peers: PeerBuffers | None, *, axis: str, kernels: Kernels
 ) -> Float[Array, "T E"]:
     """Each device looks up the tokens it owns; the sum over devices has exactly one term that is not zero."""
     rank = jax.lax.axis_index(axis) if peers is None else peers.ranks[0]
     local = token_ids - rank * rows.shape[0]
     is_mine = (local >= 0) & (local < rows.shape[0])
-    found = jnp.where(is_mine[:, None], rows[jnp.where(is_mine, local, 0)], 0)
+    found = jnp.where(is_mine[:, None], rows.take(jnp.where(is_mine, local, 0)), 0)
     if peers is None:
         return jax.lax.psum(found, axis)
     return all_reduce.all_reduce(found, peers, axis_name=axis, implementation=kernels)
@@ -68,7 +68,7 @@ def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
 
 
 def unembed(
-    table: Float[Array, "V E"],
+    table: Weight,
     hidden: Float[Array, "N E"],
     bias: Float[Array, " V"] | None = None,
     *,
@@ -90,7 +90,8 @@ def gathered(
     if sharding.mesh.empty or sharding.spec[1] is None:
         return logits
     axis = sharding.spec[1]
-    if peers is None or not all_gather.supports(share_of(logits), peers):
+    shard = jax.ShapeDtypeStruct(sharding.shard_shape(logits.shape), logits.dtype)
+    if peers is None or not all_gather.supports(shard, peers):
         return jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec(None, None)))
     return jax.shard_map(
         functools.partial(all_gather.all_gather, axis_name=axis, implementation=kernels),

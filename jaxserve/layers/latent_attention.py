@@ -25,6 +25,7 @@ from jaxserve.layers.moe import Routing, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order, rotations
+from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as kernels
 from pallas_kernels.kv_write import rotate, write_pages
 
@@ -230,8 +231,10 @@ def latent_attention(
         return y, pages, no_pages
 
 
-def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Float[Array, "H _ _"]) -> Float[Array, "T H outputs"]:
-    return jnp.einsum(formula, x, weight, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Weight) -> Float[Array, "T H outputs"]:
+    return jnp.einsum(
+        formula, x, weight.array(), precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    )
 
 
 def latent_decoder(

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import linear, linear_with_sum, share_of
+from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.weight import Weight
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
 
@@ -125,7 +126,7 @@ def gated_mlp(
 
 
 def _gated_linear_unit(
-    weight: Float[Array, "2 F E"],
+    weight: Weight,
     bias: Float[Array, "2 F"] | None,
     x: Float[Array, "T E"],
     activation: str | Gate,
@@ -136,16 +137,16 @@ def _gated_linear_unit(
         kernels == "xla"
         or not (isinstance(activation, str) and activation in FUSED_ACTIVATIONS)
         or bias is not None
-        or not fused.supports(x, share_of(weight))
+        or weight.why_not_plain() is not None
+        or not fused.supports(x, weight.shard)
     ):
         gate_up = linear(x, weight, bias)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
     run = functools.partial(fused.gated_linear_unit, activation=ACTIVATIONS[activation], implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
-        weight_spec = jax.typeof(weight).sharding.spec
-        out_spec = PartitionSpec(None, weight_spec[1])
-        run = jax.shard_map(run, in_specs=(PartitionSpec(), weight_spec), out_specs=out_spec, check_vma=False)
-    return run(x, weight)
+        out_spec = PartitionSpec(None, weight.spec[1])
+        run = jax.shard_map(run, in_specs=(PartitionSpec(), weight.spec), out_specs=out_spec, check_vma=False)
+    return run(x, weight.array())
 
 
 def mlp_specs(

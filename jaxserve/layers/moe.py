@@ -20,6 +20,7 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.peers import summed
+from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels.expert_routing import Routing, expert_routing, why_unsupported
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.peers import PeerBuffers
@@ -146,9 +147,7 @@ def can_leave_shares(params: Params) -> bool:
     if len(axes) != 1 or "shared_gate" in params:
         return False
     shared = params.get("shared")
-    return shared is None or (
-        shared.keys() == {"gate_up", "down"} and jax.typeof(shared["down"]).sharding.spec[1] == axes[0]
-    )
+    return shared is None or (shared.keys() == {"gate_up", "down"} and shared["down"].spec[1] == axes[0])
 
 
 def moe(
@@ -205,10 +204,10 @@ def _run_experts(
     sizes, for all tokens.
     """
     run = functools.partial(_run_local_experts, routing=routing, activation=activation, kernels=kernels)
-    sharding = jax.typeof(experts["gate_up"]).sharding
-    if sharding.mesh.empty:
+    gate_up: Weight = experts["gate_up"]
+    if gate_up.mesh.empty:
         return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
-    expert_axis, ffn_axis = sharding.spec[0], sharding.spec[2]
+    expert_axis, ffn_axis = gate_up.spec[0], gate_up.spec[2]
     axes = _axes_of_shares(experts)
 
     def on_device(experts: Params, *arguments: Any) -> Array:
@@ -222,7 +221,7 @@ def _run_experts(
 
     island = jax.shard_map(
         on_device,
-        in_specs=(jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, experts), *[PartitionSpec()] * 4),
+        in_specs=(partition_specs(experts), *[PartitionSpec()] * 4),
         out_specs=PartitionSpec(unreduced=frozenset(axes) if leaves_shares else frozenset()),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
@@ -231,7 +230,7 @@ def _run_experts(
 
 def _axes_of_shares(experts: Params) -> tuple[str, ...]:
     """Of the mesh, along which devices have experts of their own, or shares of their inner sizes."""
-    spec = jax.typeof(experts["gate_up"]).sharding.spec
+    spec = experts["gate_up"].spec
     return tuple(axis for axis in (spec[0], spec[2]) if axis is not None) if len(spec) else ()
 
 
@@ -263,12 +262,12 @@ def _run_local_experts(
     )
     rows, gate, bias = x[routed.token], gate_of(activation), experts.get("gate_up_bias")
     if kernels == "xla" or fuses(activation):
-        inner = multiply(rows, experts["gate_up"], bias=bias, activation=gate)
+        inner = multiply(rows, experts["gate_up"].array(), bias=bias, activation=gate)
     else:
-        gate_up = experts["gate_up"].reshape(num_experts, -1, num_inputs)
+        gate_up = experts["gate_up"].array().reshape(num_experts, -1, num_inputs)
         bias = None if bias is None else bias.reshape(num_experts, -1)
         inner = gate(*jnp.split(multiply(rows, gate_up, bias=bias), 2, axis=1))
-    y = multiply(inner, experts["down"], bias=experts.get("down_bias"))
+    y = multiply(inner, experts["down"].array(), bias=experts.get("down_bias"))
     has_row = routed.row < len(rows)
     y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
     # Behind the last group y may be NaN.

@@ -1,7 +1,8 @@
 """ParamSpec, the keystone: one declaration a weight, from which everything else about it follows.
 
 From a family's `param_specs(config)` tree come the abstract tree, random initialisation, shardings, the names to read
-from a Hugging Face checkpoint, the targets of quantization and the Orbax restore target.
+from a Hugging Face checkpoint, the targets of quantization and the Orbax restore target. A weight may be stored as
+several arrays: its `leaves` declare each of them, and a tree of weights is a tree of such leaves.
 """
 
 import dataclasses
@@ -17,9 +18,34 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
+from jaxserve.layers.weight import Dense, Weight
 
 Params = dict[str, Any]
-"""A tree of dicts and lists; the leaves are ParamSpecs, arrays or whatever else there is one of for each weight."""
+"""A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSpec:
+    """One of the arrays that a weight is stored as: its shape, and what the declaration of the weight says about it.
+
+    Attributes:
+        name: what errors call the weight.
+        axes: as in a ParamSpec.
+        dtype: None means the dtype that the engine serves in.
+        init_scale: standard deviation of random values, None for ones, 0.0 for zeros.
+        expert_size: as in a ParamSpec.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: Any
+    init_scale: float | None
+    expert_size: int | None
+
+    def dtype_in(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype of this array in an engine that serves in `dtype`."""
+        return np.dtype(dtype if self.dtype is None else self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,8 +136,30 @@ class ParamSpec:
         return arranged
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of this weight in an engine that serves in `dtype`."""
+        """Return the dtype of the weight's values in an engine that serves in `dtype`."""
         return np.dtype(dtype if self.dtype is None else self.dtype)
+
+    @property
+    def leaves(self) -> Weight | LeafSpec:
+        """The arrays that the weight is stored as: a Weight of LeafSpecs, or one LeafSpec for what no matmul reads."""
+        values = LeafSpec(
+            name=self.source[0],
+            shape=self.shape,
+            axes=self.axes,
+            dtype=self.dtype,
+            init_scale=self.init_scale,
+            expert_size=self.expert_size,
+        )
+        return Dense(values) if self.num_inputs else values
+
+    def encode(self, values: np.ndarray) -> Weight | np.ndarray:
+        """Return the arrays that store a weight of these values, in the structure of `leaves`."""
+        return Dense(values) if self.num_inputs else values
+
+
+def leaf_specs(specs: Params) -> Params:
+    """Return a LeafSpec for each array of the weights that `specs` declare."""
+    return jax.tree.map(lambda spec: spec.leaves, specs)
 
 
 def _as_integers(array: np.ndarray) -> np.ndarray:
@@ -121,7 +169,7 @@ def _as_integers(array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a weight lies on the devices of a mesh.
+    """How an array of a weight lies on the devices of a mesh.
 
     It is as declared, which is how stores have it, unless there are more devices than KV heads: then each head is there
     several times (see `sharding.kv_copies`), every time with a share of its queries.
@@ -149,52 +197,57 @@ class Layout:
 
 
 def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """The Layout of every weight. Raises ConfigError for an axis that does not divide over the mesh."""
-    return jax.tree.map(lambda spec: _layout(spec, mesh), specs)
+    """The Layout of every array. Raises ConfigError for an axis that does not divide over the mesh."""
+    return jax.tree.map(lambda leaf: _layout(leaf, mesh), leaf_specs(specs))
 
 
-def _layout(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> Layout:
+def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
     if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
         by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
         return Layout(spec.shape, NamedSharding(mesh, by_expert))
     places = _places_of_copies(spec, mesh)
     shape = (*places[-1].shape, *spec.shape[len(places) :]) if places else spec.shape
-    return Layout(shape, NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.source[0])), places)
+    return Layout(shape, NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.name)), places)
 
 
-def _places_of_copies(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
+def _places_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
     """The places of a Layout. Raises ConfigError if heads or devices do not divide."""
-    copies = kv_copies(spec.shape[0], mesh, name=spec.source[0]) if "kv_heads" in spec.axes else 1
+    copies = kv_copies(spec.shape[0], mesh, name=spec.name) if "kv_heads" in spec.axes else 1
     if copies == 1:
         return ()
     head, copy = np.divmod(np.arange(spec.shape[0] * copies), copies)
     if "members" not in spec.axes:
         return (head,)
     num_queries = spec.shape[1] - 2
-    partition_spec(("heads",), (spec.shape[0] * num_queries,), mesh, name=spec.source[0])
+    partition_spec(("heads",), (spec.shape[0] * num_queries,), mesh, name=spec.name)
     queries = np.arange(num_queries).reshape(copies, -1)[copy]
     key_and_value = np.broadcast_to([num_queries, num_queries + 1], (len(head), 2))
     return head[:, None], np.concatenate([queries, key_and_value], axis=1)
 
 
 def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:
-    """Shape, dtype and sharding of every weight on the devices, without any memory."""
+    """Shape, dtype and sharding of every array on the devices, without any memory."""
     return jax.tree.map(
-        lambda spec, layout: jax.ShapeDtypeStruct(layout.shape, spec.dtype_in(dtype), sharding=layout.sharding),
-        specs,
+        lambda leaf, layout: jax.ShapeDtypeStruct(layout.shape, leaf.dtype_in(dtype), sharding=layout.sharding),
+        leaf_specs(specs),
         layouts(specs, mesh),
     )
 
 
+def put(spec: ParamSpec, layout: Any, declared: np.ndarray) -> Any:
+    """Return a weight of these values on the devices; `layout` is what `layouts` has for it."""
+    return jax.tree.map(lambda values, layout: layout.put(values), spec.encode(declared), layout)
+
+
 def shard_bytes(weight: jax.ShapeDtypeStruct) -> int:
-    """Bytes that each device has of a weight with a sharding."""
+    """Bytes that each device has of an array with a sharding."""
     assert weight.sharding is not None
     return math.prod(weight.sharding.shard_shape(weight.shape)) * weight.dtype.itemsize
 
 
 def num_bytes(specs: Params, *, dtype: np.dtype) -> int:
     """Bytes of the whole tree, on all devices together and without copies on several of them."""
-    return sum(int(np.prod(spec.shape)) * spec.dtype_in(dtype).itemsize for spec in jax.tree.leaves(specs))
+    return sum(math.prod(leaf.shape) * leaf.dtype_in(dtype).itemsize for leaf in jax.tree.leaves(leaf_specs(specs)))
 
 
 def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) -> Params:
@@ -205,11 +258,13 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
     """
     base = jax.random.key(seed)
 
-    def init(path: Any, spec: ParamSpec, layout: Layout) -> jax.Array:
+    def init(path: Any, spec: ParamSpec, layout: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         key = jax.random.fold_in(base, np.uint32(zlib.crc32(name.encode())))
-        make = _initializer(spec.shape, spec.dtype_in(dtype), spec.init_scale, layout.sharding)
-        return make(key, layout.places)
+        return jax.tree.map(functools.partial(init_leaf, key), spec.leaves, layout)
+
+    def init_leaf(key: jax.Array, leaf: LeafSpec, layout: Layout) -> jax.Array:
+        return _initializer(leaf.shape, leaf.dtype_in(dtype), leaf.init_scale, layout.sharding)(key, layout.places)
 
     return jax.tree_util.tree_map_with_path(init, specs, layouts(specs, mesh))
 

@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Layout, Params, ParamSpec, layouts, num_bytes
+from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes
+from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
@@ -139,14 +140,14 @@ class SourceWeight:
     spec: ParamSpec
     tensors: Mapping[str, StoredTensor]
 
-    def read(self, dtype: np.dtype) -> np.ndarray:
-        """Return its values, in the type that it has where others have `dtype`.
+    def read(self, dtype: np.dtype) -> Weight | np.ndarray:
+        """Return the arrays that store it, in the structure of `spec.leaves`, where other weights have `dtype`.
 
         Sources are read one by one, and cast before they are put together, which only moves values.
         """
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
-        return self.spec.assemble(sources).astype(dtype, copy=False)
+        return self.spec.encode(self.spec.assemble(sources).astype(dtype, copy=False))
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""
@@ -155,15 +156,15 @@ class SourceWeight:
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:
     """The arrays of `weights`, read one by one, each on the devices before the next is read. `layout` has a Layout for
-    each.
+    each array.
     """
 
-    def load(weight: SourceWeight, layout: Layout) -> jax.Array:
-        values = weight.read(dtype)
-        # Transfers that are still under way would keep their tensors on the host.
-        array = layout.put(values).block_until_ready()
-        bar.update(values.nbytes)
-        return array
+    def load(weight: SourceWeight, layout: Any) -> Any:
+        arrays = weight.read(dtype)
+        loaded = jax.tree.map(lambda values, layout: layout.put(values), arrays, layout)
+        jax.block_until_ready(loaded)  # what is under way would keep its tensors on the host
+        bar.update(sum(values.nbytes for values in jax.tree.leaves(arrays)))
+        return loaded
 
     specs = jax.tree.map(lambda weight: weight.spec, weights)
     with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:

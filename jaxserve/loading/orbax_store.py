@@ -7,7 +7,9 @@ Orbax writes a weight as one uncompressed chunk of Zarr, which is a file of its 
 files, without the seconds and the copies that Orbax needs; each device gets its share of a weight without the rest.
 """
 
+import collections
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -24,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Layout, Params, ParamSpec, layouts
+from jaxserve.layers.params import Layout, LeafSpec, Params, layouts, leaf_specs
 from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
 
 MANIFEST = "jaxserve_manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _WEIGHTS = "weights"
 
@@ -54,8 +56,8 @@ class Source(msgspec.Struct, kw_only=True, frozen=True):
     sha256: dict[str, str]
 
 
-class Weight(msgspec.Struct, kw_only=True, frozen=True):
-    """Shape and dtype of a stored weight."""
+class StoredArray(msgspec.Struct, kw_only=True, frozen=True):
+    """Shape and dtype of a stored array, of which a weight has one or several."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -70,7 +72,7 @@ class Manifest(msgspec.Struct, kw_only=True, frozen=True):
     source: Source
     versions: dict[str, str]
     config: dict[str, Any]
-    weights: dict[str, Weight]
+    arrays: dict[str, StoredArray]
     file_sizes: dict[str, int]
 
 
@@ -112,19 +114,19 @@ def load_store(
     manifest = read_manifest(directory)
     problems = [
         *_config_problems(directory, manifest),
-        *_weight_problems(manifest, _flat(specs)),
+        *_array_problems(manifest, _flat(leaf_specs(specs))),
         *_file_problems(directory / _WEIGHTS, manifest),
     ]
     if problems:
         raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(problems))
 
-    def load(path: Any, spec: ParamSpec, layout: Layout) -> jax.Array:
-        name, served = _name(path), spec.dtype_in(dtype)
+    def load(path: Any, leaf: LeafSpec, layout: Layout) -> jax.Array:
+        name, served = _name(path), leaf.dtype_in(dtype)
         stored = np.memmap(
-            directory / _WEIGHTS / _file_of(name, spec.shape),
-            dtype=jnp.dtype(manifest.weights[name].dtype),
+            directory / _WEIGHTS / _file_of(name, leaf.shape),
+            dtype=jnp.dtype(manifest.arrays[name].dtype),
             mode="r",
-            shape=spec.shape,
+            shape=leaf.shape,
         )
         shares = [
             jax.device_put(_share(layout.share(stored, index), served, device), device)
@@ -137,7 +139,7 @@ def load_store(
         return array
 
     with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:
-        return jax.tree_util.tree_map_with_path(load, specs, layout)
+        return jax.tree_util.tree_map_with_path(load, leaf_specs(specs), layout)
 
 
 def write_store(
@@ -170,6 +172,7 @@ def write_store(
             for path in copied:
                 shutil.copyfile(path, new / path.name)
             (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            specs = jax.tree.map(lambda weight: weight.spec, weights)
             _write_weights(new / _WEIGHTS, weights, dtype, progress)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
@@ -178,9 +181,9 @@ def write_store(
                 source=source,
                 versions={name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "orbax-checkpoint")},
                 config=config,
-                weights={
-                    name: Weight(shape=weight.spec.shape, dtype=str(weight.spec.dtype_in(dtype)))
-                    for name, weight in _flat(weights).items()
+                arrays={
+                    name: StoredArray(shape=leaf.shape, dtype=str(leaf.dtype_in(dtype)))
+                    for name, leaf in _flat(leaf_specs(specs)).items()
                 },
                 file_sizes=_file_sizes(new / _WEIGHTS),
             )
@@ -209,8 +212,22 @@ def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
         raise CheckpointError(f"{path} is not a store of jaxserve, so it is not replaced: remove it yourself")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unread:
+    """One of the arrays of a weight that has not been read yet, by its index among them."""
+
+    weight: SourceWeight
+    index: int
+
+
+def _unread(weight: SourceWeight) -> Any:
+    """Return the arrays of a weight before it is read, in the structure of its leaves."""
+    leaves, tree = jax.tree.flatten(weight.spec.leaves)
+    return tree.unflatten([_Unread(weight, index) for index in range(len(leaves))])
+
+
 def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progress: bool) -> None:
-    """One file a weight, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading.
+    """One file an array, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading.
 
     Orbax writes what says where a weight belongs. Given the arrays, it would want them all at once.
     """
@@ -221,17 +238,21 @@ def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progres
 
     class Handler(ocp.type_handlers.NumpyHandler):
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:  # noqa: ARG002 (Orbax's)
-            for weight, info in zip(values, infos, strict=True):
-                array = weight.read(dtype)
-                _write_array(pathlib.Path(info.parent_dir) / info.name, array)
-                bar.update(array.nbytes)
+            of_weights = collections.defaultdict(list)
+            for value, info in zip(values, infos, strict=True):
+                of_weights[id(value.weight)].append((value, pathlib.Path(info.parent_dir) / info.name))
+            for unread in of_weights.values():
+                arrays = jax.tree.leaves(unread[0][0].weight.read(dtype))
+                for value, folder in unread:
+                    _write_array(folder, arrays[value.index])
+                    bar.update(arrays[value.index].nbytes)
             return []
 
-    registry = ocp.type_handlers.create_type_handler_registry((SourceWeight, Handler()))
+    registry = ocp.type_handlers.create_type_handler_registry((_Unread, Handler()))
     with bar, _quiet():
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(path, args=ocp.args.PyTreeSave(weights))
+            checkpointer.save(path, args=ocp.args.PyTreeSave(jax.tree.map(_unread, weights)))
 
 
 def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
@@ -320,17 +341,17 @@ def _config_problems(directory: pathlib.Path, manifest: Manifest) -> list[str]:
     return [f"changed since in config.json: {', '.join(changed)}"] if changed else []
 
 
-def _weight_problems(manifest: Manifest, specs: Mapping[str, ParamSpec]) -> list[str]:
-    stored = manifest.weights
+def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[str]:
+    stored = manifest.arrays
     wrong = [
-        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not a float of {list(spec.shape)}"
-        for name, spec in specs.items()
-        if name in stored and (stored[name].shape != spec.shape or stored[name].dtype not in DTYPES)
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not a float of {list(leaf.shape)}"
+        for name, leaf in leaves.items()
+        if name in stored and (stored[name].shape != leaf.shape or stored[name].dtype not in DTYPES)
     ]
     return _listed(
         {
-            "missing weights": sorted(specs.keys() - stored.keys()),
-            "unexpected weights": sorted(stored.keys() - specs.keys()),
+            "missing weights": sorted(leaves.keys() - stored.keys()),
+            "unexpected weights": sorted(stored.keys() - leaves.keys()),
             "wrong weights": sorted(wrong),
         }
     )
@@ -346,8 +367,8 @@ def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
     # A manifest that somebody has edited may promise what the files are not.
     unlike = [
         name
-        for name, weight in manifest.weights.items()
-        if weight.dtype in DTYPES and not _is_plain(folder, name, weight, found)
+        for name, array in manifest.arrays.items()
+        if array.dtype in DTYPES and not _is_plain(folder, name, array, found)
     ]
     return _listed(
         {
@@ -358,17 +379,17 @@ def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
     )
 
 
-def _is_plain(folder: pathlib.Path, name: str, weight: Weight, found: Mapping[str, int]) -> bool:
-    """Whether the file of a weight has nothing but the bytes of such an array, if both its files are there."""
-    file, header = _file_of(name, weight.shape), f"{name}/.zarray"
+def _is_plain(folder: pathlib.Path, name: str, array: StoredArray, found: Mapping[str, int]) -> bool:
+    """Whether the file of an array has nothing but its bytes, if both its files are there."""
+    file, header = _file_of(name, array.shape), f"{name}/.zarray"
     if file not in found or header not in found:
         return True
     try:
-        array = json.loads((folder / header).read_text(encoding="utf-8"))
-        stored_as = {name: array[name] for name in ("shape", "chunks", "compressor", "filters", "order")}
+        fields = json.loads((folder / header).read_text(encoding="utf-8"))
+        stored_as = {name: fields[name] for name in ("shape", "chunks", "compressor", "filters", "order")}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    shape = list(weight.shape)
+    shape = list(array.shape)
     plain = {"shape": shape, "chunks": shape, "compressor": None, "filters": None, "order": "C"}
     return stored_as == plain
 

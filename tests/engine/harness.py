@@ -1,5 +1,6 @@
 """An engine without threads, on a golden checkpoint, and the naive answer to hold it against."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -49,7 +50,7 @@ class Model:
         else:
             self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
         if corrupt_token is not None:
-            self.params["embed"] = self.params["embed"].at[corrupt_token].set(np.nan)
+            self.params["embed"] = corrupted(self.params["embed"], corrupt_token)
         builder = StepBuilder(
             family=self.family,
             model_config=self.config,
@@ -100,6 +101,11 @@ class Model:
         return tuple(
             naive_greedy(self.params, self.config, self.family, list(prompt), num_tokens, padded_length=MAX_MODEL_LEN)
         )
+
+
+def corrupted(embedding, token):
+    """The embedding with a vector of NaN for this token."""
+    return dataclasses.replace(embedding, values=embedding.values.at[token].set(np.nan))
 
 
 def request(name, prompt, max_tokens, params=GREEDY, **fields):

@@ -114,7 +114,7 @@ def test_a_store_gives_the_weights_of_its_checkpoint(checkpoint, store, num_devi
     for params in loaded:
         for array, expected in zip(jax.tree.leaves(params), jax.tree.leaves(abstract), strict=True):
             assert (array.shape, array.dtype, array.sharding) == (expected.shape, expected.dtype, expected.sharding)
-    heads = loaded[0]["layers"][0]["attention"]["qkv"]
+    heads = loaded[0]["layers"][0]["attention"]["qkv"].values
     assert heads.addressable_shards[0].data.shape == (1, 8 // num_devices + 2, 8, 32)
 
 

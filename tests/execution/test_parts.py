@@ -11,6 +11,7 @@ from jaxserve.execution.parts import CompiledInTwo, LoweredInTwo, cut_in_two, pa
 from jaxserve.layers.launch import launch_boundary
 from jaxserve.layers.linear import linear
 from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.layers.weight import Dense
 
 TABLE = np.arange(4, dtype=np.float32)
 
@@ -117,7 +118,7 @@ def test_shares_of_a_sum_do_not_cross():
     x, weight = (jax.device_put(np.ones((3, 8), np.float32), by_input) for _ in range(2))
 
     def function(x, weight, *, adds_up):
-        share = linear(x, weight, leaves_shares=True)
+        share = linear(x, Dense(weight), leaves_shares=True)
         y = launch_boundary(share.astype(jnp.float32))
         return jax.sharding.reshard(y, PartitionSpec(None, None)) * 2 if adds_up else y
 

@@ -14,6 +14,7 @@ from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.params import abstract_params
 from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.layers.weight import Dense
 from jaxserve.models import get_family
 from pallas_kernels import gated_linear_unit as kernels
 from pallas_kernels.deviceless import compile_for_h200, compile_lowered, h200_mesh
@@ -23,7 +24,7 @@ F, E = 256, 128
 
 def make_params(dtype=jnp.bfloat16, *, bias=False):
     params = {
-        name: jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * shape[-1] ** -0.5, dtype)
+        name: Dense(jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * shape[-1] ** -0.5, dtype))
         for seed, (name, shape) in enumerate({"gate_up": (2, F, E), "down": (E, F)}.items())
     }
     return params | ({"gate_up_bias": jnp.ones((2, F), dtype), "down_bias": jnp.ones(E, dtype)} if bias else {})
@@ -87,7 +88,7 @@ def test_on_several_devices(calls, num_devices, is_split, num_calls):
     want = mlp.gated_mlp(params, x, "silu")
     axis = "tensor" if is_split else None
     specs = {"gate_up": PartitionSpec(None, axis, None), "down": PartitionSpec(None, axis)}
-    params = {name: jax.device_put(params[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    params = jax.device_put(params, {name: Dense(NamedSharding(mesh, spec)) for name, spec in specs.items()})
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):
         got = jax.jit(functools.partial(mlp.gated_mlp, activation="silu", kernels="sm90"))(params, x)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, moe, moe_specs
-from jaxserve.layers.params import ParamSpec, abstract_params, init_params
+from jaxserve.layers.params import abstract_params, init_params, leaf_specs
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.expert_routing import expert_routing
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -52,13 +52,13 @@ def test_each_token_has_its_own_experts(shared_gate, router_biases):
         return down @ (np.maximum(gate, 0) * up)
 
     for token, row in enumerate(x):
-        want = feed_forward(params["shared"]["gate_up"], params["shared"]["down"], row)
+        want = feed_forward(params["shared"]["gate_up"].values, params["shared"]["down"].values, row)
         if shared_gate:
-            want = want / (1 + np.exp(-params["shared_gate"][0] @ row))
+            want = want / (1 + np.exp(-params["shared_gate"].values[0] @ row))
         if token < num_tokens:
-            experts = params["experts"]
-            for index, weight in expected_route(params["router"] @ row + bias, selection_bias, routing).items():
-                want = want + weight * feed_forward(experts["gate_up"][index], experts["down"][index], row)
+            gate_up, down = (params["experts"][name].values for name in ("gate_up", "down"))
+            for index, weight in expected_route(params["router"].values @ row + bias, selection_bias, routing).items():
+                want = want + weight * feed_forward(gate_up[index], down[index], row)
         np.testing.assert_allclose(got[token], want, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +101,7 @@ def test_what_routes(caplog, num_tokens, per_token, kernels, said):
     """A kernel in a decode step, two in a prefill; and where there is no kernel, which is said, but once."""
     E, F, X = 64, 64, 40
     shapes = moe_specs("mlp", hidden_size=E, intermediate_size=F, num_experts=X)
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), shapes, is_leaf=is_spec)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), leaf_specs(shapes))
     routing = Routing(num_experts=X, num_experts_per_token=per_token)
 
     def layers(params, x, count):
@@ -114,10 +114,6 @@ def test_what_routes(caplog, num_tokens, per_token, kernels, said):
     assert [name for name in ("choose_experts", "expert_routing") if traced.count(f"name={name}") == 1] == kernels
     for record, reason in zip(caplog.records, said, strict=True):
         assert reason in record.message
-
-
-def is_spec(leaf):
-    return isinstance(leaf, ParamSpec)
 
 
 def test_the_kernel_computes_a_gate_of_both():

@@ -16,6 +16,7 @@ from jaxserve.layers.rope import (
     half_split_order,
     rotations,
 )
+from jaxserve.layers.weight import Dense
 from pallas_kernels.kv_write import rotate
 
 
@@ -141,8 +142,9 @@ def draw_params(specs):
     params = {}
     for name, spec in specs.items():
         sources = [tensors[source] for source in spec.source]
-        params[name] = jnp.asarray(spec.assemble(sources), jnp.float32)
-        assert params[name].shape == spec.shape
+        values = jnp.asarray(spec.assemble(sources), jnp.float32)
+        assert values.shape == spec.shape
+        params[name] = Dense(values) if spec.num_inputs else values
     return tensors, params
 
 
@@ -165,7 +167,7 @@ def test_gated_mlp_from_one_tensor():
     one = gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=True, inputs=("gate_up_proj",))
     tensors, params = draw_params(one)
     gate, up = np.split(tensors["mlp.gate_up_proj.weight"], 2)
-    np.testing.assert_allclose(params["gate_up"], [gate, up], rtol=1e-6)
+    np.testing.assert_allclose(params["gate_up"].values, [gate, up], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])

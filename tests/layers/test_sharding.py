@@ -12,6 +12,7 @@ from jaxserve.layers import sharding
 from jaxserve.layers.embedding import embed, gathered, unembed
 from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.peers import abstract_peers, allocate_peers
+from jaxserve.layers.weight import Dense
 from pallas_kernels import all_gather, all_reduce, small_matmul
 
 
@@ -101,7 +102,7 @@ def test_linear_over_split_outputs_and_split_inputs(mesh):
         return linear(inner, down, bias)
 
     with jax.set_mesh(mesh):
-        y = forward(x, put(up, mesh, "tensor"), put(down, mesh, None, "tensor"), put(bias, mesh))
+        y = forward(x, Dense(put(up, mesh, "tensor")), Dense(put(down, mesh, None, "tensor")), put(bias, mesh))
     assert y.sharding.is_fully_replicated
     expected = np.einsum("tkd,ekd->te", np.einsum("te,kde->tkd", x, up), down) + bias
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
@@ -121,13 +122,13 @@ def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
         return plain(x, weight, output_dtype=output_dtype)
 
     monkeypatch.setattr("jaxserve.layers.linear.small_matmul.matmul", matmul, raising=True)
-    want = linear(x, weight, output_dtype=output_dtype)
+    want = linear(x, Dense(weight), output_dtype=output_dtype)
     run = jax.jit(lambda x, w: linear_of_few_rows(x, w, kernels="sm90", output_dtype=output_dtype))
     if spec is None:
-        got = run(x, weight)
+        got = run(x, Dense(weight))
     else:
         with jax.set_mesh(mesh):
-            got = run(put(x, mesh), put(weight, mesh, *spec))
+            got = run(put(x, mesh), Dense(put(weight, mesh, *spec)))
     assert shapes == ([] if spec == (None, None, "tensor") else [(80 if spec == ("tensor",) else 320, 256)])
     assert got.dtype == want.dtype
     np.testing.assert_allclose(
@@ -140,12 +141,12 @@ def test_few_rows_that_the_kernel_does_not_take(monkeypatch, size):
     """Whose inputs are no multiple of 64, or that are in float32."""
     monkeypatch.delattr("jaxserve.layers.linear.small_matmul.matmul")
     dtype = jnp.bfloat16 if size % 64 else jnp.float32
-    x, weight = jnp.ones((3, size), dtype), jnp.ones((64, size), dtype)
+    x, weight = jnp.ones((3, size), dtype), Dense(jnp.ones((64, size), dtype))
     np.testing.assert_array_equal(linear_of_few_rows(x, weight, kernels="sm90"), linear(x, weight))
 
 
 def test_linear_without_a_mesh_and_in_bfloat16():
-    x, weight = jnp.full((2, 3), 1.5, jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+    x, weight = jnp.full((2, 3), 1.5, jnp.bfloat16), Dense(jnp.ones((4, 3), jnp.bfloat16))
     assert linear(x, weight).dtype == jnp.bfloat16
     wide = linear(x, weight, output_dtype=jnp.dtype(jnp.float32))
     assert wide.dtype == jnp.float32
@@ -162,7 +163,7 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
         return x, gathered(unembed(table, x, kernels="xla"))
 
     with jax.set_mesh(mesh):
-        x, logits = forward(put(table, mesh, "tensor"), ids)
+        x, logits = forward(Dense(put(table, mesh, "tensor")), ids)
     assert x.sharding.is_fully_replicated
     assert logits.sharding.is_fully_replicated
     np.testing.assert_array_equal(x, table[ids])
@@ -188,7 +189,7 @@ def test_embedding_and_head_through_the_peers_memory(mesh, monkeypatch, num_rows
         return x, gathered(unembed(table, x, kernels="xla"), peers.logits)
 
     with jax.set_mesh(mesh):
-        x, logits = forward(put(table, mesh, "tensor"), ids, peers)
+        x, logits = forward(Dense(put(table, mesh, "tensor")), ids, peers)
     assert len(sent) == num_sends
     assert x.sharding.is_fully_replicated
     assert logits.sharding.is_fully_replicated

@@ -11,6 +11,7 @@ from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.linear import linear
 from jaxserve.layers.peers import MAX_ROWS_OF_SUMS, MAX_ROWS_OF_SUMS_OF_TWO, abstract_peers
+from jaxserve.layers.weight import Dense
 from pallas_kernels import all_reduce
 from pallas_kernels.peers import allocate_peer_buffers
 
@@ -116,7 +117,8 @@ def test_linear_leaves_shares():
     mesh = make_mesh(2)
     split_inputs = NamedSharding(mesh, PartitionSpec(None, "tensor"))
     rng = np.random.default_rng(0)
-    x, weight = (jax.device_put(rng.standard_normal((3, 8), np.float32), split_inputs) for _ in range(2))
+    x, values = (jax.device_put(rng.standard_normal((3, 8), np.float32), split_inputs) for _ in range(2))
+    weight = Dense(values)
 
     @jax.jit
     def both(x, weight):
@@ -128,6 +130,6 @@ def test_linear_leaves_shares():
 
     with jax.set_mesh(mesh):
         for y in both(x, weight):
-            np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(weight).T, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(values).T, rtol=1e-5, atol=1e-5)
         with pytest.raises(ValueError, match="a bias would be in each share of the sum"):
             linear(x, weight, jnp.ones(3), leaves_shares=True)

@@ -92,7 +92,7 @@ def test_a_store_is_a_whole_model_directory_that_says_what_it_was_made_of(storie
     assert (manifest.model_type, manifest.dtype) == ("llama", "float32")
     assert manifest.versions.keys() == {"jaxserve", "jax", "orbax-checkpoint"}
     assert manifest.config == load_config(store)
-    assert manifest.weights["layers.4.attention.qkv"].shape == (4, 4, 8, 64)
+    assert manifest.arrays["layers.4.attention.qkv.values"].shape == (4, 4, 8, 64)
 
 
 def test_a_gguf_file_becomes_a_store(stories, tmp_path):
@@ -135,7 +135,7 @@ def test_memory_of_a_conversion(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 3 * largest + 2**20
     finally:
         tracemalloc.stop()
-    assert (tmp_path / "store/weights/w7/0.0").stat().st_size == largest
+    assert (tmp_path / "store/weights/w7.values/0.0").stat().st_size == largest
 
 
 def test_a_disk_that_is_full_at_the_very_end_leaves_no_store(tmp_path):
@@ -167,45 +167,42 @@ def test_orbax_itself_reads_a_store(store):
 
 def test_loaded_weights_do_not_stay_in_the_file(damaged):
     params = load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
-    before = np.array(params["embed"])
-    with (damaged / "weights/embed/0.0").open("r+b") as file:
+    before = np.array(params["embed"].values)
+    with (damaged / "weights/embed.values/0.0").open("r+b") as file:
         file.write(bytes(before.nbytes))
-    np.testing.assert_array_equal(params["embed"], before)
+    np.testing.assert_array_equal(params["embed"].values, before)
 
 
 def test_everything_that_is_wrong_in_one_message_before_the_device_is_touched(damaged, monkeypatch):
     monkeypatch.setattr(jax, "device_put", None)
     manifest = json.loads((damaged / MANIFEST).read_text())
-    del manifest["weights"]["embed"]
-    manifest["weights"]["more"] = {"shape": [3], "dtype": "float32"}
-    manifest["weights"]["norm"]["shape"] = [65]
+    del manifest["arrays"]["embed.values"]
+    manifest["arrays"]["more"] = {"shape": [3], "dtype": "float32"}
+    manifest["arrays"]["norm"]["shape"] = [65]
     (damaged / MANIFEST).write_text(json.dumps(manifest))
     config = load_config(damaged) | {"rope_theta": 5.0, "eos_token_id": 3}
     (damaged / "config.json").write_text(json.dumps(config))
-    shutil.rmtree(damaged / "weights/layers.0.mlp.down")
-    file = damaged / "weights/layers.1.mlp.down/0.0"
+    shutil.rmtree(damaged / "weights/layers.0.mlp.down.values")
+    file = damaged / "weights/layers.1.mlp.down.values/0.0"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError) as error:
         load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
     message = str(error.value)
     assert "; changed since in config.json: rope_theta;" in message
-    assert (
-        "missing weights: embed; unexpected weights: more; wrong weights: norm is float32 [65] and not a float of [64]"
-        in message
-    )
-    assert "missing files: layers.0.mlp.down/.zarray, layers.0.mlp.down/0.0" in message
-    assert f"layers.1.mlp.down/0.0 has {file.stat().st_size} bytes and not {file.stat().st_size + 1}" in message
+    assert "missing weights: embed.values; unexpected weights: more; wrong weights: norm is float32 [65] and" in message
+    assert "missing files: layers.0.mlp.down.values/.zarray, layers.0.mlp.down.values/0.0" in message
+    assert f"layers.1.mlp.down.values/0.0 has {file.stat().st_size} bytes and not {file.stat().st_size + 1}" in message
     assert "\n" not in message
 
 
 def test_arrays_that_are_not_stored_plainly(damaged):
-    for name, change in {"norm": {"compressor": {"id": "zstd"}}, "embed": {"chunks": [8, 64]}}.items():
+    for name, change in {"norm": {"compressor": {"id": "zstd"}}, "embed.values": {"chunks": [8, 64]}}.items():
         file = damaged / f"weights/{name}/.zarray"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     (damaged / "weights/layers.0.mlp_norm/.zarray").write_text("[]")
     with pytest.raises(CheckpointError) as error:
         load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
-    assert "not stored as one plain array: embed, layers.0.mlp_norm, norm" in str(error.value)
+    assert "not stored as one plain array: embed.values, layers.0.mlp_norm, norm" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +210,8 @@ def test_arrays_that_are_not_stored_plainly(damaged):
     [
         ("{", "cannot read .*jaxserve_manifest.json"),
         ("[]", "cannot read .*jaxserve_manifest.json"),
-        ('{"format_version": 1}', "missing required field"),
-        ('{"format_version": 2}', "format_version is 2, this jaxserve reads 1"),
+        ('{"format_version": 2}', "missing required field"),
+        ('{"format_version": 1}', "format_version is 1, this jaxserve reads 2"),
     ],
 )
 def test_unreadable_manifests(damaged, text, complaint):

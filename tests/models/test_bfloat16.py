@@ -10,6 +10,7 @@ from paged import BLOCK_SIZE, make_batch
 
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.latent_attention import paged_attention_of
+from jaxserve.layers.params import leaf_specs
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 
@@ -24,7 +25,7 @@ def test_bfloat16_step(golden):
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype)), family.param_specs(config)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype_in(dtype)), leaf_specs(family.param_specs(config))
     )
 
     def pools(size):

@@ -7,7 +7,7 @@ import pytest
 from golden_models import GOLDENS, PADDED, full_logits, load_golden, paged_chunk_logits, relative_error
 from naive import naive_greedy, naive_logits
 
-from jaxserve.layers.params import layouts
+from jaxserve.layers.params import layouts, put
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import FAMILIES, get_family
 
@@ -61,7 +61,7 @@ def test_random_weights(model_type):
 
     def draw(spec, layout):
         values = 1.0 if spec.init_scale is None else spec.init_scale * rng.standard_normal(spec.shape)
-        return layout.put(np.broadcast_to(values, spec.shape).astype(np.float32))
+        return put(spec, layout, np.broadcast_to(values, spec.shape).astype(np.float32))
 
     specs = family.param_specs(config)
     params = jax.tree.map(draw, specs, layouts(specs, mesh))

@@ -9,7 +9,7 @@ import pytest
 from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.params import layouts
+from jaxserve.layers.params import layouts, put
 from jaxserve.models import FAMILIES, get_family
 
 FIELDS = {
@@ -67,8 +67,12 @@ def random_model(model_type, mesh, **changes):
     config = family.Config.from_hf(fields)
     specs = family.param_specs(config)
     rng = np.random.default_rng(3)
-    weights = jax.tree.map(lambda spec: rng.normal(0.3 if spec.init_scale is None else 0.0, 0.3, spec.shape), specs)
-    params = jax.tree.map(lambda weight, layout: layout.put(weight.astype(np.float32)), weights, layouts(specs, mesh))
+
+    def draw(spec, layout):
+        values = rng.normal(0.3 if spec.init_scale is None else 0.0, 0.3, spec.shape)
+        return put(spec, layout, values.astype(np.float32))
+
+    params = jax.tree.map(draw, specs, layouts(specs, mesh))
     return params, config, family
 
 
@@ -114,7 +118,7 @@ def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, si
     fields = HEADS | {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 8, "mlp_only_layers": []}
     mesh = make_mesh(tensor=devices)
     params, *_ = random_model(model_type, mesh, **fields)
-    for weight in params["layers"][0]["mlp"]["experts"].values():
+    for weight in jax.tree.leaves(params["layers"][0]["mlp"]["experts"]):
         assert (weight.sharding.spec[0] == "tensor") == by_expert
         if by_expert:
             assert weight.addressable_shards[0].data.shape == (8 // devices, *weight.shape[1:])
@@ -179,7 +183,11 @@ def test_every_matrix_of_a_layer_is_split(model_type):
     specs = family.param_specs(family.Config.from_hf(fields))
     layer = layouts(specs, make_mesh(tensor=4))["layers"][0]
     splits = jax.tree.map(
-        lambda spec, layout: spec.quantize <= ("tensor" in layout.sharding.spec), specs["layers"][0], layer
+        lambda spec, weight: all(
+            spec.quantize <= ("tensor" in layout.sharding.spec) for layout in jax.tree.leaves(weight)
+        ),
+        specs["layers"][0],
+        layer,
     )
     assert all(jax.tree.leaves(splits)), splits
 
