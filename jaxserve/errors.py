@@ -44,7 +44,17 @@ class InvalidRequest(JaxserveError, ValueError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and requested output are longer than the model's context."""
+    """Prompt and requested output are longer than the model's context.
+
+    Clients tell this error by the phrases "maximum context length" and `context_length_exceeded` in its text.
+    """
+
+    @classmethod
+    def beyond(cls, max_model_len: int, requested: str, *, param: str) -> "ContextLengthExceeded":
+        """Return the error; `requested` says what is longer than `max_model_len` tokens, as the end of a sentence."""
+        code = "context_length_exceeded"
+        message = f"This model's maximum context length is {max_model_len} tokens. However, {requested} ({code})"
+        return cls(message, param=param, code=code)
 
 
 class CapacityExceeded(InvalidRequest):

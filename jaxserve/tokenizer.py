@@ -141,6 +141,10 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for what is only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def vocabulary_token(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it ("\u0120the"), empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text` where nothing in it is taken for an added token, and nothing is put around it."""
         return self._plain_backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

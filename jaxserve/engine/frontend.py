@@ -164,11 +164,7 @@ class Frontend:
         limit = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         token_ids = self._truncate(token_ids, POOLING_PARAMS, limit, side=truncation_side)
         if len(token_ids) > max_model_len:
-            raise ContextLengthExceeded(
-                f"this model's context length is {max_model_len} tokens, but the prompt has {len(token_ids)}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise ContextLengthExceeded.beyond(max_model_len, f"the prompt has {len(token_ids)} tokens", param="prompt")
         request = EngineRequest(
             request_id=f"{request_id}-0",
             group_id=f"{request_id}-0",
@@ -275,11 +271,11 @@ class Frontend:
         rest = max_model_len - num_prompt_tokens
         wanted = 1 if shorten_output or params.max_tokens is None else params.max_tokens
         if wanted > rest:
-            raise ContextLengthExceeded(
-                f"this model's context length is {max_model_len} tokens, but {num_prompt_tokens + wanted} were "
-                f"requested: {num_prompt_tokens} in the prompt and {wanted} for the output",
+            raise ContextLengthExceeded.beyond(
+                max_model_len,
+                f"{num_prompt_tokens + wanted} tokens were requested: {num_prompt_tokens} in the prompt and {wanted} "
+                "for the output",
                 param="prompt" if num_prompt_tokens >= max_model_len else "max_tokens",
-                code="context_length_exceeded",
             )
         if params.max_tokens is not None and params.max_tokens <= rest:
             return params.max_tokens

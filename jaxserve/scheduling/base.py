@@ -126,11 +126,10 @@ class Scheduler(abc.ABC):
         if request.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
         if total_in_context > limits.max_model_len:
-            raise ContextLengthExceeded(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} make {total}, "
-                f"over the context length of {limits.max_model_len}",
+            raise ContextLengthExceeded.beyond(
+                limits.max_model_len,
+                f"{num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} make {total}",
                 param="max_tokens" if num_prompt_tokens < limits.max_model_len else "prompt",
-                code="context_length_exceeded",
             )
         num_blocks = self._needs.peak(total - 1)  # the last token's KV is never needed
         if num_blocks > limits.num_blocks:

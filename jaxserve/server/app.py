@@ -85,6 +85,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["retry-after", "x-request-id"],
         )
         middleware.insert(0, cors)

@@ -1,14 +1,14 @@
 """From a request of /v1/responses to the chat that it stands for: items become messages, and the rest is renamed."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import not_supported, split_path
+from jaxserve.server.protocol.common import not_supported, rename, split_path
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 
 Item = dict[str, Any]
@@ -21,11 +21,10 @@ _SAME_IN_CHAT = tuple(sorted((fields.followed("responses") & fields.followed("ch
 
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "verbosity": "text.verbosity",
+    "tool_choice.function": "tool_choice",
 }
 
 
@@ -36,7 +35,7 @@ class _Part(msgspec.Struct, kw_only=True):
 
 
 class _Message(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant", "system", "developer"]
+    role: str
     content: str | list[_Part]
 
 
@@ -111,8 +110,7 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     chat["messages"] = [*instructions, *messages]
-    if body.max_output_tokens is not None:
-        chat["max_completion_tokens"] = body.max_output_tokens
+    chat["max_tokens"], chat["max_completion_tokens"] = body.token_limit, None
     if body.wants_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.text is not None and body.text.format is not None:
@@ -143,20 +141,15 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest, "")
 
 
-def rename(error: InvalidRequest) -> None:
+def name_as_sent(error: InvalidRequest, body: ResponsesRequest) -> None:
     """Give an error of the chat the name that its field has here, also where its message begins with it."""
-    old = error.param
-    if old is None:
-        return
-    if old == "response_format.json_schema.schema":
-        error.param = "text.format.schema"
-    elif old.startswith("tools["):
-        error.param = old.replace(".function", "", 1)
-    else:  # the position of a message is not that of an item
-        error.param = _NAMES.get(old.partition("[")[0].partition(".")[0], old)
-    if error.message.startswith(old):
-        error.message = error.param + error.message.removeprefix(old)
-        error.args = (error.message,)
+    limit = body.token_limit_field
+    for old, new in (*_NAMES.items(), ("max_tokens", limit), ("max_completion_tokens", limit)):
+        rename(error, old, new)
+    if error.param is not None and error.param.startswith("tools["):
+        rename(error, error.param, error.param.replace(".function", "", 1))
+    elif error.param is not None and error.param.startswith("messages"):
+        rename(error, error.param, "input")  # the position of a message is not that of an item
 
 
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
@@ -189,6 +182,4 @@ def _convert[T](value: Any, kind: type[T], param: str) -> T:
     except msgspec.ValidationError as error:
         message, path = split_path(str(error))
         param = f"{param}.{path}" if param and path else param or path or ""
-        refusal = InvalidRequest(f"{param}: {message}", param=param)
-        rename(refusal)
-        raise refusal from None
+        raise InvalidRequest(f"{param}: {message}", param=param) from None

@@ -81,11 +81,7 @@ def check_text_length(text: str, state: ServerState) -> None:
     limit = state.frontend.client.info.max_model_len
     at_least = len(text) // state.max_token_length
     if at_least >= limit:
-        raise ContextLengthExceeded(
-            f"this model's context length is {limit} tokens, but the prompt has at least {at_least}",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise ContextLengthExceeded.beyond(limit, f"the prompt has at least {at_least} tokens", param="prompt")
 
 
 async def run(
@@ -210,10 +206,16 @@ class UsageCounter:
             reasoning_tokens=self.reasoning_tokens,
         )
 
+    def before_output(self, options: StreamOptions | None) -> Usage | UnsetType | None:
+        """`usage` of a chunk that comes before the answer's first token: of the prompt alone."""
+        usage = self.in_chunk(options)
+        if isinstance(usage, Usage):
+            usage.total_tokens = usage.prompt_tokens
+            usage.completion_tokens = usage.completion_tokens_details.reasoning_tokens = 0
+        return usage
+
     def in_chunk(self, options: StreamOptions | None) -> Usage | UnsetType | None:
         """`usage` of a chunk with text: absent, or null where a last chunk will carry it, or the usage so far."""
-        if options is None:
+        if options is None or not options.include_usage:
             return UNSET
-        if options.continuous_usage_stats:
-            return self.total()
-        return None if options.include_usage else UNSET
+        return self.total() if options.continuous_usage_stats else None

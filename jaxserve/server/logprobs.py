@@ -65,7 +65,7 @@ class CompletionLogprobsBuilder:
     """Builds `logprobs` of one completion choice, piece by piece, with the place of each token in the choice's text.
 
     `prompt_token_ids` precede the text: they are [] where the prompt is echoed and so a part of it. A text that begins
-    with a form `keeps_first_space`.
+    with a form `keeps_first_space`. The first `num_shown` tokens are in the text even if they are special.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class CompletionLogprobsBuilder:
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
         keeps_first_space: bool,
+        num_shown: int,
         num_top: int,
         show: Show,
     ):
@@ -86,6 +87,7 @@ class CompletionLogprobsBuilder:
         )
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._num_shown = num_shown if skip_special_tokens else 0
         self._show = show
         self._offset = 0
 
@@ -95,6 +97,10 @@ class CompletionLogprobsBuilder:
         for token_id, entry in zip(token_ids, candidates, strict=True):
             built.text_offset.append(self._offset)
             self._offset += len(self._detokenizer.push(token_id))
+            if self._num_shown > 0:
+                self._num_shown -= 1
+                if token_id in self._tokenizer.special_token_ids:
+                    self._offset += len(self._tokenizer.token_text(token_id))
             if entry is None:
                 built.tokens.append(self._show(token_id, Logprob(0.0, 0, self._tokenizer.token_text(token_id))))
                 built.token_logprobs.append(None)

@@ -175,13 +175,17 @@ class Authentication:
             return
         is_admin = bool(self._admin_keys) and scope["path"] in self._admin_paths
         keys = self._admin_keys if is_admin else self._keys
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        headers = dict(reversed(scope["headers"]))  # the first of several
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         owner = keys.owner(given) if keys else ""
         if owner is not None:
             scope["owner"] = owner
             await self._app(scope, receive, send)
             return
-        message = f"the {'admin ' if is_admin else ''}API key is missing or wrong: send 'Authorization: Bearer KEY'"
+        message = (
+            f"the {'admin ' if is_admin else ''}API key is missing or wrong: send 'Authorization: Bearer KEY' or "
+            "'X-Api-Key: KEY'"
+        )
         await refusal(401, message, headers={"www-authenticate": "Bearer"})(scope, receive, send)
 
 

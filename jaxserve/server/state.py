@@ -6,12 +6,14 @@ One ServerState is made per server; it reaches the routes through the lifespan's
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from starlette.types import Scope
 
+from jaxserve import __version__
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import Draining, EngineDead, ModelNotFound, Unavailable
 from jaxserve.metrics import Metrics
@@ -54,6 +56,8 @@ class ServerState:
     """Whoever tokenizes a large body holds it: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
     slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    fingerprint: str = dataclasses.field(init=False)
+    """Names what has made an answer: this version and the served model."""
     is_draining: bool = False
     num_inside: int = 0
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -66,6 +70,8 @@ class ServerState:
     """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
     def __post_init__(self) -> None:
+        digest = hashlib.sha256(f"{__version__}\n{self.model}\n{self.frontend.client.info.model}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:12]}"
         self.unknown_fields = UnknownFields(self.metrics.unknown_fields)
         self.engine_view = EngineView(self.frontend.client)
         self.message_style = message_style(self.frontend.tokenizer)

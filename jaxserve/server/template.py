@@ -8,7 +8,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.parsing.thoughts import are_open
-from jaxserve.server.protocol.messages import MessageStyle, template_messages
+from jaxserve.server.protocol.messages import MessageStyle, check_unusual_roles, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables
 from jaxserve.server.protocol.tools import template_tools
 from jaxserve.tokenizer import Tokenizer
@@ -33,7 +33,10 @@ def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields)
 
     `style` is the template's own (`message_style`). Raises InvalidRequest, naming the field.
     """
-    return _rendered(tokenizer, body, _messages(style, body))
+    messages = _messages(style, body)
+    text = _rendered(tokenizer, body, messages)
+    check_unusual_roles(messages, text)
+    return text
 
 
 def thinks_first(

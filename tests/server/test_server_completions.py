@@ -123,7 +123,7 @@ def test_echo(openai_client):
 def test_echo_of_token_ids(server, openai_client):
     ids = server.tokenizer.encode("hi there")
     assert openai_client.completions.create(model="fake", prompt=ids, echo=True, max_tokens=2).choices[0].text == (
-        "hi therehi"
+        "<s>hi therehi"
     )
 
 
@@ -140,7 +140,7 @@ def test_scoring_as_lm_evaluation_harness_does(server, openai_client):
         assert logprobs.top_logprobs[0] is None
         assert all(max(top.values()) == -0.5 for top in logprobs.top_logprobs[1:])
     assert "".join(answer.choices[0].logprobs.tokens[1:-1]) == "the cat"
-    assert answer.choices[0].logprobs.text_offset == [0, *range(8)]  # BOS is no text
+    assert answer.choices[0].logprobs.text_offset == [0, *range(3, 11)]  # BOS is shown as it was sent
 
 
 def test_scoring_without_generating(server, openai_client):

@@ -319,7 +319,7 @@ def test_many_at_once(server):
         ({"input": 5}, "input"),
         ({"input": []}, "input"),
         ({"input": [5]}, "input[0]"),
-        ({"input": [{"role": "wizard", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": 5, "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),

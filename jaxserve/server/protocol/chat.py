@@ -107,7 +107,7 @@ class Delta(msgspec.Struct, kw_only=True):
     """What is new in a chunk: the role first, then thoughts, text and calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
@@ -144,8 +144,9 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    system_fingerprint: str
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -155,6 +156,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

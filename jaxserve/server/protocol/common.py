@@ -25,10 +25,14 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: the usage so far in every chunk."""
+    """`include_usage`: a last chunk with the usage; with `continuous_usage_stats`, each chunk has the usage so far.
+
+    `include_obfuscation`, which pads each chunk to one length, is not supported.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -57,7 +61,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     seed: int | None = None
 
     top_k: int | None = None
@@ -96,6 +100,11 @@ class GenerationRequest(AnswerRequest, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def token_limit_field(self) -> str:
+        """The name under which `max_tokens` was sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def wish_field(self) -> str | None:
         """The field that prescribes the form of the answer, if one does."""
         return wish_field(self.response_format, self.structured_outputs)
@@ -103,7 +112,8 @@ class GenerationRequest(AnswerRequest, kw_only=True):
     @property
     def wants_numbers(self) -> bool:
         """Whether each event of a stream is to have token ids or usage beside its text."""
-        counts = self.stream_options is not None and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        counts = options is not None and options.include_usage and options.continuous_usage_stats
         return bool(self.return_token_ids or counts)
 
 
@@ -160,6 +170,8 @@ def check_generation_request(body: GenerationRequest) -> None:
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise not_supported("stream_options.include_obfuscation", "padding of chunks")
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise InvalidRequest("best_of must be equal to n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
@@ -188,6 +200,19 @@ def refuse_unless_empty(name: str, value: Any) -> None:
     """Raises InvalidRequest when a field that is not supported carries a meaning."""
     if value is not None and value is not False and value not in ("", [], {}):
         raise not_supported(name, name)
+
+
+def rename(error: InvalidRequest, old: str, new: str) -> None:
+    """Give the field `old` that an error is about the name that the client has sent, also where it begins the message.
+
+    What is behind the name in `param` (an index, a field of it) stays.
+    """
+    if error.param is None or re.match(rf"{re.escape(old)}($|[\[.])", error.param) is None:
+        return
+    error.param = new + error.param.removeprefix(old)
+    if error.message.startswith(old):
+        error.message = new + error.message.removeprefix(old)
+        error.args = (error.message,)
 
 
 def not_supported(param: str, what: str) -> InvalidRequest:

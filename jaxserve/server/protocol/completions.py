@@ -43,9 +43,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:
-    """One text, a list of texts, token ids or a list of lists of token ids, as a list of prompts.
+    """One text, token ids, or a list of texts and lists of token ids, as a list of prompts.
 
-    Raises InvalidRequest, naming the field `name`, for an empty or a mixed list.
+    Raises InvalidRequest, naming the field `name`, for anything else.
     """
     if isinstance(given, str):
         return [given]
@@ -53,13 +53,9 @@ def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:
         raise InvalidRequest(f"{name} must not be empty", param=name)
     if _is_token_ids(given):
         return [given]
-    if all(isinstance(entry, str) for entry in given):
+    if all(isinstance(entry, str) or (isinstance(entry, list) and entry and _is_token_ids(entry)) for entry in given):
         return given
-    if all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in given):
-        return given
-    raise InvalidRequest(
-        f"{name} must be a string, a list of strings, a list of token ids or a list of lists of token ids", param=name
-    )
+    raise InvalidRequest(f"{name} must be a text, token ids, or a list of texts and lists of token ids", param=name)
 
 
 def _is_token_ids(entries: list[Any]) -> bool:
@@ -86,15 +82,15 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One continuation, or what is new of it in a stream."""
+    """One continuation, or what is new of it in a stream, where what is null may be absent."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -105,5 +101,6 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET

@@ -1,7 +1,8 @@
 """The messages of a chat, from what clients send to what a chat template reads."""
 
+import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -10,6 +11,9 @@ from jaxserve.server.protocol.common import not_supported, refuse_unless_empty
 from jaxserve.server.protocol.tools import ToolCall
 
 MAX_MESSAGES = 4096
+USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Roles that every template is expected to show, or to refuse. Others may be left out without a word."""
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -23,7 +27,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -71,8 +75,8 @@ def template_messages(
 
 
 def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> dict[str, Any]:
-    if message.role == "function":
-        raise not_supported(f"{param}.role", "the role 'function'")
+    if _ROLE.fullmatch(message.role) is None:
+        raise InvalidRequest(f"{param}.role must have 1 to 64 letters, digits, dots, _ or -", param=f"{param}.role")
     for name in ("function_call", "audio"):
         refuse_unless_empty(f"{param}.{name}", getattr(message, name))
     if message.tool_calls and message.role != "assistant":
@@ -114,6 +118,15 @@ def _template_call(call: ToolCall, style: MessageStyle, param: str) -> dict[str,
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{param} must be an object", param=param)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
+    """Raises InvalidRequest, naming the message, if one of an unusual role is not in the `text` that was rendered."""
+    for i, message in enumerate(messages):
+        content = (message["content"] or "").strip()
+        if message["role"] not in USUAL_ROLES and content not in text:
+            param = f"messages[{i}].role"
+            raise InvalidRequest(f"{param}: this model's chat template does not show {message['role']!r}", param=param)
 
 
 def last_content(messages: Sequence[ChatMessage]) -> str:

@@ -88,6 +88,17 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     include_reasoning: bool | None = None
 
     @property
+    def token_limit(self) -> int | None:
+        """`max_output_tokens`, under any of its names."""
+        return getattr(self, self.token_limit_field)
+
+    @property
+    def token_limit_field(self) -> str:
+        """The name under which `max_output_tokens` was sent."""
+        names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+        return next((name for name in names if getattr(self, name) is not None), names[0])
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether log probabilities go into the answer."""
         return LOGPROBS in (self.include or ())

@@ -77,9 +77,11 @@ def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
 
 def wish_field(response_format: ResponseFormat | None, body: StructuredOutputsBody | None) -> str | None:
     """The field that has a wish, None if none has."""
-    if response_format is not None and response_format.type != "text":
-        return "response_format" + (".json_schema.schema" if response_format.type == "json_schema" else "")
-    return None if body is None else "structured_outputs"
+    if body is not None:
+        return "structured_outputs"
+    if response_format is None or response_format.type == "text":
+        return None
+    return "response_format" + (".json_schema.schema" if response_format.type == "json_schema" else "")
 
 
 def blame(error: InvalidRequest, field: str | None) -> None:

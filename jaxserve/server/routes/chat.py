@@ -28,7 +28,7 @@ from jaxserve.server.protocol.chat import (
     Delta,
     check_chat_request,
 )
-from jaxserve.server.protocol.common import sampling_params
+from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.tools import ToolChoice, callable_tools
@@ -77,9 +77,19 @@ def _must_call(body: ChatRequest) -> bool:
 
 
 def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> RequestGroup:
-    """The conversation, templated, tokenized and validated. Raises InvalidRequest."""
-    check_chat_request(body)
+    """The conversation, templated, tokenized and validated. Raises InvalidRequest, naming fields as they were sent."""
     field = grammar_field(state, body)
+    try:
+        check_chat_request(body)
+        return _prepare(state, body, field, request_id=request_id)
+    except InvalidRequest as error:
+        blame(error, field)
+        rename(error, "prompt", "messages")  # the front end knows no messages
+        rename(error, "max_tokens", body.token_limit_field)
+        raise
+
+
+def _prepare(state: ServerState, body: ChatRequest, field: str | None, *, request_id: str) -> RequestGroup:
     defaults = state.frontend.default_sampling
     params = sampling_params(
         body,
@@ -88,40 +98,34 @@ def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> Reques
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    try:
-        text = render_chat(state.frontend.tokenizer, state.message_style, body)
-        if body.truncate_prompt_tokens is None:
-            generation.check_text_length(text, state)
-        tools = _callable_tools(state, body)
-        if field == "tools":
-            for index, tool in enumerate(body.tools or ()):
-                if tool.function.strict or _must_call(body):
-                    check_json_schema(tool.function.parameters or {}, param=f"tools[{index}].function.parameters")
-        grammar = state.syntax.grammar(
-            tools,
-            is_open=_thinks_first(state, body, text),
-            must_call=_must_call(body),
-            is_parallel=_is_parallel(body),
-            wish=params.structured_outputs,
-        )
-        return state.frontend.prepare(
-            state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
-            params,
-            request_id=request_id,
-            prompt_text=text,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-            shorten_output=body.token_limit is None,
-            grammar=grammar,
-            visible_special_tokens=state.syntax.visible_special_tokens(tools),
-        )
-    except InvalidRequest as error:
-        blame(error, field)
-        if error.param == "prompt":  # the front end knows no messages
-            error.param = "messages"
-        raise
+    text = render_chat(state.frontend.tokenizer, state.message_style, body)
+    if body.truncate_prompt_tokens is None:
+        generation.check_text_length(text, state)
+    tools = _callable_tools(state, body)
+    if field == "tools":
+        for index, tool in enumerate(body.tools or ()):
+            if tool.function.strict or _must_call(body):
+                check_json_schema(tool.function.parameters or {}, param=f"tools[{index}].function.parameters")
+    grammar = state.syntax.grammar(
+        tools,
+        is_open=_thinks_first(state, body, text),
+        must_call=_must_call(body),
+        is_parallel=_is_parallel(body),
+        wish=params.structured_outputs,
+    )
+    return state.frontend.prepare(
+        state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
+        params,
+        request_id=request_id,
+        prompt_text=text,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+        shorten_output=body.token_limit is None,
+        grammar=grammar,
+        visible_special_tokens=state.syntax.visible_special_tokens(tools),
+    )
 
 
 def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
@@ -151,6 +155,7 @@ class Chat:
         self._group = group
         self._created = int(time.time())
         self._show = show(as_ids=body.return_tokens_as_token_ids)
+        self._may_call = bool(callable_tools(body.tools or [], body.tool_choice))
         self._echo = last_content(body.messages) if body.echo else ""
         self._writers: dict[int, AnswerWriter] = {}
         self.usage = generation.UsageCounter([group])
@@ -164,6 +169,7 @@ class Chat:
             id=self._id,
             created=self._created,
             model=self._state.model,
+            system_fingerprint=self._state.fingerprint,
             choices=[await self._choice(output) for output in result.outputs],
             usage=self.usage.total(),
         )
@@ -188,8 +194,10 @@ class Chat:
             if has_only_text and delta.content and delta == Delta(content=delta.content) and not choice.finish_reason:
                 write(texts.event(choice.index, delta.content))  # nearly always
                 return
-            chunk = self._chunk([choice], usage=self.usage.in_chunk(options))
-            if choice.delta.role is not UNSET and self._body.return_token_ids:
+            is_first = choice.delta.role is not UNSET
+            usage = self.usage.before_output(options) if is_first else self.usage.in_chunk(options)
+            chunk = self._chunk([choice], usage=usage)
+            if is_first and self._body.return_token_ids:
                 chunk.prompt_token_ids = self._group.prompt_token_ids
             write(event(chunk))
 
@@ -204,11 +212,15 @@ class Chat:
         def take_delta(prompt_index: int, delta: RequestOutput) -> None:
             self._count(prompt_index, delta)
             for output in delta.outputs:
-                if output.index not in begun:
-                    begun.add(output.index)
-                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content=self._echo)))
                 choice = self._chunk_choice(output)
-                if _has_news(choice):
+                has_news = _has_news(choice)
+                # Where a call may follow, the first piece waits until it is clear: a message of calls has no content.
+                if output.index not in begun and (has_news or not self._may_call):
+                    begun.add(output.index)
+                    is_call = choice.delta.tool_calls is not UNSET and choice.delta.content is UNSET
+                    content = None if is_call and not self._echo else self._echo
+                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content=content)))
+                if has_news:
                     take(choice)
             self._group.forget_logprobs()
 
@@ -285,7 +297,14 @@ class Chat:
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._state.model, choices=choices, usage=usage)
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._state.model,
+            system_fingerprint=self._state.fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
 
 def _has_news(choice: ChatChunkChoice) -> bool:

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, show
-from jaxserve.server.protocol.common import sampling_params
+from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.completions import (
     CompletionChoice,
     CompletionRequest,
@@ -46,7 +46,16 @@ async def create(request: Request) -> Response:
 
 
 def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
-    """Validated, tokenized prompts. Raises InvalidRequest."""
+    """Validated, tokenized prompts. Raises InvalidRequest, naming fields as they were sent."""
+    try:
+        return _checked(state, body)
+    except InvalidRequest as error:
+        blame(error, body.wish_field)
+        rename(error, "max_tokens", body.token_limit_field)
+        raise
+
+
+def _checked(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
@@ -61,11 +70,7 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
     )
     grammar = ""
     if params.structured_outputs is not None and not body.is_score_only:
-        try:
-            grammar = make_grammar(params.structured_outputs)  # once, for all prompts
-        except InvalidRequest as error:
-            blame(error, body.wish_field)
-            raise
+        grammar = make_grammar(params.structured_outputs)  # once, for all prompts
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(prompts):
@@ -83,7 +88,9 @@ def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
             shorten_output=body.token_limit is None,
             grammar=grammar,
         )
-        if body.echo and (group.prompt is None or body.truncate_prompt_tokens is not None):
+        if body.echo and group.prompt is None:
+            group.prompt = state.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
+        elif body.echo and body.truncate_prompt_tokens is not None:
             group.prompt = state.frontend.tokenizer.decode(group.prompt_token_ids)
         groups.append(group)
     return groups
@@ -97,6 +104,7 @@ class _Completion:
         self._state = state
         self._body = body
         self._groups = groups
+        self._is_from_ids = [not isinstance(prompt, str) for prompt in body.prompts()]
         self._created = int(time.time())
         self._usage = generation.UsageCounter(groups, is_score_only=body.is_score_only)
 
@@ -104,17 +112,17 @@ class _Completion:
         """Everything at once."""
         await self._run(self._usage.count)
         choices: list[CompletionChoice] = []
-        for group in self._groups:
+        for prompt_index, group in enumerate(self._groups):
             outputs, prompt_logprobs = group.result().outputs, group.prompt_logprobs
-            writers = [
-                _ChoiceWriter(self._state, self._body, group, index=len(choices) + output.index) for output in outputs
-            ]
+            writers = [self._writer(prompt_index, output) for output in outputs]
             group.forget_logprobs()  # they go as they are encoded
             of_group = [await writer.write_in_turns(output) for writer, output in zip(writers, outputs, strict=True)]
-            if self._body.prompt_logprobs is not None:
-                encoded = await encoded_in_turns(prompt_logprobs or [])
-                for choice in of_group:
-                    choice.prompt_logprobs = encoded
+            wants_prompt = self._body.prompt_logprobs is not None
+            encoded = await encoded_in_turns(prompt_logprobs or []) if wants_prompt else None
+            for choice in of_group:
+                choice.prompt_logprobs = encoded
+                if choice.prompt_token_ids is UNSET:
+                    choice.prompt_token_ids = None
             choices += of_group
         return self._response(choices, usage=self._usage.total())
 
@@ -146,7 +154,7 @@ class _Completion:
             for output in delta.outputs:
                 index = prompt_index * len(group.requests) + output.index
                 if index not in writers:
-                    writers[index] = _ChoiceWriter(self._state, body, group, index=index)
+                    writers[index] = self._writer(prompt_index, output)
                 elif has_only_text and output.finish_reason is None:  # nearly always
                     if output.text:
                         write(texts.event(index, output.text))
@@ -171,7 +179,7 @@ class _Completion:
             for output in delta.outputs:
                 index = prompt_index * len(group.requests) + output.index
                 if index not in writers:
-                    writers[index] = _ChoiceWriter(self._state, self._body, group, index=index)
+                    writers[index] = self._writer(prompt_index, output)
                 waiting.put_nowait((writers[index], output, usage))
             group.forget_logprobs()
 
@@ -188,6 +196,16 @@ class _Completion:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
+    def _writer(self, prompt_index: int, output: CompletionOutput) -> "_ChoiceWriter":
+        group = self._groups[prompt_index]
+        return _ChoiceWriter(
+            self._state,
+            self._body,
+            group,
+            index=prompt_index * len(group.requests) + output.index,
+            is_from_ids=self._is_from_ids[prompt_index],
+        )
+
     async def _run(self, take: Take) -> None:
         await generation.run(self._state, self._groups, take, grammar_field=self._body.wish_field)
 
@@ -196,6 +214,7 @@ class _Completion:
             id=self._id,
             created=self._created,
             model=self._state.model,
+            system_fingerprint=self._state.fingerprint,
             choices=choices,
             usage=usage,
         )
@@ -209,7 +228,10 @@ def _has_news(choice: CompletionChoice) -> bool:
 class _ChoiceWriter:
     """Writes one choice: whole in one piece, or the pieces of a stream in order."""
 
-    def __init__(self, state: ServerState, body: CompletionRequest, group: RequestGroup, *, index: int):
+    def __init__(
+        self, state: ServerState, body: CompletionRequest, group: RequestGroup, *, index: int, is_from_ids: bool
+    ):
+        """`is_from_ids`: the prompt is token ids, so that an echo shows the special ones among them."""
         self._state = state
         self._body = body
         self._group = group
@@ -222,6 +244,7 @@ class _ChoiceWriter:
             self._logprobs = CompletionLogprobsBuilder(
                 state.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
+                num_shown=len(group.prompt_token_ids) if body.echo and is_from_ids else 0,
                 skip_special_tokens=request.params.skip_special_tokens,
                 keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
                 num_top=body.logprobs,

@@ -14,6 +14,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response
+from jaxserve.server.protocol.common import rename
 from jaxserve.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
@@ -63,8 +64,7 @@ def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
                 truncation_side=body.truncation_side or "left",
             )
         except InvalidRequest as error:
-            if error.param == "prompt":
-                error.param = "input"
+            rename(error, "prompt", "input")
             raise
         groups.append(group)
     return groups

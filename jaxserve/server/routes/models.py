@@ -11,7 +11,7 @@ from jaxserve.server.state import ServerState, server_state
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """One served model. `max_model_len` is its context length in tokens."""
+    """One served model. `root` is what was loaded; `max_model_len` the context length in tokens."""
 
     id: str
     object: Literal["model"] = "model"
@@ -41,6 +41,5 @@ async def show(request: Request) -> Response:
 
 
 def _model(state: ServerState) -> Model:
-    return Model(
-        id=state.model, created=state.created, root=state.model, max_model_len=state.frontend.client.info.max_model_len
-    )
+    info = state.frontend.client.info
+    return Model(id=state.model, created=state.created, root=info.model, max_model_len=info.max_model_len)

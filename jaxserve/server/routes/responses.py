@@ -16,7 +16,7 @@ from starlette.types import Message
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server import generation
 from jaxserve.server.body import decode, encoded, json_response
-from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, rename
+from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, name_as_sent
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.common import decode_body
@@ -145,10 +145,11 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
             grammar_field=grammar_field(state, chat_body),
         )
     except InvalidRequest as error:
-        rename(error)
+        name_as_sent(error, body)
         raise
     response = _new_response(state, body, response_id)
-    return _Answer(state, Chat(state, chat_body, group, answer_id=response_id), response, items, owner=owner)
+    chat = Chat(state, chat_body, group, answer_id=response_id)
+    return _Answer(state, body, chat, response, items, owner=owner)
 
 
 async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> StoredResponse:
@@ -193,8 +194,18 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
 class _Answer:
     """One response on its way."""
 
-    def __init__(self, state: ServerState, chat: Chat, response: ResponseBody, items: list[Item], *, owner: str):
+    def __init__(
+        self,
+        state: ServerState,
+        body: ResponsesRequest,
+        chat: Chat,
+        response: ResponseBody,
+        items: list[Item],
+        *,
+        owner: str,
+    ):
         self.response = response
+        self._body = body
         self._owner = owner
         self._state = state
         self._chat = chat
@@ -292,7 +303,7 @@ class _Answer:
         try:
             await self._chat.run(take)
         except InvalidRequest as error:
-            rename(error)
+            name_as_sent(error, self._body)
             raise
         finally:
             if saving is not None:  # what is saved next must not be overwritten by it

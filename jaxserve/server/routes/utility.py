@@ -49,7 +49,7 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
         count=len(tokens),
         max_model_len=state.frontend.client.info.max_model_len,
         tokens=_as_encoded_list(tokens),
-        token_strs=_as_encoded_list(tokens, tokenizer.token_text) if body.return_token_strs else None,
+        token_strs=_as_encoded_list(tokens, tokenizer.vocabulary_token) if body.return_token_strs else None,
     )
 
 
