@@ -195,6 +195,11 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return bool(self._chat_template or self._tokenizer.chat_template)
 
+    @property
+    def response_template(self) -> Any:
+        """What tokenizer_config.json says of how answers are read (transformers 5.13 and later); None: nothing."""
+        return getattr(self._tokenizer, "response_template", None)
+
     def with_chat_template(self, template: str) -> "Tokenizer":
         """The same tokenizer with another chat template, the operator's. Raises ConfigError if it is no jinja."""
         changed = copy.copy(self)

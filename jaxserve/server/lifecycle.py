@@ -23,6 +23,7 @@ from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
+from jaxserve.server.choosing.choice import choose
 from jaxserve.server.http import protocol_class
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.response_store import ResponseStore
@@ -110,6 +111,10 @@ class Server:
         among them: what another one left unfinished in it has failed.
         """
         model = config.served_model_name or frontend.client.info.model
+        tokenizer = frontend.tokenizer
+        self._choice = choose(
+            tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+        )
         metrics = Metrics(model=model, stats=frontend.client.stats, file=metrics_file)
         self.state = ServerState(
             frontend=frontend,
@@ -119,11 +124,7 @@ class Server:
             tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
             pooling=config.pooling,
             profile_dir=config.profile_dir,
-            syntax=ModelSyntax(
-                frontend.tokenizer,
-                tool_call_parser=config.tool_call_parser,
-                reasoning_parser=config.reasoning_parser,
-            ),
+            syntax=ModelSyntax(tokenizer, self._choice.syntax),
             responses=ResponseStore(
                 max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
             ),
@@ -158,9 +159,16 @@ class Server:
         """`serve` in an event loop of its own; says where when connections are taken."""
 
         def say() -> None:
+            self.tell_syntax()
             logger.info("serving %s at %s/v1", self.state.model, url_of(self._listener, self._config))
 
         return uvloop.run(self.serve(on_serving=say))
+
+    def tell_syntax(self) -> None:
+        """Log in which syntax the model's answers are read, and by what it was chosen."""
+        if self.state.frontend.tokenizer.has_chat_template:
+            for title, text in self._choice.rows():
+                logger.info("%s: %s", title, text)
 
     async def serve(self, *, on_serving: Callable[[], None]) -> int:
         """Serve, and return the process's exit code. `on_serving` is called when connections are taken."""

@@ -135,6 +135,7 @@ class Supervisor:
             server=self._config,
             name=worker.client,
             place=place,
+            tells=worker.index == 0 and worker.num_starts == 1,
             folder=str(self._folder),
             listener=worker.listener.fileno(),
             tokenizer=self._tokenizer,

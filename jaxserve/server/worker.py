@@ -32,12 +32,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the parent tells a worker.
 
     `name` is the engine's name for this process, new with each start, `place` that of whoever does this work, which
-    stays; `listener` is a file descriptor; `seed` that of requests that bring none.
+    stays; `listener` is a file descriptor; `seed` that of requests that bring none. One worker `tells` what all of them
+    would tell alike.
     """
 
     server: ServerConfig
     name: str
     place: str
+    tells: bool
     folder: str
     listener: int
     tokenizer: str
@@ -62,6 +64,8 @@ async def _serve(parent: Parent, settings: Settings) -> int:
         responses_file=folder / "responses.sqlite",
         place=settings.place,
     )
+    if settings.tells:
+        server.tell_syntax()
     commands = {
         "drain": server.drain,
         "stop": server.stop_now,

@@ -12,8 +12,8 @@ import transformers
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.server.choosing.choice import choose
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.template import render_chat, served_tokenizer
@@ -132,13 +132,11 @@ def test_the_list_of_templates_is_complete(test_data):
 @pytest.mark.parametrize(("name", "known"), KNOWN.items())
 def test_the_syntax_is_read_off_the_template(load, name, known):
     tools, thoughts = known
-    syntax = ModelSyntax(Tokenizer(load(name)))
-    assert syntax.names == (tools or "none", thoughts or "none")
-    assert syntax.has_channels == (tools == "gpt_oss")
-    assert syntax.thoughts == (None if thoughts in (None, "gpt_oss") else REASONING_PARSERS[thoughts])
-    assert syntax.knows_tools == (tools is not None)
+    choice = choose(Tokenizer(load(name)))
+    assert (choice.calls.name, choice.thoughts.name) == (tools or "none", thoughts or "none")
     if tools is not None:
-        assert syntax.calls in TOOL_PARSERS[tools]
+        assert choice.syntax.calls in TOOL_PARSERS[tools]
+    assert choice.syntax.thoughts == (None if thoughts is None else REASONING_PARSERS[thoughts])
 
 
 # DeepSeek-R1's shows calls only beside a content of null, which transformers leaves out.
@@ -203,7 +201,7 @@ def test_the_operators_template(load, tmp_path):
     for given in (str(file), file.read_text()):
         served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
         assert render(served).startswith("[How is")
-        assert ModelSyntax(served).names[0] == "hermes"
+        assert choose(served).calls.name == "hermes"
     assert served_tokenizer(tokenizer, ServerConfig()) is tokenizer
     assert not render(tokenizer).startswith("[")
 

@@ -80,7 +80,10 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
     closing = _group("end", "|".join([*section_ends, *ends]))
     after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
-    names = [rf"(?:{prefix}{_GAP})?{_flexible(tag)}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{_NAME}", _NAME]
+    gap = _GAP if calls.name[0][-1:].isspace() else ""
+    names = (
+        [rf"(?:{prefix}{_GAP})?{_flexible(tag)}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{gap}{_NAME}", _NAME]
+    )
     tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
     heads = "|".join(rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{name}" for name in names[:1])
     key = _group("key", _flexible(tags.key[0]))
@@ -100,7 +103,7 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
         ends=_compile([*section_ends, *ends, *openings]),
         spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
         key=_compile([key, closing, *begins]),
-        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>\"\n]{{1,200}}?){_GAP}{_key_end(tags)}"),
+        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>\"\n]{{0,199}}[^<>\"\s]){_GAP}{_key_end(tags)}"),
         value=regex.compile(_flexible(tags.value[0]) or _NEVER),
         value_end=_compile(
             [
@@ -122,6 +125,8 @@ def _bare(calls: Calls) -> Any:
 def _after_name(calls: Calls) -> list[str]:
     """What stands between a name and its arguments: an index, marks, the head of a block of code."""
     marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
+    if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
+        marks.append(_group("mark", _flexible(calls.name[1])))
     index = _group("index", r":\d{1,9}+(?=\D)") if "{index}" in calls.name[1] else ""
     return [index, *marks, _group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE]
 

@@ -1,9 +1,10 @@
-"""How the served model writes thoughts and tool calls: chosen by the operator, or read off its chat template."""
+"""How the served model writes thoughts and tool calls: readers of its answers, and grammars that they follow."""
 
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxserve.request import StructuredOutputs
 from jaxserve.server.parsing import harmony
@@ -11,8 +12,8 @@ from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallStart
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Syntax, Tags, Thoughts
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Syntax, Tags
+from jaxserve.server.parsing.table import TOOL_PARSERS
 from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.parsing.writer import call_rules, literal, message_rules, thought_rules
@@ -31,21 +32,14 @@ class ModelSyntax:
         calls: how it writes calls; where that is not known, how it is made to.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"):
-        """The names are keys of TOOL_PARSERS and REASONING_PARSERS, "auto" or "none"."""
-        template = tokenizer.chat_template or ""
+    def __init__(self, tokenizer: Tokenizer, syntax: Syntax):
+        """`syntax` is what has been chosen for the model (`choosing`)."""
         self._tokenizer = tokenizer
-        calls = _infer_calls(template) if tool_call_parser == "auto" else tool_call_parser
-        thoughts = _infer_thoughts(template) if reasoning_parser == "auto" else reasoning_parser
-        if "gpt_oss" in (calls, thoughts):  # its channels carry both
-            calls = thoughts = "gpt_oss"
-        self.names = (calls, thoughts)
-        self.knows_tools = calls != "none"
-        self.has_channels = calls == "gpt_oss"
-        self.thoughts = None if self.has_channels else REASONING_PARSERS.get(thoughts)
+        self.knows_tools = syntax.calls is not None
         # Where nothing is known, forced calls are written in the most common syntax.
-        rows = TOOL_PARSERS.get(calls, TOOL_PARSERS["hermes"])
-        self.calls = next((row for row in rows if _shows(row, template)), rows[0])
+        self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
+        self.has_channels = isinstance(self.calls.arguments, Channels)
+        self.thoughts = None if self.has_channels else syntax.thoughts
 
     @property
     def has_thoughts(self) -> bool:
@@ -65,9 +59,7 @@ class ModelSyntax:
         if not (tools or self.has_thoughts):
             return None
         schemas = {tool.name: tool.parameters for tool in tools}
-        if self.has_channels:
-            return HarmonyReader(schemas, max_calls=max_calls)
-        return Reader(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)
+        return reader_of(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)
 
     def reasoning_counter(self, tools: Sequence[Tool], *, is_open: bool) -> ReasoningCounter | None:
         """Return what counts the tokens of the thoughts in an answer; None if there are none."""
@@ -80,13 +72,7 @@ class ModelSyntax:
 
     def call_id(self, start: CallStart, number: int) -> str:
         """Return an id for the call `number` of an answer, as this model's template takes it back."""
-        match self.calls.ids:
-            case Ids.NINE:
-                return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-            case Ids.NUMBERED:
-                return start.id or f"functions.{start.name}:{number}"
-            case _:
-                return f"call_{secrets.token_hex(12)}"
+        return call_id(self.calls.ids, start, number)
 
     def follows_strict(self, tools: Sequence[Tool]) -> bool:
         """Return whether one of the tools is strict, and a call of it that nothing forces can be held to its schema:
@@ -151,6 +137,28 @@ class ModelSyntax:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else literal(part) for part in parts)
 
 
+def reader_of(
+    syntax: Syntax, schemas: Mapping[str, Mapping[str, Any]], *, is_open: bool, max_calls: int | None = None
+) -> AnswerReader:
+    """Return the reader of one answer in a syntax. `schemas` are those of the parameters of tools that are offered, by
+    name; `is_open`: the prompt ends in thoughts; calls beyond `max_calls` are dropped.
+    """
+    if syntax.calls is not None and isinstance(syntax.calls.arguments, Channels):
+        return HarmonyReader(schemas, max_calls=max_calls)
+    return Reader(syntax, schemas, is_open=is_open, max_calls=max_calls)
+
+
+def call_id(ids: Ids, start: CallStart, number: int) -> str:
+    """Return an id for the call `number` of an answer, of a kind that a chat template takes back."""
+    match ids:
+        case Ids.NINE:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        case Ids.NUMBERED:
+            return start.id or f"functions.{start.name}:{number}"
+        case _:
+            return f"call_{secrets.token_hex(12)}"
+
+
 def call_texts(calls: Calls) -> list[str]:
     """Return all texts that the marks of calls are in."""
     if isinstance(calls.arguments, Channels):
@@ -162,20 +170,3 @@ def call_texts(calls: Calls) -> list[str]:
         case Tags(key=key, value=value):
             texts += [*key, *value]
     return texts
-
-
-def _shows(row: Calls | Thoughts, template: str) -> bool:
-    """Return whether a template shows a syntax by which it is unmistakable."""
-    is_shown = bool(row.signs) and all(sign in template for sign in row.signs)
-    return is_shown and not any(sign in template for sign in row.not_signs)
-
-
-def _infer_calls(template: str) -> str:
-    """Return the name of the one syntax that a template shows; "none" if there is none, or more than one."""
-    found = [name for name, rows in TOOL_PARSERS.items() if any(_shows(row, template) for row in rows)]
-    return found[0] if len(found) == 1 else "none"
-
-
-def _infer_thoughts(template: str) -> str:
-    found = [name for name, row in REASONING_PARSERS.items() if _shows(row, template)]
-    return found[0] if len(found) == 1 else "none"

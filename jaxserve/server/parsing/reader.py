@@ -233,6 +233,8 @@ class Reader(AnswerReader):
         call_id: str | None = None
         held: list[str] | None = None  # arguments that came before the name
         has_arguments = False
+        own = wrapped if isinstance(wrapped, Wrapped) else Wrapped()
+        name_keys, argument_keys = (own.name, *_NAME_KEYS), (own.arguments, *_ARGUMENT_KEYS)
         source.take(1)
         while True:
             yield from source.spaces()
@@ -243,8 +245,8 @@ class Reader(AnswerReader):
                 break
             key = match["key"]
             yield from source.spaces()
-            is_name_key = isinstance(wrapped, Wrapped) and not wrapped.name and key in self._tools
-            if name is None and (is_name_key or key in _NAME_KEYS):
+            is_name_key = not own.name and key in self._tools
+            if name is None and (is_name_key or key in name_keys):
                 named = match if is_name_key else (yield from source.accept(TEXT_NAME))
                 found = None if named is None else named["key" if is_name_key else "name"]
                 if found is None or found not in self._tools:
@@ -253,12 +255,12 @@ class Reader(AnswerReader):
                 self._start_call(found, call_id)
                 if held is not None:
                     self._argue("".join(held))
-            if is_name_key or (key in _ARGUMENT_KEYS and not has_arguments):
+            if is_name_key or (key in argument_keys and not has_arguments):
                 has_arguments = True
                 if name is None:
                     held = []
                 yield from self._read_value(self._argue if held is None else held.append)
-            elif key in _NAME_KEYS:
+            elif key in name_keys:
                 continue
             elif name is None and key not in _OTHER_KEYS:
                 return False

@@ -1,0 +1,132 @@
+"""Which syntax a model's answers are read in, and by what that was found out."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.choosing.derive import derive
+from jaxserve.server.choosing.response_template import UnsupportedTemplate, from_response_template
+from jaxserve.server.parsing.syntax import Calls, Channels, Syntax, Thoughts
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.tokenizer import Tokenizer
+
+HARMONY = "gpt_oss"
+
+
+class Origin(NamedTuple):
+    """The name of a syntax, "" if it is in no table, and by what it was found."""
+
+    name: str
+    by: str
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.name, self.by]))
+
+
+_BY_OPTION = "by the option"
+_BY_CHECKPOINT = "as the checkpoint's response_template says"
+_BY_MARKS = "by marks of the chat template"
+_BY_TURNS = "as the chat template writes turns"
+_UNKNOWN = "no syntax found"
+
+
+class Choice(NamedTuple):
+    """A model's syntax, where its two parts come from, and what the checkpoint says that cannot be followed."""
+
+    syntax: Syntax
+    calls: Origin
+    thoughts: Origin
+    refused: str = ""
+
+    def rows(self) -> list[list[str]]:
+        """Return what to tell people of it, as titles and texts."""
+        refused = [["not followed", self.refused]] if self.refused else []
+        return [["tool calls", str(self.calls)], ["thoughts", str(self.thoughts)], *refused]
+
+
+def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> Choice:
+    """Choose the syntax of a model: by the option, else the checkpoint's own, else the one of the table whose marks its
+    chat template shows, else one that is read off the turns which that template writes.
+
+    The options are names of the tables, "none" or "auto"; without a tokenizer "auto" is "none". Raises ConfigError for
+    another name.
+    """
+    finder = _Finder(tokenizer)
+    calls, call_origin = finder.calls(tool_call_parser)
+    thoughts, thought_origin = finder.thoughts(reasoning_parser)
+    if _has_channels(calls) or thought_origin.name == HARMONY:  # these carry both
+        origin = call_origin if _has_channels(calls) else thought_origin
+        calls, thoughts = TOOL_PARSERS[HARMONY][0], REASONING_PARSERS[HARMONY]
+        call_origin = thought_origin = origin._replace(name=HARMONY)
+    return Choice(Syntax(calls, thoughts), call_origin, thought_origin, finder.refused)
+
+
+class _Finder:
+    """Looks for the syntax of one model; what takes time only when it is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._template = "" if tokenizer is None else tokenizer.chat_template or ""
+        self.refused = ""
+
+    def calls(self, name: str) -> tuple[Calls | None, Origin]:
+        """Return how calls are written."""
+        if name not in ("auto", "none"):
+            rows = _named(TOOL_PARSERS, name, "tool_call_parser")
+            return next((row for row in rows if _shows(row, self._template)), rows[0]), Origin(name, _BY_OPTION)
+        if name == "none":
+            return None, Origin(name, _BY_OPTION)
+        if self._own.calls is not None:
+            return self._own.calls, Origin("", _BY_CHECKPOINT)
+        rows = [(found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template)]
+        if len(rows) == 1:
+            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        calls = self._derived.calls
+        return calls, Origin("none", _UNKNOWN) if calls is None else Origin("", _BY_TURNS)
+
+    def thoughts(self, name: str) -> tuple[Thoughts | None, Origin]:
+        """Return how thoughts are written."""
+        if name not in ("auto", "none"):
+            return _named(REASONING_PARSERS, name, "reasoning_parser"), Origin(name, _BY_OPTION)
+        if name == "none":
+            return None, Origin(name, _BY_OPTION)
+        if self._own.thoughts is not None:
+            return self._own.thoughts, Origin("", _BY_CHECKPOINT)
+        rows = [(found, row) for found, row in REASONING_PARSERS.items() if _shows(row, self._template)]
+        if len(rows) == 1:
+            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        thoughts = self._derived.thoughts
+        return thoughts, Origin("none", _UNKNOWN) if thoughts is None else Origin("", _BY_TURNS)
+
+    @functools.cached_property
+    def _own(self) -> Syntax:
+        """What the checkpoint itself says."""
+        spec = None if self._tokenizer is None else self._tokenizer.response_template
+        if spec is None:
+            return Syntax()
+        try:
+            return from_response_template(spec)
+        except UnsupportedTemplate as error:
+            self.refused = str(error)
+            return Syntax()
+
+    @functools.cached_property
+    def _derived(self) -> Syntax:
+        return derive(self._tokenizer) if self._tokenizer is not None and self._template else Syntax()
+
+
+def _named[Row](table: Mapping[str, Row], name: str, param: str) -> Row:
+    if name not in table:
+        raise ConfigError(f"{param} must be auto, none or one of {', '.join(table)}, not {name!r}")
+    return table[name]
+
+
+def _shows(row: Any, template: str) -> bool:
+    """Return whether a chat template has the marks of a row, if this can be known by marks."""
+    has_marks = bool(row.signs) and all(sign in template for sign in row.signs)
+    return has_marks and not any(sign in template for sign in row.not_signs)
+
+
+def _has_channels(calls: Calls | None) -> bool:
+    return calls is not None and isinstance(calls.arguments, Channels)

@@ -1,0 +1,310 @@
+"""Which syntax a model's answers are read in: by option, checkpoint, marks, or read off its chat template."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import tokenizers
+import transformers
+from server.chat_templates import KNOWN, UNKNOWN
+from server.reading import message_of
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.choosing.choice import choose
+from jaxserve.server.choosing.derive import derive
+from jaxserve.server.parsing.syntax import Syntax, Tags
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.tokenizer import Tokenizer
+
+QUESTION = {"role": "user", "content": "How is the weather?"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": {"type": "object", "properties": properties, "required": []},
+        },
+    }
+    for name, properties in {
+        "get_weather": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+        },
+        "now": {},
+    }.items()
+]
+
+
+def tokenizer_with(template, response_template=None):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    fast.chat_template = template
+    fast.response_template = response_template
+    return Tokenizer(fast)
+
+
+def written(tokenizer, *, thoughts="", words="", calls=()):
+    """Return what the model writes in such a turn, by its chat template: what follows the header of a turn."""
+    message = {"role": "assistant", "content": words}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"callnum0{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(calls)
+        ]
+    text = tokenizer.render_chat_template([QUESTION, message], tools=TOOLS, add_generation_prompt=False)
+    return text.rpartition("<|turn|>assistant\n")[2].removesuffix("<|end|>\n")
+
+
+def bare(row):
+    """Return what a row of a table says of texts, without white space: where that stands does not matter to reading."""
+
+    def stripped(value):
+        if isinstance(value, str):
+            return "".join(value.split())
+        if isinstance(value, tuple):
+            return tuple(map(stripped, value))
+        return value
+
+    told = dataclasses.asdict(dataclasses.replace(row, signs=(), not_signs=(), families="", source="", ids=row.ids))
+    return {name: stripped(value) for name, value in told.items()}
+
+
+@pytest.fixture(scope="module", params=KNOWN | UNKNOWN)
+def template(request):
+    return request.param, tokenizer_with((KNOWN | UNKNOWN)[request.param].template())
+
+
+NAMES = st.sampled_from([tool["function"]["name"] for tool in TOOLS])
+WORD = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>[]{}()\\\"'`|◁▷", exclude_categories=("C", "Z")), min_size=1
+)
+TEXT = st.lists(WORD, min_size=1, max_size=4).map(" ".join)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": TEXT,
+        "days": st.integers(-(10**9), 10**9),
+        "exact": st.booleans(),
+        "where": st.dictionaries(
+            st.sampled_from(["a", "b"]),
+            st.one_of(TEXT, st.integers(0, 9), st.lists(st.booleans(), max_size=2)),
+            max_size=2,
+        ),
+    },
+)
+
+
+@hypothesis.settings(max_examples=15, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(data=st.data())
+def test_a_derived_syntax_reads_what_its_template_writes(template, data):
+    name, tokenizer = template
+    syntax = _derived(name, tokenizer)
+    thoughts = data.draw(st.just("") | TEXT)
+    calls = [
+        (called, data.draw(ARGUMENTS) if called == "get_weather" else {})
+        for called in data.draw(st.lists(NAMES, max_size=3))
+    ]
+    is_bare = syntax.calls.is_bare and bool(calls)  # nothing can stand before such a call
+    words = "" if is_bare else data.draw(TEXT if not calls else st.just("") | TEXT)
+    text = written(tokenizer, thoughts=thoughts, words=words, calls=calls)
+    size = data.draw(st.integers(1, 9))
+    assert message_of(syntax, text, TOOLS, size=size) == (words, thoughts, calls), text
+
+
+_SYNTAXES = {}
+
+
+def _derived(name, tokenizer):
+    if name not in _SYNTAXES:
+        _SYNTAXES[name] = derive(tokenizer)
+    assert _SYNTAXES[name].calls is not None
+    assert _SYNTAXES[name].thoughts is not None
+    return _SYNTAXES[name]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_derived_syntax_is_the_one_of_the_table(name):
+    """Save for what no template shows: what may be left out, and marks that a model writes besides."""
+    rows = TOOL_PARSERS.get(name.partition(" ")[0])
+    if rows is None:
+        pytest.skip("the table has no such syntax")
+    derived = derive(tokenizer_with(KNOWN[name].template())).calls
+    assert derived is not None
+    assert any(same(derived, row) for row in rows), (derived, rows)
+
+
+def same(derived, row):
+    left, right = bare(derived), bare(row)
+    optional = {"ids", "is_parallel", "is_bare"} | ({"section"} if row.is_bare else set())
+    optional |= set() if derived.is_parallel else {"separator"}
+    return {k: v for k, v in left.items() if k not in optional} == {k: v for k, v in right.items() if k not in optional}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thoughts"),
+    [
+        ("<think>\n", ("<think>\n", "</think>")),
+        ("[REASONING]\n", ("[REASONING]\n", "[/REASONING]")),
+        ("◁think▷", ("◁think▷", "◁/think▷")),
+        ("<assistant>\n", None),
+        ("", None),
+    ],
+)
+def test_thoughts_that_only_the_prompt_begins(prompt, thoughts):
+    closing = prompt.strip().replace("<", "</").replace("[", "[/").replace("◁", "◁/")
+    header = prompt if thoughts is None else ""
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        + header
+        + ("{{ message.content.split('" + closing + "')[-1] }}" if closing else "{{ message.content }}")
+        + "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+        + prompt
+        + "{% endif %}"
+    )
+    found = derive(tokenizer_with(template)).thoughts
+    assert (None if found is None else (found.opening[0], found.closing[0])) == thoughts
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ raise_exception('no') }}",
+        "{% for message in messages %}{{ message.content }}{% endfor %}",
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ message.tool_calls }}\n{% endfor %}",
+        "{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}",
+        "{% for message in messages %}{{ message | tojson }}{% endfor %}",
+        "{{ messages | tojson }}{{ tools | tojson }}",
+        "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}",
+        "{{ 'x' * 100000 }}{% for message in messages %}{{ message.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_shows_no_syntax(template):
+    syntax = derive(tokenizer_with(template))
+    if syntax.calls is not None:
+        assert '"tool_calls"' in template or "tojson" in template
+    assert syntax.thoughts is None
+
+
+# The order of choosing.
+
+CALLS = {
+    "open": "<own>",
+    "close": "</own>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+OWN = {
+    "start_anchor": "<|turn|>assistant\n",
+    "fields": {"thinking": {"open": "<hm>", "close": "</hm>"}, "content": {}, "tool_calls": CALLS},
+}
+
+
+def test_an_option_comes_first():
+    tokenizer = tokenizer_with(KNOWN["hermes"].template(), OWN)
+    choice = choose(tokenizer, tool_call_parser="glm45", reasoning_parser="deepseek_r1")
+    assert isinstance(choice.syntax.calls.arguments, Tags)
+    assert choice.syntax.thoughts == REASONING_PARSERS["deepseek_r1"]
+    assert choice.rows() == [["tool calls", "glm45, by the option"], ["thoughts", "deepseek_r1, by the option"]]
+
+
+def test_an_option_turns_it_off():
+    tokenizer = tokenizer_with(KNOWN["hermes"].template(), OWN)
+    choice = choose(tokenizer, tool_call_parser="none", reasoning_parser="none")
+    assert choice.syntax == Syntax()
+    assert choice.rows() == [["tool calls", "none, by the option"], ["thoughts", "none, by the option"]]
+
+
+def test_then_what_the_checkpoint_says():
+    choice = choose(tokenizer_with(KNOWN["hermes"].template(), OWN))
+    assert choice.syntax.calls.call == ("<own>", "</own>")
+    assert choice.syntax.thoughts.opening == ("<hm>",)
+    assert choice.calls.by == choice.thoughts.by == "as the checkpoint's response_template says"
+
+
+def test_what_the_checkpoint_says_and_cannot_be_followed_is_told():
+    broken = OWN | {"fields": OWN["fields"] | {"tool_calls": CALLS | {"content": "kv-lines"}}}
+    choice = choose(tokenizer_with(KNOWN["hermes"].template(), broken))
+    assert choice.calls == ("hermes", "by marks of the chat template")
+    assert choice.rows()[-1] == [
+        "not followed",
+        "response_template.fields.tool_calls.content is not 'json', and no name is in open_pattern",
+    ]
+
+
+def test_then_marks_then_turns():
+    choice = choose(tokenizer_with(KNOWN["qwen3_coder"].template()))
+    assert choice.calls == ("qwen3_coder", "by marks of the chat template")
+    choice = choose(tokenizer_with(UNKNOWN["attributes"].template()))
+    assert choice.calls == ("", "as the chat template writes turns")
+    assert choice.syntax.calls.section == ("<fns>", "</fns>")
+    choice = choose(tokenizer_with("{% for message in messages %}{{ message.content }}{% endfor %}"))
+    assert choice.syntax == Syntax()
+    assert choice.rows() == [["tool calls", "none, no syntax found"], ["thoughts", "none, no syntax found"]]
+    assert choose(None).syntax == Syntax()
+
+
+@pytest.mark.parametrize("options", [{"tool_call_parser": "gpt_oss"}, {"reasoning_parser": "gpt_oss"}])
+def test_channels_carry_calls_and_thoughts(options):
+    choice = choose(tokenizer_with(KNOWN["hermes"].template()), **options)
+    assert choice.calls == choice.thoughts == ("gpt_oss", "by the option")
+    assert choice.syntax.calls is TOOL_PARSERS["gpt_oss"][0]
+
+
+@pytest.mark.parametrize("param", ["tool_call_parser", "reasoning_parser"])
+def test_a_name_that_is_none(param):
+    with pytest.raises(ConfigError, match=f"{param} must be auto, none or one of .*, not 'hermit'"):
+        choose(None, **{param: "hermit"})
+
+
+@pytest.fixture(scope="module")
+def published(test_data):
+    folder = test_data / "tokenizers" / "templates"
+    return {path.stem: tokenizer_with(path.read_text()) for path in folder.glob("*.jinja")}
+
+
+# Two templates write no turn with a call from which one could tell, a third one writes messages with headers.
+NOT_DERIVED = {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "openai-gpt-oss-120b"}
+
+
+def test_published_templates_are_derived_as_the_table_has_them(published):
+    for name, tokenizer in published.items():
+        chosen = choose(tokenizer)
+        derived = derive(tokenizer)
+        if chosen.calls.by != "by marks of the chat template":
+            continue
+        if name in NOT_DERIVED:
+            assert derived.calls is None
+        else:
+            assert derived.calls is not None, name
+            assert same(derived.calls, chosen.syntax.calls), (name, derived.calls, chosen.syntax.calls)
+
+
+def test_published_templates_read_back(published):
+    for name, tokenizer in published.items():
+        derived = derive(tokenizer)
+        if derived.calls is None:
+            continue
+        arguments = {"city": "Brünn \"q\" 'x' <b>", "days": -2, "exact": True, "where": {"a": [1, None, "ü"], "b": {}}}
+        calls = [("get_weather", arguments), ("now", {})][: 2 if derived.calls.is_parallel else 1]
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": f"callnum0{i}", "type": "function", "function": {"name": called, "arguments": args}}
+                for i, (called, args) in enumerate(calls)
+            ],
+        }
+        text = tokenizer.render_chat_template([QUESTION, message], tools=TOOLS, add_generation_prompt=False)
+        prompt = tokenizer.render_chat_template([QUESTION], tools=TOOLS, add_generation_prompt=True)
+        answer = text[len(prompt) :] if text.startswith(prompt) else text.rpartition(QUESTION["content"])[2]
+        assert message_of(derived, answer, TOOLS, size=5)[2] == calls, name
