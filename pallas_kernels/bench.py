@@ -20,6 +20,7 @@ from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
 from pallas_kernels.latent_attention.bench import latent_attention_rows
 from pallas_kernels.layer_matmuls.bench import decode_layer_rows, layer_matmuls_rows
 from pallas_kernels.paged_attention.bench import paged_attention_rows
+from pallas_kernels.quantized_matmuls.bench import quantized_matmuls_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.sampling.bench import sampling_rows
 from pallas_kernels.small_matmul.bench import small_matmul_rows
@@ -38,6 +39,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "latent_attention": latent_attention_rows,
     "layer_matmuls": layer_matmuls_rows,
     "paged_attention": paged_attention_rows,
+    "quantized_matmuls": quantized_matmuls_rows,
     "ragged_prefill_attention": ragged_prefill_attention_rows,
     "sampling": sampling_rows,
     "small_matmul": small_matmul_rows,

@@ -37,7 +37,7 @@ def signal(counter, *, interpret: bool) -> None:
         _inline(_signal, _REF)(counter)
 
 
-def wait(counter, value: int, *, interpret: bool) -> None:
+def wait(counter, value, *, interpret: bool) -> None:
     """Until a counter has reached `value`: then what was written before is seen, by TMA too."""
     if not interpret:  # it runs thread blocks one after the other
         _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))

@@ -1,0 +1,82 @@
+"""Bench rows of the four matmuls of a layer of Llama 3 8B with quantized weights, in one kernel and in XLA's."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantized_matmuls.conversions import Code
+from pallas_kernels.quantized_matmuls.matrix import PACKED_CODES, QuantizedMatrix, pack_matrix
+from pallas_kernels.quantized_matmuls.op import Implementation, QuantizedWeights, quantized_layer_matmuls
+from pallas_kernels.timing import Row, floor, measure, on_gpu
+
+_EPS = 1e-5
+_LAYERS = 6
+"""With weights of their own, more than the L2 holds."""
+_CALLS = 24
+"""In one program: starting one takes as long as a kernel."""
+_FORMATS: tuple[tuple[Code, int | None], ...] = (
+    ("int4", 128),
+    ("e2m1", 32),
+    ("e4m3", None),
+    ("e4m3", 128),
+    ("int8", None),
+)
+
+
+def quantized_matmuls_rows() -> Iterator[Row]:
+    """A row for each format, number of rows and implementation; without a GPU, of a small layer in XLA."""
+    implementations: tuple[Implementation, ...] = ("sm90",) if on_gpu() else ("xla",)
+    sizes = (4096, 14336, 6144) if on_gpu() else (256, 896, 384)
+    hidden, inner, _ = sizes
+    for code, group in _FORMATS:
+        layers = [_weights(sizes, code, group, seed) for seed in range(_LAYERS)]
+        gain = jnp.ones(hidden, _dtype())
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(layers[0]))
+        for num_rows, implementation in itertools.product((1, 8, 16, 32, 64) if on_gpu() else (1,), implementations):
+            start = tuple(jax.random.normal(jax.random.key(seed), (num_rows, hidden), _dtype()) for seed in range(2))
+            inputs = [(layers[call % _LAYERS], gain) for call in range(_CALLS)]
+            took = measure(functools.partial(_run, implementation=implementation), inputs, carry=start)
+            name = code if group is None else f"{code}, groups of {group}"
+            yield Row(f"{num_rows} rows, {hidden} x {inner}, {name}", implementation, took, floor(num_bytes=num_bytes))
+
+
+def _run(
+    carry: tuple[jax.Array, jax.Array], weights: QuantizedWeights, gain: jax.Array, *, implementation: Implementation
+) -> tuple[jax.Array, jax.Array]:
+    """Run a layer after the other: what would be its queries are the next one's heads, by a copy of them."""
+    heads, x = carry
+    x, y = quantized_layer_matmuls(
+        heads, x, weights, (gain, gain), activation=jax.nn.silu, eps=_EPS, implementation=implementation
+    )
+    return y[:, : heads.shape[1]], x
+
+
+def _weights(sizes: tuple[int, int, int], code: Code, group: int | None, seed: int) -> QuantizedWeights:
+    hidden, inner, outputs = sizes
+    keys = iter(jax.random.split(jax.random.key(seed), 4))
+    return QuantizedWeights(
+        o=_matrix(next(keys), (hidden,), hidden, code, group),
+        gate_up=_matrix(next(keys), (2, inner), hidden, code, group),
+        down=_matrix(next(keys), (hidden,), inner, code, group),
+        qkv=_matrix(next(keys), (outputs,), hidden, code, group),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _matrix(key: jax.Array, outputs: tuple[int, ...], depth: int, code: Code, group: int | None) -> QuantizedMatrix:
+    """Random codes, and scales that make a product about as large as its rows."""
+    scales = jnp.full((*outputs, 1 if group is None else depth // group), depth**-0.5, jnp.float32)
+    if code in PACKED_CODES:
+        codes = jax.random.bits(key, (*outputs, depth), jnp.uint8) & jnp.uint8(15)
+        return pack_matrix(codes, scales / 4, code=code)
+    values = jax.random.normal(key, (*outputs, depth), jnp.float32)
+    stored = jnp.round(values * 32).astype(jnp.int8) if code == "int8" else values.astype(jnp.float8_e4m3fn)
+    scales = scales / 32 if code == "int8" else scales
+    return QuantizedMatrix(values=stored, scales=scales, code=code, is_gated=len(outputs) == 2)
+
+
+def _dtype() -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16 if on_gpu() else jnp.float32)

@@ -1,0 +1,537 @@
+"""What the thread blocks of the kernel do. See sm90.py.
+
+The work of a matmul is cut into units: a tile of 256 outputs by a step of K. Each thread block takes an equal run of
+them, in the order of tiles and then of K, so that it has a fragment of one or two tiles and all of those between. What
+several blocks have added up of a tile, they leave in memory as parts; one of them, or for many rows each of them for
+some rows, waits for all parts, adds them up in their order and finishes that piece of the tile.
+
+Of a block, one warpgroup streams the weights of all its units through a ring in shared memory and never waits for other
+blocks; one copies rows, as soon as the matmul before has finished them all; four multiply, each 64 outputs of a tile.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layer_matmuls.device import clear, signal, wait
+from pallas_kernels.quantized_matmuls import conversions, device
+from pallas_kernels.quantized_matmuls.packing import BLOCK_COLUMNS, BLOCK_OUTPUTS, CODE_ROWS
+from pallas_kernels.quantized_matmuls.small_mma import add_product
+
+NUM_COMPUTE = 4
+"""Warpgroups that multiply."""
+TILE = NUM_COMPUTE * BLOCK_OUTPUTS
+COMPUTE_REGISTERS, COPY_REGISTERS = 104, 32
+"""Of the 480 for each thread of the six warpgroups that a block of 768 threads is launched with."""
+MAX_ROWS_OF_MMA = 16
+"""With more rows wgmma is faster, and scaling the weights costs less than scaling the sums of each group."""
+
+_int = jnp.int32
+
+PARTS_AT_A_TIME = 12
+"""Parts of a tile that are loaded before the first is added, as registers allow."""
+
+
+class Norm(NamedTuple):
+    """The addition to the residual stream and the norm that follow a matmul: names of arrays in global memory."""
+
+    residual: str
+    gain: str
+    normed: str
+    """The sum times the gain, which still lacks the division by its root mean square."""
+    squares: str
+    """Sums of the squares of the sum's parts, [parts, rows]."""
+
+
+class Matmul(NamedTuple):
+    """One of the matmuls of a kernel, and how it is cut."""
+
+    name: str
+    """Name of its weight's values among the arrays in global memory, as are the next ones."""
+    x: str
+    y: str
+    depth: int
+    outputs: int
+    """Outputs of the weight, gate and up together."""
+    code: conversions.Code
+    scale_rows: int
+    """Rows of scales behind a block's codes; 0 if the weight is plain."""
+    block_k: int
+    """Columns of K a step."""
+    is_gated: bool
+    scale: str | None
+    """Name of the scales [outputs, K / 128 or 1], if they do not lie behind the codes."""
+    has_scaled_blocks: bool
+    """Whether there is such a scale for each 128 of K."""
+    bias: str | None
+    norm: Norm | None
+    squares: str | None
+    """Name of the squares of x, if x lacks a norm's division."""
+    num_ctas: int
+    """Thread blocks that have units."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether codes have 4 bits."""
+        return self.code in ("int4", "e2m1")
+
+    @property
+    def up(self) -> int | None:
+        """Where the outputs of up begin, if gate and up lie one after the other."""
+        return self.outputs // 2 if self.is_gated and not self.is_packed else None
+
+    @property
+    def steps(self) -> int:
+        """Steps of K of a tile."""
+        return -(-self.depth // self.block_k)
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles."""
+        return -(-self.outputs // TILE)
+
+    @property
+    def num_units(self) -> int:
+        """Units of work of all thread blocks."""
+        return self.num_tiles * self.steps
+
+    @property
+    def max_parts(self) -> int:
+        """Thread blocks that have a part of the same tile, at most."""
+
+        def parts(tile: int) -> int:
+            return self.owner((tile + 1) * self.steps - 1) - self.owner(tile * self.steps) + 1
+
+        return max(map(parts, range(self.num_tiles)))
+
+    def owner(self, unit: Any) -> Any:
+        """Return the thread block that has a unit."""
+        if isinstance(unit, int):
+            return ((unit + 1) * self.num_ctas - 1) // self.num_units
+        return lax.div((unit + 1) * self.num_ctas - 1, _int(self.num_units))
+
+    def first_unit(self, cta: Any) -> Any:
+        """Return the first unit of a thread block; those that have none come last."""
+        if isinstance(cta, int):
+            return min(cta, self.num_ctas) * self.num_units // self.num_ctas
+        return lax.div(lax.min(cta, _int(self.num_ctas)) * self.num_units, _int(self.num_ctas))
+
+    def num_pieces(self, num_chunks: int) -> int:
+        """Return how many pieces (64 outputs by 8 rows) have to be finished."""
+        return self.outputs // BLOCK_OUTPUTS * num_chunks
+
+
+class Problem(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    matmuls: tuple[Matmul, ...]
+    rows: int
+    """Rows of x, padded to a multiple of 8."""
+    w_slots: int
+    x_slots: int
+    activation: Callable[[Any], Any] | None
+    eps: float
+
+    @property
+    def num_chunks(self) -> int:
+        """Groups of 8 rows."""
+        return self.rows // device.COLUMNS
+
+    def counters_of(self, index: int) -> int:
+        """Return where the counters of a matmul's tiles begin: one for each of their pieces."""
+        return sum(matmul.num_tiles * NUM_COMPUTE * self.num_chunks for matmul in self.matmuls[:index])
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers."""
+
+    weights: Any
+    rows: Any
+    factors: Any
+    """Of each matmul whose rows lack a norm's division, one for each row."""
+    scratch: Any
+    w_full: Any
+    w_free: Any
+    x_full: Any
+    x_free: Any
+    ready: Any
+    """Whether all that a matmul reads beside its weight and rows is there."""
+
+
+class _Block(NamedTuple):
+    problem: Problem
+    gmem: Mapping[str, Any]
+    smem: Shared
+    cta: Any
+    warpgroup: Any
+
+    def finished(self, index: int) -> Any:
+        """Return the counter of a matmul's finished pieces.
+
+        The one that the last matmul waits for is an output, since no block knows when all have read it: it is cleared
+        as the kernel begins.
+        """
+        if index == len(self.problem.matmuls) - 2:
+            return self.gmem["last_counter"].at[0]
+        return self.gmem["finished"].at[index]
+
+    def wait_for(self, index: int) -> None:
+        """Wait until a matmul is finished."""
+        wait(self.finished(index), self.problem.matmuls[index].num_pieces(self.problem.num_chunks), interpret=False)
+
+
+def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
+    """Run each warpgroup of the mesh axis "wg", of each thread block "cta"."""
+    warpgroup = lax.axis_index("wg")
+    block = _Block(problem, gmem, smem, lax.axis_index("cta"), warpgroup)
+
+    @pl.when(warpgroup < NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        first = _int(0)
+        for index, matmul in enumerate(problem.matmuls):
+            first = _compute(block, index, matmul, first)
+
+    @pl.when(warpgroup == NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        first = _int(0)
+        for matmul in problem.matmuls:
+            first = _copy_weights(block, matmul, first)
+        _wait_until_free(smem.w_free, problem.w_slots, first, first + problem.w_slots)
+
+    @pl.when(warpgroup == NUM_COMPUTE + 1)
+    def _():
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        first = _int(0)
+        if len(problem.matmuls) > 1:
+
+            @pl.when(block.cta == 0)
+            def _():
+                clear(gmem["last_counter"].at[0], interpret=False)
+
+        for index, matmul in enumerate(problem.matmuls):
+            first = _copy_rows(block, index, matmul, first)
+        _wait_until_free(smem.x_free, problem.x_slots, first, first + problem.x_slots)
+
+
+def _units(block: _Block, matmul: Matmul) -> tuple[Any, Any]:
+    return matmul.first_unit(block.cta), matmul.first_unit(block.cta + 1)
+
+
+def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
+    """Wait for those of the ring's steps from `first` to `end` whose slot was in use before."""
+
+    def step(index, _):
+        @pl.when(index >= num_slots)
+        def _():
+            plgpu.barrier_wait(free.at[lax.rem(index, _int(num_slots))])
+
+    lax.fori_loop(first, end, step, None)
+
+
+def _copy_weights(block: _Block, matmul: Matmul, first: Any) -> Any:
+    problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
+    start, end = _units(block, matmul)
+
+    def copy(unit, _):
+        step = first + unit - start
+        slot = lax.rem(step, _int(problem.w_slots))
+        _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
+        tile, k = lax.div(unit, _int(matmul.steps)), lax.rem(unit, _int(matmul.steps))
+        ring, full = smem.weights.at[slot], smem.w_full.at[slot]
+        half = TILE // 2  # two copies a step, whatever the matmul, since they arrive at the same barrier
+        if matmul.is_packed:
+            groups = matmul.block_k // BLOCK_COLUMNS
+            for part in range(2):
+                blocks = pl.ds(tile * NUM_COMPUTE + part * (NUM_COMPUTE // 2), NUM_COMPUTE // 2)
+                own = ring.at[pl.ds(part * (NUM_COMPUTE // 2), NUM_COMPUTE // 2)]
+                plgpu.copy_gmem_to_smem(weight.at[blocks, pl.ds(k * groups, groups)], own, full)
+            return
+        columns = pl.ds(k * matmul.block_k, matmul.block_k)
+        for part in range(2):
+            if matmul.is_gated:
+                source = weight.at[part, pl.ds(tile * half, half), columns]
+            else:
+                source = weight.at[pl.ds(tile * TILE + part * half, half), columns]
+            plgpu.copy_gmem_to_smem(source, ring.at[pl.ds(part * half, half)], full)
+
+    lax.fori_loop(start, end, copy, None)
+    return first + end - start
+
+
+def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
+    """Copy the rows of all units, once the matmul before is finished, and make the factors that they lack."""
+    problem, smem, x = block.problem, block.smem, block.gmem[matmul.x]
+    start, end = _units(block, matmul)
+
+    def copy(unit, _):
+        step = first + unit - start
+        slot = lax.rem(step, _int(problem.x_slots))
+        _wait_until_free(smem.x_free, problem.x_slots, step, step + 1)
+        k = pl.ds(lax.rem(unit, _int(matmul.steps)) * matmul.block_k, matmul.block_k)
+        # A start that is not static lets TMA fill the rows that pad x to a multiple of 8.
+        rows = pl.ds(block.cta * 0, problem.rows)
+        plgpu.copy_gmem_to_smem(x.at[rows, k], smem.rows.at[slot], smem.x_full.at[slot])
+
+    if not index:
+        lax.fori_loop(start, end, copy, None)
+        return first + end - start
+
+    @pl.when(start < end)
+    def _():
+        block.wait_for(index - 1)
+
+    middle = lax.min(start + problem.x_slots, end)
+    lax.fori_loop(start, middle, copy, None)
+
+    @pl.when(start < end)
+    def _():
+        if matmul.squares is not None:
+            squares = block.gmem[matmul.squares]
+
+            @pl.loop(0, problem.num_chunks)
+            def _(chunk):
+                device.store_reciprocal_roots(
+                    smem.factors.at[index],
+                    squares,
+                    chunk,
+                    smem.scratch.at[NUM_COMPUTE],
+                    size=matmul.depth,
+                    eps=problem.eps,
+                )
+
+        plgpu.barrier_arrive(smem.ready.at[index])
+
+    if index > 1:
+
+        @pl.when(block.cta == 0)
+        def _():  # all that waited have seen it, or the matmul before this one would not be finished
+            clear(block.finished(index - 2), interpret=False)
+
+    lax.fori_loop(middle, end, copy, None)
+    return first + end - start
+
+
+def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
+    """Multiply a block's units and finish the pieces that are its own."""
+    start, end = _units(block, matmul)
+    steps = _int(matmul.steps)
+    first_tile = lax.div(start, steps)
+    num_tiles = lax.div(end + (matmul.steps - 1), steps) - first_tile
+    max_parts, num_chunks = matmul.max_parts, block.problem.num_chunks
+    finishes_in_registers = block.problem.rows <= MAX_ROWS_OF_MMA  # of more rows there are too few
+    fewest_parts = 1 if finishes_in_registers else 0
+    parts, counters = block.gmem[f"parts_{matmul.name}"], block.gmem["counters"]
+
+    def part_index(tile, part):
+        return (tile * max_parts + part) * NUM_COMPUTE + block.warpgroup
+
+    def counter(tile, chunk):
+        piece = (tile * NUM_COMPUTE + block.warpgroup) * num_chunks + chunk
+        return counters.at[block.problem.counters_of(index) + piece]
+
+    def owners(tile):
+        first_owner = matmul.owner(tile * steps)
+        return first_owner, matmul.owner((tile + 1) * steps - 1) - first_owner + 1
+
+    @pl.loop(0, num_tiles)
+    def _(number):
+        tile = first_tile + number
+        low, high = lax.max(start, tile * steps), lax.min(end, (tile + 1) * steps)
+        sums = _multiply(block, matmul, tile, low - tile * steps, first + low - start, high - low)
+        if index:
+
+            @pl.when(number == 0)
+            def _():
+                plgpu.barrier_wait(block.smem.ready.at[index])
+
+        first_owner, num_parts = owners(tile)
+
+        if finishes_in_registers:
+
+            @pl.when(num_parts == 1)
+            def _():
+                for chunk in range(num_chunks):
+                    columns = sums[:, chunk * device.COLUMNS : (chunk + 1) * device.COLUMNS]
+                    operands = _load_operands(block, index, matmul, tile, _int(chunk))
+                    _finish(block, index, matmul, tile, _int(chunk), columns, operands)
+
+        @pl.when(num_parts > fewest_parts)
+        def _():
+            device.store_part(parts, sums, part_index(tile, block.cta - first_owner))
+            for chunk in range(num_chunks):
+                signal(counter(tile, chunk), interpret=False)
+
+    @pl.loop(0, num_tiles)
+    def _(number):
+        tile = first_tile + number
+        first_owner, num_parts = owners(tile)
+        own = block.cta - first_owner
+
+        @pl.when(num_parts > fewest_parts)
+        def _():
+            @pl.loop(0, num_chunks)
+            def _(chunk):
+                @pl.when(own == lax.rem(chunk, num_parts))
+                def _():
+                    operands = _load_operands(block, index, matmul, tile, chunk)
+                    _wait_and_clear(counter(tile, chunk), num_parts)
+                    total = _sum_of_parts(parts, part_index(tile, 0), num_parts, chunk)
+                    _finish(block, index, matmul, tile, chunk, total, operands)
+
+    return first + end - start
+
+
+def _sum_of_parts(parts: Any, first: Any, number: Any, chunk: Any) -> Any:
+    """Return [64, 8], the sum of a tile's parts in their order."""
+
+    def add(batch, total):
+        start = batch * PARTS_AT_A_TIME
+        own = lax.min(number - start, _int(PARTS_AT_A_TIME))
+        place = first + start * NUM_COMPUTE
+        return total + device.load_sum(parts, place, own, chunk, stride=NUM_COMPUTE, most=PARTS_AT_A_TIME)
+
+    zeros = plgpu.layout_cast(jnp.zeros((device.OUTPUTS, device.COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(_int(0), lax.div(number + (PARTS_AT_A_TIME - 1), _int(PARTS_AT_A_TIME)), add, zeros)
+
+
+def _wait_and_clear(counter: Any, value: Any) -> None:
+    wait(counter, value, interpret=False)
+    clear(counter, interpret=False)
+
+
+def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any, num_steps: Any) -> Any:
+    """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
+    problem, smem = block.problem, block.smem
+    rows, groups = problem.rows, range(matmul.block_k // BLOCK_COLUMNS)
+    is_few = rows <= MAX_ROWS_OF_MMA
+    scales_words = matmul.scale_rows == 1 and is_few
+    piece = lax.min(tile * NUM_COMPUTE + block.warpgroup, _int(matmul.outputs // BLOCK_OUTPUTS - 1))
+
+    def operand(slot, group, factors=None):
+        if not matmul.is_packed:
+            slot, warpgroup = (jnp.full((128,), value, jnp.int32) for value in (slot, block.warpgroup))
+            scales = () if factors is None else (factors,)
+            convert = conversions.from_bytes(matmul.code, is_gated=matmul.is_gated, is_scaled=factors is not None)
+            return convert(smem.weights, slot, warpgroup, *scales)
+        weights = smem.weights.at[slot, block.warpgroup]
+        layout = plgpu.Layout.WG_STRIDED((CODE_ROWS, 32), vec_size=4)
+        words = plgpu.load(weights.at[group, pl.ds(0, CODE_ROWS)], layout=layout, optimized=False)
+        if scales_words:
+            return conversions.from_words(matmul.code, scale_rows=0)(words)
+        scales = weights.at[group, pl.ds(CODE_ROWS, matmul.scale_rows)]
+        return conversions.from_words(matmul.code, scale_rows=matmul.scale_rows)(words, scales)
+
+    def slots_of(step):
+        w_slot, x_slot = lax.rem(step, _int(problem.w_slots)), lax.rem(step, _int(problem.x_slots))
+        plgpu.barrier_wait(smem.w_full.at[w_slot])
+        plgpu.barrier_wait(smem.x_full.at[x_slot])
+        return w_slot, x_slot
+
+    def free(w_slot, x_slot):
+        plgpu.barrier_arrive(smem.w_free.at[w_slot])
+        plgpu.barrier_arrive(smem.x_free.at[x_slot])
+
+    def factors_of(number):
+        """Of a step's 128 of K, if they have scales of their own."""
+        if matmul.scale is None or not matmul.has_scaled_blocks:
+            return None
+        return device.outputs_vector(block.gmem[matmul.scale], piece, first_k + number, up=matmul.up)
+
+    def step_of_few_rows(number, total):
+        """By mma.sync, with the sums of a group scaled."""
+        factors = factors_of(number)
+        w_slot, x_slot = slots_of(first + number)
+        slot = jnp.full((128,), x_slot, jnp.int32)
+        for group in groups:
+            product = add_product(rows, group * BLOCK_COLUMNS)
+            if factors is not None:
+                sums = product(zeros, operand(w_slot, group), smem.rows, slot)
+                total = conversions.add_scaled_by(rows)(total, sums, factors)
+            elif scales_words:
+                sums = product(zeros, operand(w_slot, group), smem.rows, slot)
+                scales = smem.weights.at[w_slot, block.warpgroup, group, CODE_ROWS]
+                total = conversions.add_scaled(rows)(total, sums, scales)
+            else:
+                total = product(total, operand(w_slot, group), smem.rows, slot)
+        free(w_slot, x_slot)
+        return total
+
+    if is_few:
+        zeros = plgpu.layout_cast(jnp.zeros((device.OUTPUTS, rows), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(_int(0), num_steps, step_of_few_rows, zeros)
+
+    def run(acc):
+        """By wgmma, with the weights of a group scaled."""
+
+        def step(number, _):
+            factors = factors_of(number)
+            w_slot, x_slot = slots_of(first + number)
+            for group in groups:
+                x = smem.rows.at[x_slot, :, pl.ds(group * BLOCK_COLUMNS, BLOCK_COLUMNS)].transpose((1, 0))
+                plgpu.wgmma(acc, operand(w_slot, group, factors), x)
+                plgpu.wgmma_wait(0)  # the next conversion writes into the same registers
+            free(w_slot, x_slot)
+
+        lax.fori_loop(_int(0), num_steps, step, None)
+        return lax.optimization_barrier(acc[...])
+
+    return pl.run_scoped(run, plgpu.ACC((device.OUTPUTS, rows), jnp.float32))
+
+
+class _Operands(NamedTuple):
+    """What a piece needs beside its sums, [64, 8] each; None for what the matmul has not."""
+
+    scale: Any
+    factor: Any
+    bias: Any
+    residual: Any
+    gain: Any
+
+
+def _load_operands(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any) -> _Operands:
+    """Load what a piece needs beside its sums, where outputs are past the last one of what is there."""
+    gmem, norm = block.gmem, matmul.norm
+    piece = lax.min(tile * NUM_COMPUTE + block.warpgroup, _int(matmul.outputs // BLOCK_OUTPUTS - 1))
+    scale = None if matmul.has_scaled_blocks else matmul.scale
+    return _Operands(
+        scale=None if scale is None else device.outputs_vector(gmem[scale], piece, up=matmul.up),
+        factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
+        bias=None if matmul.bias is None else device.outputs_vector(gmem[matmul.bias], piece, up=matmul.up),
+        residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * BLOCK_OUTPUTS, chunk),
+        gain=None if norm is None else device.outputs_vector(gmem[norm.gain], piece),
+    )
+
+
+def _finish(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any, sums: Any, operands: _Operands) -> None:
+    """Make 64 outputs of 8 rows of their sums: what comes after the product."""
+    gmem, norm = block.gmem, matmul.norm
+    piece = tile * NUM_COMPUTE + block.warpgroup
+    first = piece * BLOCK_OUTPUTS
+
+    @pl.when(first < matmul.outputs)
+    def _():
+        y = sums
+        for factor in (operands.scale, operands.factor):
+            y = y if factor is None else y * factor
+        if operands.bias is not None:
+            y = y + operands.bias
+        if norm is not None:
+            y = (y + operands.residual).astype(gmem[matmul.y].dtype).astype(jnp.float32)  # as it is stored
+            device.store_transposed(gmem[norm.normed], y * operands.gain, first, chunk)
+            device.store_squares(gmem[norm.squares], y, piece, chunk, block.smem.scratch.at[block.warpgroup])
+            device.store_transposed(gmem[matmul.y], y, first, chunk)
+        elif matmul.is_gated:
+            assert block.problem.activation is not None
+            gate, up = device.halves(y)
+            y = block.problem.activation(gate) * up
+            device.store_transposed(gmem[matmul.y], y, lax.div(first, _int(2)), chunk, half=0)
+        else:
+            device.store_transposed(gmem[matmul.y], y, first, chunk)
+        if index < len(block.problem.matmuls) - 1:
+            signal(block.finished(index), interpret=False)
