@@ -17,6 +17,7 @@ from typing import override
 
 import uvicorn
 import uvloop
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -28,7 +29,7 @@ from jaxserve.server.http import protocol_class
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.routes.responses import fail_abandoned
-from jaxserve.server.state import ServerState
+from jaxserve.server.state import ServerState, lifespan_state
 from jaxserve.server.template import served_tokenizer
 from jaxserve.server.tls import ssl_context
 from jaxserve.server.tracing import start_tracing
@@ -44,7 +45,7 @@ BACKLOG = 2048  # connections that wait to be taken
 
 def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket.socket:
     """A socket that listens on the configured address: the port is taken before the engine starts, of two servers by
-    one, and who connects before it has started waits. `beside` is another one of this server, whose port it shares.
+    one, and who connects before anybody answers waits. `beside` is another one of this server, whose port it shares.
 
     Raises StartupError.
     """
@@ -135,11 +136,12 @@ class Server:
         self._config = config
         self._is_stopping = False
         self._has_engine_died = False
+        self._app = create_app(self.state, config)
         is_debug = config.log_level == "debug"
         tls = ssl_context(config)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                create_app(self.state, config),
+                self._app,
                 lifespan="on",
                 http=protocol_class(config.receive_timeout, config.allowed_origins),
                 ws="none",
@@ -181,6 +183,10 @@ class Server:
                 await asyncio.to_thread(self.state.tracing.close)
             self.state.responses.close()
         return 1 if self._has_engine_died else 0
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a connection that others have taken."""
+        await self._app({**scope, "state": lifespan_state(self.state)}, receive, send)
 
     def drain(self) -> None:
         """Take nothing new, and end when what runs has finished. From any thread."""

@@ -100,6 +100,7 @@ class Supervisor:
                 await asyncio.gather(*map(self._start_worker, workers))
                 if not await self._all_ready(engine, workers):
                     return 128 + self._signals[0]
+                await _open(workers)  # a signal that comes from now on is for a server that runs
                 logger.info("serving %s at %s/v1", self._config.served_model_name, url)
                 self.serving.set()
                 return await self._watch(engine, workers)
@@ -131,11 +132,12 @@ class Supervisor:
         place = f"api-{worker.index}"
         worker.client = f"{place}-{worker.num_starts}"
         worker.num_starts += 1
+        is_first = worker.num_starts == 1
         settings = Settings(
             server=self._config,
             name=worker.client,
             place=place,
-            tells=worker.index == 0 and worker.num_starts == 1,
+            tells=worker.index == 0 and is_first,
             folder=str(self._folder),
             listener=worker.listener.fileno(),
             tokenizer=self._tokenizer,
@@ -143,6 +145,7 @@ class Supervisor:
             # No two processes draw the same seeds; with one worker that lives, they are those of an LLM.
             seed=self._seed + worker.index + MAX_WORKERS * (worker.num_starts - 1),
             metrics_file=str(self._folder / f"metrics-{worker.index}"),
+            opens_when_told=is_first,
         )
         worker.child = await Child.start(
             f"API worker {worker.index}", "jaxserve.server.worker", settings, pass_fds=[worker.listener.fileno()]
@@ -274,6 +277,16 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
         seed=engine.seed,
     )
     return asyncio.run(supervisor.run_last())
+
+
+async def _open(workers: list[_Worker]) -> None:
+    """Let the workers take requests, which all that is needed is there for, and wait until they do. One that has ended
+    will be replaced.
+    """
+    children = [worker.child for worker in workers if worker.child is not None]
+    for child in children:
+        child.tell("open")
+    await asyncio.gather(*(child.is_ready() for child in children))
 
 
 async def _report(child: Child) -> None:

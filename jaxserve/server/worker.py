@@ -1,6 +1,8 @@
 """An API worker: a process that serves HTTP and text, over an engine in another one. Started by `supervisor`.
 
-It drains when the parent says so, or on a signal of its own; it ends at once when the parent has gone.
+With the others that start together it opens when the parent says so: whoever is told that the server is well may stop
+it, and the parent must know by then that it has started. It drains when the parent says so, or on a signal of its own;
+it ends at once when the parent has gone.
 """
 
 import asyncio
@@ -8,6 +10,7 @@ import gc
 import pathlib
 import socket
 import sys
+from collections.abc import Callable
 
 import msgspec
 import uvloop
@@ -17,6 +20,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
+from jaxserve.server import early
 from jaxserve.server.lifecycle import Server
 from jaxserve.server.template import served_tokenizer
 from jaxserve.tokenizer import Tokenizer
@@ -33,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `name` is the engine's name for this process, new with each start, `place` that of whoever does this work, which
     stays; `listener` is a file descriptor; `seed` that of requests that bring none. One worker `tells` what all of them
-    would tell alike.
+    would tell alike. With `opens_when_told` it waits for the others, and says that it is ready, then that it serves.
     """
 
     server: ServerConfig
@@ -46,42 +50,61 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     seed: int
     metrics_file: str
+    opens_when_told: bool
 
 
 async def _serve(parent: Parent, settings: Settings) -> int:
+    listener = socket.socket(fileno=settings.listener)
+    if not settings.opens_when_told:
+        server, client = await _start(parent, settings, listener)
+    else:
+        async with early.answering(listener, settings.server) as meanwhile:
+            opened = asyncio.Event()
+            server, client = await _start(parent, settings, listener, opened)
+            parent.answer()
+            await opened.wait()
+            meanwhile.hand_over(server.answer)
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+    code = await server.serve(on_serving=parent.answer)
+    client.close()
+    return ENGINE_DIED if code else 0
+
+
+async def _start(
+    parent: Parent, settings: Settings, listener: socket.socket, opened: asyncio.Event | None = None
+) -> tuple[Server, RemoteEngineClient]:
+    """Connect with the engine, as soon as it is there, and do what the parent says."""
     folder = pathlib.Path(settings.folder)
     connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
     # Before the engine is there: what is wrong with it shows at once.
     tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
     defaults = sampling_defaults(settings.model_path)
     client = await connecting
-    frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed)
     server = Server(
-        frontend,
+        Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed),
         settings.server,
-        listener=socket.socket(fileno=settings.listener),
+        listener=listener,
         metrics_file=pathlib.Path(settings.metrics_file),
         responses_file=folder / "responses.sqlite",
         place=settings.place,
     )
     if settings.tells:
         server.tell_syntax()
-    commands = {
+    commands: dict[str, Callable[[], object]] = {
         "drain": server.drain,
         "stop": server.stop_now,
         "engine died": lambda: client.engine_died("its process has ended"),
     }
+    if opened is not None:
+        commands["open"] = opened.set
     loop = asyncio.get_running_loop()
 
     def on_command(command: str) -> None:
         loop.call_soon_threadsafe(commands[command])
 
     parent.on_command = on_command
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
-    code = await server.serve(on_serving=parent.answer)
-    client.close()
-    return ENGINE_DIED if code else 0
+    return server, client
 
 
 def _main(parent: Parent) -> int:

@@ -11,6 +11,7 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 from typing import override
 
 import msgspec
@@ -27,12 +28,14 @@ from jaxserve.server.supervisor import Supervisor
 
 STEP_SECONDS = 0.02
 ENDLESS = 1000
-IN_STEP, STEP_OVER = "in-step", "step-over"
-"""Files in the private folder: the engine makes the first in its long step, which lasts until the second is there."""
+IN_STEP, STEP_OVER, START = "in-step", "step-over", "start"
+"""Files in the private folder: the engine makes the first in its long step, which lasts until the second is there; the
+third ends a start that hangs.
+"""
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """`start_error`: what the start fails with; "crash": with none of ours; "hang": it has no end."""
+    """`start_error`: what the start fails with; "crash": with none of ours; "hang": it waits for START."""
 
     folder: str
     vocab_size: int
@@ -70,8 +73,9 @@ def _engine(parent: Parent) -> int:
     if settings.start_error == "crash":
         raise RuntimeError("a bug")
     if settings.start_error == "hang":
-        threading.Event().wait()
-    if settings.start_error is not None:
+        while not (pathlib.Path(settings.folder) / START).exists():
+            time.sleep(0.01)
+    elif settings.start_error is not None:
         raise OutOfMemory(settings.start_error)
     return serve(parent, Engine(settings), pathlib.Path(settings.folder))
 

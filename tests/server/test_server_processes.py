@@ -73,6 +73,11 @@ class Serving:
         (folder,) = pathlib.Path(self.temporary.name).iterdir()
         return folder
 
+    def port(self):
+        sockets = psutil.Process(self.process.pid).net_connections()
+        (port,) = {each.laddr.port for each in sockets if each.status == "LISTEN"}
+        return port
+
     def wait(self):
         """The exit code, once nothing of the server is left."""
         code = self.process.wait(timeout=PATIENCE)
@@ -323,8 +328,7 @@ def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
     """By servers of several workers, too, though these share it."""
     server = start("--start-error", "hang", "--api-workers", num_workers)
     server.wait_for_children(1 + int(num_workers))
-    sockets = psutil.Process(server.process.pid).net_connections()
-    (port,) = {each.laddr.port for each in sockets if each.status == "LISTEN"}
+    port = server.port()
     second = start("--port", str(port), "--api-workers", num_workers)
     assert second.wait() == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.rest_of_log()
@@ -355,6 +359,31 @@ def test_a_start_that_fails_is_one_line(start, error, message):
     assert server.wait() == 1
     *_, last = server.rest_of_log().splitlines()
     assert re.fullmatch(f"jaxserve: error: {message}", last)
+
+
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+def test_what_is_answered_while_it_starts_and_a_signal_as_soon_as_it_is_well(start, num_workers):
+    server = start("--start-error", "hang", "--api-workers", num_workers, "--api-key", "secret")
+    server.wait_for_children(1 + int(num_workers))
+    url = f"http://127.0.0.1:{server.port()}"
+
+    def get(path):
+        return httpx.get(f"{url}/{path}", timeout=PATIENCE, verify=False)
+
+    for _ in range(2 * int(num_workers)):
+        assert get("live").status_code == 200
+        health = get("health")
+        assert (health.status_code, health.json()) == (503, {"status": "the server is starting"})
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE, verify=False)
+        assert_error(refused, 503, None, "service_unavailable_error")
+        assert refused.headers["retry-after"] == "5"
+    (server.folder / fake_serve.START).touch()
+    wait_until(lambda: get("health").status_code == 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    log = server.rest_of_log()
+    assert log.count("shutting down\n") == int(num_workers)
+    assert "Traceback" not in log
 
 
 def test_a_signal_while_it_starts(start):

@@ -1,0 +1,79 @@
+"""What a worker answers while the server starts: /live is well, everything else has to come again later."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from jaxserve.config import ServerConfig
+from jaxserve.errors import Unavailable
+from jaxserve.server.errors import refusal
+from jaxserve.server.http import protocol_class
+from jaxserve.server.protocol.utility import Health
+from jaxserve.server.tls import ssl_context
+
+RETRY_AFTER = 5
+"""Seconds after which a client may ask again; nobody knows how long a start takes."""
+
+_HEADERS = {"connection": "close", "retry-after": str(RETRY_AFTER)}  # the next request is for the server itself
+
+
+class Early:
+    """The application: no route, no state, no key. Whoever is connected when the server is there speaks with that."""
+
+    def __init__(self) -> None:
+        self._server: ASGIApp | None = None
+
+    def hand_over(self, server: ASGIApp) -> None:
+        """From now on, requests are for `server`."""
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if self._server is not None:
+            answer = self._server
+        elif scope["path"] == "/live":
+            answer = _health(200, "ok")
+        elif scope["path"] == "/health":
+            answer = _health(503, "the server is starting")
+        else:
+            answer = refusal(503, "the server is starting", kind=Unavailable.type, headers=_HEADERS)
+        await answer(scope, receive, send)
+
+
+def _health(status: int, text: str) -> Response:
+    return Response(msgspec.json.encode(Health(text)), status, _HEADERS, media_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def answering(listener: socket.socket, config: ServerConfig) -> AsyncGenerator[Early]:
+    """Answer meanwhile. Connections that have not been taken in the end are left for the server."""
+    app = Early()
+    settings = uvicorn.Config(
+        app,
+        lifespan="off",
+        http=protocol_class(config.receive_timeout, config.allowed_origins),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_timeout,
+    )
+    settings.load()
+
+    def protocol() -> Any:
+        return settings.http_protocol_class(config=settings, server_state=ServerState(), app_state={})  # pyright: ignore
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(protocol, sock=listener.dup(), ssl=ssl_context(config))
+    try:
+        yield app
+    finally:
+        server.close()
