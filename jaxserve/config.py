@@ -149,6 +149,12 @@ class ServerConfig:
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "glm45", "gpt_oss"] = _option(
         "auto", "chat", "how the model writes its reasoning; auto: read off its chat template"
     )
+    disable_additional_properties: bool = _option(
+        True,
+        "chat",
+        "objects of response_format, tools and structured_outputs have no other properties than their schema names, "
+        "where it names some and does not speak of others",
+    )
     api_workers: int = _option(
         1, "server", "processes that serve HTTP and text over the one engine", alias="--api-server-count"
     )

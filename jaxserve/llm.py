@@ -279,6 +279,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
         self._client.close()
+        self._frontend.grammars.close()
         self._finalizer.detach()
 
     def __enter__(self) -> "LLM":

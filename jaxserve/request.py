@@ -46,11 +46,16 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGT
 
 
 class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of a request must be: exactly one of the fields.
+    """What the text of a request must be: exactly one of the first five fields, and how its JSON is written.
 
     `json` is a JSON schema, as a dict or as its text; `json_object` any JSON object; `regex` an expression for the
     whole text (in Rust's syntax, its digits ASCII); `choice` one of these texts; `grammar` a context-free grammar in
-    Lark's or in GBNF syntax. Raises InvalidRequest, naming the field.
+    Lark's or in GBNF syntax.
+
+    `disable_additional_properties`: objects have no other properties than their schema names, where it names some and
+    does not speak of others; None leaves it to the server, and is True elsewhere. `disable_any_whitespace`: nothing
+    stands between the parts of JSON; `whitespace_pattern` is an expression for what may. Raises InvalidRequest, naming
+    the field.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -58,6 +63,9 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
     regex: str | None = None
     choice: Annotated[Sequence[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)] | None = None
     grammar: str | None = None
+    disable_additional_properties: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
         _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")

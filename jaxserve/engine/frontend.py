@@ -30,7 +30,7 @@ from jaxserve.request import (
     SamplingParams,
     TruncationSide,
 )
-from jaxserve.structured.grammar import make_grammar
+from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 _ALIVE_CHECK_SECONDS = 1.0
@@ -65,6 +65,7 @@ class Frontend:
         """`default_sampling` are SamplingParams fields that the model's authors recommend (`sampling_defaults`)."""
         self.client = client
         self.tokenizer = tokenizer
+        self.grammars = GrammarPool()
         self.default_sampling = dict(default_sampling or {})
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *client.info.eos_token_ids))
         self._random = random.Random(seed)
@@ -113,7 +114,8 @@ class Frontend:
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if grammar is None:
-            grammar = "" if params.structured_outputs is None else make_grammar(params.structured_outputs)
+            wish = params.structured_outputs
+            grammar = "" if wish is None else self.grammars.answer(wish).result()
         if grammar or not params.ignore_eos:  # a text that is complete must end
             stop_token_ids |= self._eos_token_ids
         if params.structured_outputs is not None:

@@ -1,5 +1,6 @@
 """The ASGI application as data: routes, middleware, exception handlers; its state comes through the lifespan."""
 
+import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
@@ -65,7 +66,11 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Any]]:
-        yield lifespan_state(state)
+        state.frontend.grammars.start()  # the first grammar need not wait for its processes
+        try:
+            yield lifespan_state(state)
+        finally:
+            await asyncio.to_thread(state.frontend.grammars.close)
 
     keys_of_admin = admin_keys(config)
     admin_routes = (

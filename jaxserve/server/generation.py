@@ -18,48 +18,22 @@ from jaxserve.server.protocol.usage import Usage, usage
 from jaxserve.server.state import ServerState
 from jaxserve.server.tracing import Times
 
-GRAMMAR_TIMEOUT = 10.0  # seconds to check a grammar; the worst that its limits let pass takes less than half of it
-GRAMMAR_QUEUE_TIMEOUT = 10.0  # seconds to wait for those before it
 THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
 TURN_THRESHOLD = 2**20  # bytes from which on they wait for their turn to be
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
-async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, grammar_field: str | None = None) -> T:
+async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int) -> T:
     """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow,
     and in its turn where it makes that long.
-
-    With `grammar_field`, the field that a grammar is made of, it checks that too: always in a thread, and in its turn,
-    which lasts until the thread is done. Raises InvalidRequest when that takes too long, QueueFull when its turn does
-    not come.
     """
-    if grammar_field is None:
-        if size < THREAD_THRESHOLD:
-            return work()
-        if size < TURN_THRESHOLD:
-            return await asyncio.to_thread(work)
-        async with state.tokenizing:
-            return await asyncio.to_thread(_give_memory_back, work)
-    turn = state.compiling
-    try:
-        async with asyncio.timeout(GRAMMAR_QUEUE_TIMEOUT):
-            await turn.acquire()
-    except TimeoutError:
-        raise QueueFull("too many grammars are being compiled", retry_after=GRAMMAR_TIMEOUT) from None
-
-    def end(task: asyncio.Task[T]) -> None:
-        turn.release()
-        if not task.cancelled():
-            task.exception()  # seen, should nobody wait any more
-
-    is_large = size >= TURN_THRESHOLD
-    task = asyncio.create_task(asyncio.to_thread(_give_memory_back, work) if is_large else asyncio.to_thread(work))
-    task.add_done_callback(end)
-    done, _ = await asyncio.wait({task}, timeout=GRAMMAR_TIMEOUT)
-    if not done:
-        raise InvalidRequest(f"{grammar_field}: the grammar takes too long to compile", param=grammar_field)
-    return task.result()
+    if size < THREAD_THRESHOLD:
+        return work()
+    if size < TURN_THRESHOLD:
+        return await asyncio.to_thread(work)
+    async with state.tokenizing:
+        return await asyncio.to_thread(_give_memory_back, work)
 
 
 def _give_memory_back[T](work: Callable[[], T]) -> T:

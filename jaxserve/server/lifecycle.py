@@ -124,6 +124,7 @@ class Server:
             request_timeout=config.request_timeout,
             tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
             pooling=config.pooling,
+            closes_objects=config.disable_additional_properties,
             profile_dir=config.profile_dir,
             syntax=ModelSyntax(tokenizer, self._choice.syntax),
             responses=ResponseStore(

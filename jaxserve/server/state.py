@@ -28,7 +28,6 @@ from jaxserve.server.tracing import Tracing
 from jaxserve.server.unknown_fields import UnknownFields
 
 _KEY = "server"
-MAX_COMPILING = 2
 MAX_TOKENIZING = 2
 
 
@@ -50,8 +49,8 @@ class ServerState:
     """Those that run without a connection."""
     syntax: ModelSyntax
     """How the model writes thoughts and tool calls."""
-    compiling: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
-    """Whoever checks a grammar holds it: that may keep a core busy for seconds."""
+    closes_objects: bool = True
+    """Whether objects whose schema names properties have no others, where neither it nor the request says."""
     tokenizing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Whoever tokenizes a large body holds it: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
     slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)

@@ -13,7 +13,12 @@ _stack_size_lock = threading.Lock()  # the size for new threads is a setting of 
 
 
 def with_deep_stack[T](work: Callable[[], T]) -> T:
-    """The result of `work`, from a thread of its own. Raises what `work` raises."""
+    """The result of `work`, from a thread of its own with STACK_BYTES. Raises what `work` raises."""
+    return with_stack(work, STACK_BYTES)
+
+
+def with_stack[T](work: Callable[[], T], num_bytes: int) -> T:
+    """The result of `work`, from a thread whose stack has so many bytes. Raises what `work` raises."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -23,9 +28,9 @@ def with_deep_stack[T](work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="jaxserve-deep-stack", daemon=True)
+    thread = threading.Thread(target=run, name="jaxserve-stack", daemon=True)
     with _stack_size_lock:
-        usual = threading.stack_size(STACK_BYTES)
+        usual = threading.stack_size(num_bytes)
         try:
             thread.start()
         finally:

@@ -2,19 +2,23 @@
 
 A grammar text is llguidance's JSON form: `{"grammars": [...]}`, a list of JSON schemas and Lark grammars that may refer
 to each other by name; beside them may be a limit, `max_items_in_row`. It is plain data: the front end writes it, the
-engine compiles it for its tokenizer.
+engine compiles it for its tokenizer. Whatever reads a caller's own text runs in a process that may die (`pool`).
 """
 
 import functools
 import json
-from typing import Any
+import random
+import re
+import time
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
-from jaxserve.structured.deep_stack import with_deep_stack
+from jaxserve.structured.deep_stack import STACK_BYTES, with_stack
+from jaxserve.structured.schemas import Unfollowable, describes_object, followable
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Bytes of a schema or grammar: with the limits below, a compilation takes seconds at the very worst."""
@@ -35,15 +39,43 @@ ANSWER = "answer"
 
 # Models like to indent. What they may not do is to write white space for ever.
 _WHITESPACE = r" |\n[ \t]{0,64}"
-# They win over a schema's own "x-guidance".
-_JSON_OPTIONS: Any = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_flexible": True,
-    "whitespace_pattern": _WHITESPACE,
-    "coerce_one_of": False,
-    "lenient": False,
-}
+
+_TRIAL_STEPS = 32
+_MAX_STEP_SECONDS = 0.25
+"""CPU time of a step of the trial, whose alphabet is bytes: the engine's take longer, and all requests wait for it."""
+_TRIAL_STACK_BYTES = 2**20  # half of what the engine's threads have, where masks are computed
+_SPACES = re.compile(
+    r"(?:[ \n\r\t|()*+?]|\(\?:|\\[nrts ]|\\x(?:20|0[9aAdD])|\[(?:[ \n\r\t]|\\[nrts ]|\\x(?:20|0[9aAdD]))+\]"
+    r"|\{\d{1,4}(?:,\d{0,4})?\})+"
+)
+_RULE = re.compile(r"(?m)^[ \t]*(?:%[a-z]|[?!_]*[A-Za-z]\w*(?:\.\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:=))")
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b\s*)')
+_ENGINE_OPTIONS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
+
+
+class JsonOptions(NamedTuple):
+    """How JSON is written. `whitespace` is an expression for what may stand between its parts; "" is nothing.
+    `is_closed`: objects whose schema names properties have no others, unless it says so.
+    """
+
+    is_closed: bool = True
+    whitespace: str = _WHITESPACE
+
+
+def json_options(outputs: StructuredOutputs | None, *, is_closed: bool = True) -> JsonOptions:
+    """How the JSON of a wish is written; `is_closed` is what holds where it does not say.
+
+    Raises InvalidRequest for a `whitespace_pattern` that lets anything but white space pass.
+    """
+    if outputs is None:
+        return JsonOptions(is_closed)
+    if outputs.disable_additional_properties is not None:
+        is_closed = outputs.disable_additional_properties
+    if outputs.disable_any_whitespace:
+        return JsonOptions(is_closed, "")
+    if outputs.whitespace_pattern is None:
+        return JsonOptions(is_closed)
+    return JsonOptions(is_closed, _check_whitespace(outputs.whitespace_pattern))
 
 
 def parser_limits(text: str) -> LLParserLimits:
@@ -56,108 +88,175 @@ def parser_limits(text: str) -> LLParserLimits:
     )
 
 
-def make_grammar(wish: StructuredOutputs) -> str:
+def make_grammar(wish: StructuredOutputs, *, is_closed: bool = True) -> str:
     """The grammar text of a wish. Takes milliseconds as a rule, seconds for a schema of thousands of properties.
 
-    Raises InvalidRequest, naming the field and, where there is one, the keyword that is not supported.
+    Raises InvalidRequest, naming the field and, where there is one, the keyword that is not supported. A hostile wish
+    may end the process: callers go through `GrammarPool`.
     """
-    param, entry = _entry(wish)
-    text = _text([entry], wish)
+    param, entry = _entry(wish, json_options(wish, is_closed=is_closed))
+    limits = {} if wish.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
+    text = json.dumps({"grammars": [entry], **limits})
     _check(text, param)
     return text
 
 
-def compose(wish: StructuredOutputs, lark: str) -> str:
-    """`lark` as the grammar, in which `@answer` stands for the wish. Raises InvalidRequest, as `make_grammar` does."""
-    (entry,) = json.loads(make_grammar(wish))["grammars"]
-    return _text([{"lark_grammar": lark}, {"name": ANSWER, **entry}], wish)
+def compose(answer: str, lark: str) -> str:
+    """`lark` as the grammar, in which `@answer` stands for the checked grammar text `answer`."""
+    checked = json.loads(answer)
+    (entry,) = checked["grammars"]
+    return json.dumps({**checked, "grammars": [{"lark_grammar": lark}, {"name": ANSWER, **entry}]})
 
 
 def lark_grammar(lark: str, *, param: str) -> str:
     """A Lark grammar of our own as a grammar text. Only its size is checked: InvalidRequest names `param`."""
-    _check_size(lark, param)
+    check_size(lark, param)
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
-def check_json_schema(schema: Any, *, param: str) -> None:
-    """Raises InvalidRequest, naming `param` and the keyword, unless `schema` can be followed."""
-    _check(json.dumps({"grammars": [_json_entry(schema, param)]}), param)
+def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:
+    """The parameters of a tool, a JSON schema, as `json_rule` takes it: its values are objects whatever it says.
+
+    Raises InvalidRequest as `make_grammar` does, and for a schema that allows no objects; may end the process too.
+    """
+    rewritten = _followable(schema, param, is_closed=options.is_closed)
+    if rewritten is True:
+        rewritten = {}
+    if not describes_object(rewritten):
+        given = rewritten.get("type", "object") if isinstance(rewritten, dict) else ()
+        if "object" not in ([given] if isinstance(given, str) else given):
+            raise InvalidRequest(f"{param}: the arguments of a call are an object", param=param)
+        rewritten = {**rewritten, "type": "object"}
+    entry = _with_options(rewritten, options)
+    _check(json.dumps({"grammars": [{"json_schema": entry}]}), param)
+    return json.dumps(entry)
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """A JSON schema as a part of a Lark rule."""
-    return "%json " + json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+    """A JSON schema, from `arguments_schema` or one of our own, as a part of a Lark rule."""
+    return "%json " + json.dumps(schema if "x-guidance" in schema else _with_options(schema, JsonOptions()))
 
 
-def _text(grammars: list[dict[str, Any]], wish: StructuredOutputs) -> str:
-    limits = {} if wish.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
-    return json.dumps({"grammars": grammars, **limits})
-
-
-def _entry(wish: StructuredOutputs) -> tuple[str, dict[str, Any]]:
-    """The field that carries the wish, and its entry in a list of grammars."""
-    if wish.json is not None:
-        param = "structured_outputs.json"
-        return param, _json_entry(wish.json, param)
-    if wish.json_object:
-        param = "structured_outputs.json_object"
-        return param, _json_entry({"type": "object"}, param)
-    if wish.regex is not None:
-        param = "structured_outputs.regex"
-        _check_size(wish.regex, param)
-        return param, {"lark_grammar": f"start: /{regex_to_lark(wish.regex, use_ascii='d')}/"}
-    if wish.choice is not None:
-        param = "structured_outputs.choice"
-        lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wish.choice)
-        _check_size(lark, param)
-        return param, {"lark_grammar": lark}
-    assert wish.grammar is not None
-    param = "structured_outputs.grammar"
-    _check_size(wish.grammar, param)
-    return param, {"lark_grammar": _to_lark(wish.grammar, param)}
-
-
-def _json_entry(schema: Any, param: str) -> dict[str, Any]:
-    text = schema if isinstance(schema, str) else _dump(schema, param)
-    if text.strip() == "true":
-        text = "{}"  # the same, and has room for options
-    elif text.strip() == "false":
-        raise InvalidRequest(f"{param}: nothing satisfies false", param=param, code="unsupported_grammar")
-    _check_size(text, param)
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(text, None, _JSON_OPTIONS)
-    except ValueError as error:
-        raise InvalidRequest(f"{param} is not a JSON schema: {error}", param=param) from error
-    return {"json_schema": json.loads(grammar)["grammars"][0]["json_schema"]}
-
-
-def _dump(schema: Any, param: str) -> str:
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
-
-
-def _to_lark(grammar: str, param: str) -> str:
-    """Lark as it is; GBNF, which has `::=`, translated."""
-    if "::=" in grammar and len(grammar) > MAX_GBNF_BYTES:
-        raise InvalidRequest(f"{param}: at most {MAX_GBNF_BYTES} characters of GBNF are allowed", param=param)
-    try:
-        return any_to_lark(grammar)
-    except Exception as error:  # the translator raises bare Exceptions
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
-
-
-def _check_size(text: str, param: str) -> None:
+def check_size(text: str, param: str) -> None:
+    """Raises InvalidRequest for a text that is too long to be compiled, or that is no Unicode."""
     if len(text) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"{param} has {len(text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", param=param
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} is not valid Unicode: {error.reason}", param=param) from error
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A JSON schema as a text of allowed size. Raises InvalidRequest, naming `param`."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
+    check_size(text, param)
+    return text
+
+
+def _entry(wish: StructuredOutputs, options: JsonOptions) -> tuple[str, dict[str, Any]]:
+    """The field that carries the wish, and its entry in a list of grammars."""
+    if wish.json is not None:
+        param = "structured_outputs.json"
+        schema = _followable(schema_text(wish.json, param), param, is_closed=options.is_closed)
+        return param, {"json_schema": _with_options({} if schema is True else schema, options)}
+    if wish.json_object:
+        return "structured_outputs.json_object", {"json_schema": _with_options({"type": "object"}, options)}
+    if wish.regex is not None:
+        param = "structured_outputs.regex"
+        check_size(wish.regex, param)
+        return param, {"lark_grammar": f"start: /{regex_to_lark(wish.regex, use_ascii='d')}/"}
+    if wish.choice is not None:
+        param = "structured_outputs.choice"
+        lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wish.choice)
+        check_size(lark, param)
+        return param, {"lark_grammar": lark}
+    assert wish.grammar is not None
+    param = "structured_outputs.grammar"
+    check_size(wish.grammar, param)
+    return param, {"lark_grammar": _to_lark(wish.grammar, param)}
+
+
+def _followable(text: str, param: str, *, is_closed: bool) -> Any:
+    try:
+        schema = followable(text, is_closed=is_closed)
+    except Unfollowable as error:
+        raise InvalidRequest(f"{param}: {error}", param=param, code="unsupported_grammar") from error
+    if schema is False:
+        raise InvalidRequest(f"{param}: nothing satisfies false", param=param, code="unsupported_grammar")
+    return schema
+
+
+def _with_options(schema: dict[str, Any], options: JsonOptions) -> dict[str, Any]:
+    """A schema with all options of the grammar engine, whatever it has brought along."""
+    return schema | {
+        "x-guidance": {
+            "item_separator": ",",
+            "key_separator": ":",
+            "whitespace_flexible": bool(options.whitespace),
+            "whitespace_pattern": options.whitespace or None,
+            "coerce_one_of": False,
+            "lenient": False,
+        }
+    }
+
+
+def _check_whitespace(pattern: str) -> str:
+    r"""The pattern, in which \s is what JSON calls white space."""
+    param = "structured_outputs.whitespace_pattern"
+    if not _SPACES.fullmatch(pattern):
+        raise InvalidRequest(f"{param} must be an expression for white space only", param=param)
+    inside = re.sub(r"\[[^\]]*\]", lambda match: match[0].replace(r"\s", r" \t\n\r"), pattern)
+    return re.sub(r"\\s", r"[ \\t\\n\\r]", inside)
+
+
+def _to_lark(grammar: str, param: str) -> str:
+    """Lark as it is, but for the schemas in it; GBNF, whose rules have `::=`, translated."""
+    if _RULE.search(grammar):
+        return _with_followable_schemas(grammar, param)
+    if len(grammar) > MAX_GBNF_BYTES:
+        raise InvalidRequest(f"{param}: at most {MAX_GBNF_BYTES} characters of GBNF are allowed", param=param)
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # the translator raises bare Exceptions
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+
+
+def _with_followable_schemas(lark: str, param: str) -> str:
+    """Lark in which each schema behind `%json` is one that can be followed. Options of the schema on white space and
+    separators stay.
+    """
+    parts, position = [], 0
+    while match := _LARK_TOKEN.search(lark, position):
+        parts.append(lark[position : match.end()])
+        position = match.end()
+        if match["json"] is not None:
+            try:
+                given, end = json.JSONDecoder().raw_decode(lark, position)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"{param}: %json is not followed by a JSON schema: {error}", param=param
+                ) from error
+            schema = _followable(lark[position:end], f"{param}: %json", is_closed=False)
+            if isinstance(given, dict) and isinstance(schema, dict) and "x-guidance" in given:
+                options = given["x-guidance"]
+                kept = {name: options[name] for name in _ENGINE_OPTIONS if name in options}
+                schema |= {"x-guidance": kept}
+            parts.append(json.dumps(schema))
+            position = end
+    return "".join([*parts, lark[position:]])
 
 
 def _check(text: str, param: str) -> None:
-    """Compile a grammar for an alphabet of bytes and look for a first byte: what passes has at least one sentence
-    begun. Raises InvalidRequest.
+    """Compile a grammar for an alphabet of bytes, look for a first byte, and write some more: what passes has at least
+    one sentence begun, and its steps do not end the process. Raises InvalidRequest.
+
+    The stacks are half as large as those on which the engine does it again.
     """
 
     def compile_and_look() -> LLMatcher:
@@ -166,17 +265,37 @@ def _check(text: str, param: str) -> None:
             matcher.compute_bitmask()
         return matcher
 
-    matcher = with_deep_stack(compile_and_look)
+    matcher = with_stack(compile_and_look, STACK_BYTES // 2)
     if matcher.is_error():
         raise InvalidRequest(f"{param}: {_reason(matcher.get_error())}", param=param, code="unsupported_grammar")
+    with_stack(lambda: _try_out(matcher, param), _TRIAL_STACK_BYTES)
+
+
+def _try_out(matcher: LLMatcher, param: str) -> None:
+    """Write some bytes at random. A grammar that cannot be followed far is none of a caller's errors yet, one whose
+    steps are slow is: InvalidRequest.
+    """
+    rng = random.Random(0)
+    for _ in range(_TRIAL_STEPS):
+        start = time.thread_time()
+        mask = matcher.compute_bitmask()
+        if time.thread_time() - start > _MAX_STEP_SECONDS:
+            raise InvalidRequest(f"{param}: its steps take too long", param=param, code="unsupported_grammar")
+        allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+        if matcher.is_error() or not allowed or not matcher.consume_token(rng.choice(allowed)):
+            return
 
 
 def _reason(message: str) -> str:
-    """The message of llguidance on a line or two, without its internal state."""
+    """The message of llguidance on a line or two and in our words, without its internal state."""
     if message.startswith("NoExtension"):
         return "nothing satisfies it"
     if message.startswith("panic"):
         return "it is too large"
+    if "coerce_one_of" in message:
+        return "'oneOf' of schemas that a value may satisfy together is not supported"
+    if keys := re.search(r"Unimplemented keys: \[(.*)\]", message):
+        return f"{keys[1].replace(chr(34), chr(39))} is not supported"
     lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
     return "; ".join(lines)[:500] or "it cannot be compiled"
 

@@ -31,7 +31,9 @@ COPY_SECONDS = 0.02
 a lexer and its lock, so that their masks are computed one after the other: 64 rows, 16 cores, 7 ms a step on one H200.
 """
 
-_NUM_THREADS = 2
+SMALL_BYTES = 32 * 1024
+"""Grammars up to here, which take milliseconds, are compiled in a thread of their own: none waits behind large ones."""
+
 _MAX_COMPILED = 64  # grammars that are kept for requests to come
 _POLL_SECONDS = 0.01
 
@@ -70,7 +72,10 @@ class Matchers:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._eos_mask = np.zeros(self._num_words, np.uint32)
-        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="jaxserve-grammar")
+        self._small, self._large = (
+            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"jaxserve-{size}-grammars")
+            for size in ("small", "large")
+        )
         self._executor = LLExecutor()
         self._tokenizer: concurrent.futures.Future[LLTokenizer] | None = None
         self._grammars: OrderedDict[str, concurrent.futures.Future[_Grammar]] = OrderedDict()
@@ -85,7 +90,7 @@ class Matchers:
     def warm_up(self) -> None:
         """Begin to load the tokenizer, so that the first request need not wait for it."""
         if self._tokenizer is None:
-            self._tokenizer = self._pool.submit(self._make_tokenizer)
+            self._tokenizer = self._large.submit(self._make_tokenizer)
 
     def start(self, requests: Sequence[EngineRequest]) -> None:
         """Begin to compile the grammar of a group of requests, which is the same for all of them."""
@@ -93,13 +98,14 @@ class Matchers:
         text = requests[0].grammar
         assert text
         assert all(request.grammar == text for request in requests)
+        pool = self._small if len(text) <= SMALL_BYTES else self._large
         future = self._grammars.get(text)
         if future is None:
-            future = self._grammars[text] = self._pool.submit(self._compile, text)
+            future = self._grammars[text] = pool.submit(self._compile, text)
             if len(self._grammars) > _MAX_COMPILED:
                 self._grammars.popitem(last=False)
         self._grammars.move_to_end(text)
-        matchers = self._pool.submit(self._make_matchers, future, text, len(requests))
+        matchers = pool.submit(self._make_matchers, future, text, len(requests))
         self._compiling.append(_Compiling(list(requests), matchers, time.monotonic() + COMPILE_TIMEOUT))
 
     def take_compiled(
@@ -198,7 +204,8 @@ class Matchers:
 
     def close(self) -> None:
         """Let the threads end; nothing is compiled any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _narrow(self, mask: UInt32[np.ndarray, " W"], constraint: _Constraint, *, ignores_eos: bool) -> None:
         """What else the request wishes, as far as the grammar leaves a choice."""

@@ -24,8 +24,8 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 def patience():
     """Of the server's own limits, those that only a slow machine reaches. A test that is about one sets it itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxserve.server.generation.GRAMMAR_TIMEOUT", PATIENCE)
-        patch.setattr("jaxserve.server.generation.GRAMMAR_QUEUE_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
+        patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)
         patch.setattr("jaxserve.server.lifecycle.FLUSH_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
         patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)

@@ -106,7 +106,7 @@ BAD_FOR_BOTH = [
     ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": "start: <|im_end|>"}}, "structured_outputs.grammar"),
-    ({"structured_outputs": {"json": {"type": "string", "format": "zip"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {"type": "string", "format": "iri"}}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": {"$ref": "http://localhost/x"}}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": False}}, "structured_outputs.json"),
@@ -117,7 +117,10 @@ BAD_FOR_BOTH = [
     ({"max_tokens": 600}, "max_tokens"),
 ]
 TOOL = {"type": "function", "function": {"name": "f"}}
-UNSUPPORTED_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "if": {}}}}
+UNSUPPORTED_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "if": {}, "then": {"required": ["a"]}}},
+}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NO_JSON = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "x"}}
 BAD_COMPLETIONS = [

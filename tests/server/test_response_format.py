@@ -1,9 +1,9 @@
 """Answers of a form over HTTP: the fields of OpenAI and of vLLM, whole and streamed, and a client that parses them."""
 
+import concurrent.futures
 import contextlib
 import json
 import re
-import threading
 
 import jsonschema
 import openai
@@ -14,7 +14,7 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.server.state import MAX_COMPILING
+from jaxserve.errors import InvalidRequest
 from jaxserve.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -127,92 +127,148 @@ def test_a_prompt_that_is_scored_needs_no_form(server):
 
 
 class SlowGrammars:
-    """Grammars that are being made until `go_on` is set; `num_running` of them at this moment, `most` at once."""
+    """Grammars that are being made until a test settles them."""
 
-    def __init__(self, server):
-        self.go_on = threading.Event()
-        self.num_running = self.most = 0
-        self._compiling = server.server.state.compiling
-        self._lock = threading.Lock()
+    def __init__(self):
+        self.waiting = []
 
-    def make(self, _outputs):
-        with self._lock:
-            self.num_running += 1
-            self.most = max(self.most, self.num_running)
-        self.go_on.wait(PATIENCE)
-        with self._lock:
-            self.num_running -= 1
-        return ""
-
-    def end(self):
-        """Let all that wait be made, and their turns be given back."""
-        self.go_on.set()
-        wait_until(lambda: self.num_running == 0 and self._compiling._value == MAX_COMPILING)
-        self.go_on.clear()
+    def answer(self, _wish, *, is_closed):
+        assert is_closed
+        self.waiting.append(concurrent.futures.Future())
+        return self.waiting[-1]
 
 
 @pytest.fixture
 def slow_grammars(server, monkeypatch):
-    """All turns are free before and after: a thread holds its turn on when its client has had the answer long since."""
-    slow = SlowGrammars(server)
-    monkeypatch.setattr("jaxserve.server.parsing.model.make_grammar", slow.make)
-    slow.end()
-    yield slow
-    slow.end()
+    slow = SlowGrammars()
+    monkeypatch.setattr(server.server.state.frontend.grammars, "answer", slow.answer)
+    return slow
 
 
 @contextlib.contextmanager
-def asking(server, body, number):
-    """So many clients at once, of whom nobody leaves before the end."""
-    clients = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(number)]
-    for client in clients:
-        client.start()
-    yield
-    for client in clients:
-        client.join()
+def asking(server, body, number, path=CHAT):
+    """So many clients at once, of whom nobody leaves before the end. Their answers come afterwards."""
+    with concurrent.futures.ThreadPoolExecutor(number) as clients:
+        answers = [clients.submit(server.post, path, body) for _ in range(number)]
+        yield answers
 
 
-def test_a_slow_grammar_does_not_hold_up_others(server, slow_grammars):
-    """Grammars are checked in threads, two at a time; the server answers meanwhile."""
-    with asking(server, {"messages": [USER], "max_tokens": 2} | FORMS["json"], 5):
-        wait_until(lambda: slow_grammars.num_running == MAX_COMPILING)
+def test_slow_grammars_hold_up_nothing_else(server, slow_grammars):
+    with asking(server, {"messages": [USER], "max_tokens": 2} | FORMS["json"], 20) as answers:
+        wait_until(lambda: len(slow_grammars.waiting) == 20)
         assert server.get("/health").status_code == 200
         assert server.post(CHAT, {"messages": [USER], "max_tokens": 2}).status_code == 200
-        assert slow_grammars.num_running == MAX_COMPILING, "nothing of this waits for them"
-        slow_grammars.go_on.set()
-    assert slow_grammars.most == MAX_COMPILING
+        for future in slow_grammars.waiting:
+            future.set_result(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))
+    assert [answer.result().json()["choices"][0]["message"]["content"] for answer in answers] == ["a"] * 20
 
 
-def test_a_grammar_that_takes_too_long_is_refused(server, slow_grammars, monkeypatch):
-    monkeypatch.setattr("jaxserve.server.generation.GRAMMAR_TIMEOUT", 0.05)
-    for fields, param in (
-        (FORMS["json"], "structured_outputs"),
-        (FORMS["json_schema"], "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ):
-        assert_error(server.post(CHAT, {"messages": [USER]} | fields), 400, param)
-        slow_grammars.end()
+def test_a_grammar_that_is_refused_names_the_field_that_was_sent(server, slow_grammars):
+    param = "structured_outputs.json"
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
-    assert_error(server.post("/v1/responses", {"input": "a", "text": text}), 400, "text.format.schema")
+    for path, body, field in (
+        (CHAT, FORMS["json"], param),
+        (CHAT, FORMS["json_schema"], "response_format.json_schema.schema"),
+        (COMPLETIONS, {"prompt": "a"} | FORMS["json_schema"], "response_format.json_schema.schema"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/responses", {"input": "a", "text": text}, "text.format.schema"),
+    ):
+        slow_grammars.waiting.clear()
+        with asking(server, ({"messages": [USER]} if path == CHAT else {}) | body, 1, path) as (answer,):
+            wait_until(lambda: slow_grammars.waiting)
+            slow_grammars.waiting[0].set_exception(InvalidRequest(f"{param}: it is too large", param=param))
+        assert_error(answer.result(), 400, field)
 
 
 def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
-    body = {"messages": [USER], "max_tokens": 2} | FORMS["json"]
-    with asking(server, body, MAX_COMPILING):
-        wait_until(lambda: slow_grammars.num_running == MAX_COMPILING)
-        monkeypatch.setattr("jaxserve.server.generation.GRAMMAR_QUEUE_TIMEOUT", 0.05)  # they have their turns
-        refused = server.post(CHAT, body)
-        slow_grammars.go_on.set()
+    for name in ("QUEUE_SECONDS", "JOB_SECONDS"):
+        monkeypatch.setattr(f"jaxserve.server.grammars.{name}", 0.05)
+    refused = server.post(CHAT, {"messages": [USER], "max_tokens": 2} | FORMS["json"])
     assert_error(refused, 429, None, "rate_limit_error")
-    assert refused.headers["retry-after"] == str(int(PATIENCE)), "by then those have been made or given up"
+    assert slow_grammars.waiting[0].cancelled(), "it waits no longer"
 
 
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):
     """What passes here may still be refused by the engine, which knows its own tokens only."""
-    monkeypatch.setattr("jaxserve.server.parsing.model.make_grammar", lambda _: "{}")
+
+    def pass_nonsense(_wish, *, is_closed):
+        future = concurrent.futures.Future()
+        future.set_result("{}")
+        return future
+
+    monkeypatch.setattr(server.server.state.frontend.grammars, "answer", pass_nonsense)
     for stream in (False, True):
         for fields, param in (
             (FORMS["json"], "structured_outputs"),
             (FORMS["json_schema"], "response_format.json_schema.schema"),
         ):
             assert_error(server.post(CHAT, {"messages": [USER], "stream": stream} | fields), 400, param)
+
+
+OPEN = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
+KIND = r'\{\s*"kind"\s*:\s*"[ab]"\s*\}'
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"response_format": {"type": "json_object", "schema": OPEN}}, KIND),
+        ({"response_format": {"type": "json_schema", "schema": OPEN}}, KIND),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": OPEN}}}, KIND),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN}}}, KIND),
+        ({"structured_outputs": {"json": OPEN}}, KIND),
+        ({"structured_outputs": {"json": OPEN, "disable_any_whitespace": True}}, r'\{"kind":"[ab]"\}'),
+        (
+            {"structured_outputs": {"json": OPEN, "whitespace_pattern": r"[\s]{2}"}},
+            r'\{(\s\s)?"kind"(\s\s)?:(\s\s)?"[ab]"(\s\s)?\}',
+        ),
+        (
+            {
+                "response_format": {"type": "json_object", "schema": OPEN},
+                "structured_outputs": {"disable_any_whitespace": True},
+            },
+            r'\{"kind":"[ab]"\}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_forms_of_other_servers_are_followed(server, path, form, pattern):
+    body = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
+    found = texts(server.post(path, body | form | {"max_tokens": 100, "n": 3, "seed": 1}))
+    assert found
+    for text in found:
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+        jsonschema.validate(json.loads(text), OPEN)
+
+
+def test_objects_stay_open_where_that_is_asked_for(server):
+    """Closed, no text has another property than the one that the schema names; open, some have one."""
+    names = set()
+    for seed in range(4):
+        form = {"structured_outputs": {"json": OPEN, "disable_additional_properties": False}}
+        likely = {str(token): 8 for token in server.server.state.frontend.tokenizer.encode(",")}
+        body = {"messages": [USER], "max_tokens": 300, "n": 8, "seed": seed, "logit_bias": likely, "temperature": 1.5}
+        names |= {name for text in texts(server.post(CHAT, body | form)) for name in json.loads(text)}
+    assert "kind" in names
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"response_format": {"type": "text", "schema": OPEN}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format.schema"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"json": OPEN, "whitespace_pattern": "x*"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {"minLength": 3}}}}, "structured_outputs.json"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 2**60 + 1}}}, "response_format.schema"),
+    ],
+)
+def test_forms_that_are_refused(server, form, param):
+    assert_error(server.post(CHAT, {"messages": [USER], "max_tokens": 2} | form), 400, param)

@@ -30,7 +30,7 @@ def follow(text, output):
 
 @pytest.mark.parametrize(
     "text",
-    [make_grammar(AMBIGUOUS), compose(AMBIGUOUS, f'start: "a" @{ANSWER}')],
+    [make_grammar(AMBIGUOUS), compose(make_grammar(AMBIGUOUS), f'start: "a" @{ANSWER}')],
     ids=["alone", "behind something else"],
 )
 def test_an_ambiguous_grammar_ends_early(text):

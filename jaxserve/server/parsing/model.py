@@ -6,7 +6,6 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.request import StructuredOutputs
 from jaxserve.server.parsing import harmony
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallStart
@@ -17,7 +16,7 @@ from jaxserve.server.parsing.table import TOOL_PARSERS
 from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.parsing.writer import call_rules, literal, message_rules, thought_rules
-from jaxserve.structured.grammar import compose, lark_grammar, make_grammar
+from jaxserve.structured.grammar import compose, lark_grammar
 from jaxserve.tokenizer import Tokenizer
 
 _ANY_OBJECT = {"type": "object"}
@@ -96,30 +95,30 @@ class ModelSyntax:
         is_open: bool,
         must_call: bool,
         is_parallel: bool,
-        wish: StructuredOutputs | None,
+        answer: str | None,
     ) -> str:
-        """Return what an answer must be: calls of these tools, or the `wish`, or one of them; "" is anything.
+        """Return what an answer must be: calls of these tools, or what the grammar text `answer` says, or one of them;
+        "" is anything. The parameters of tools that are followed come from `arguments_schema`.
 
         Without either, words are free, and so are calls, but those of strict tools (`follows_strict`). Thoughts are
-        free in any case. Raises InvalidRequest, naming the field, for a wish that is not supported.
+        free in any case. Raises InvalidRequest, naming the field, for tools that are too long together.
         """
-        has_answer = wish is not None and not must_call
-        is_free = wish is None and not must_call
+        is_free = answer is None and not must_call
         if is_free:
             if not self.follows_strict(tools):
                 return ""
             tools = [tool if tool.is_strict else tool._replace(parameters=_ANY_OBJECT) for tool in tools]
-        if wish is not None and not tools and not self.has_thoughts:
-            return make_grammar(wish)
+        if answer is not None and not tools and not self.has_thoughts:
+            return answer
         rules, bodies = [], []
         if tools:
             rules.append(call_rules(self.calls, tools, spell=self._spell, is_parallel=is_parallel))
             bodies.append("calls")
-        if has_answer:
+        if answer is not None:
             bodies.append("final" if self.has_channels else "@answer")
         before = ""
         if self.has_channels:
-            rules.append(message_rules(self._spell, "@answer" if has_answer else "HARMONY_TEXT"))
+            rules.append(message_rules(self._spell, "HARMONY_TEXT" if answer is None else "@answer"))
             before = "(analysis | preamble)* " if is_free else "analysis* "
             bodies += ["final"] if is_free else []
         elif self.thoughts is not None:
@@ -129,7 +128,7 @@ class ModelSyntax:
             rules.append(f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{re.escape((self._trigger or '').strip())}(.|\\n)*/")
             bodies = ["WORDS calls?"]
         lark = "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])
-        return compose(wish, lark) if wish is not None and has_answer else lark_grammar(lark, param="tools")
+        return lark_grammar(lark, param="tools") if answer is None else compose(answer, lark)
 
     def _spell(self, text: str) -> str:
         """Write a text in a grammar: added tokens as tokens, all else as text."""

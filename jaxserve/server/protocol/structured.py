@@ -6,6 +6,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
+from jaxserve.structured.grammar import JsonOptions, json_options
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -18,55 +19,90 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`type` is text, json_object or json_schema."""
+    """`type` is text, json_object or json_schema. `schema` is llama.cpp's place for a schema, with either of these."""
 
     type: str
     json_schema: JsonSchema | None = None
+    schema: Any = None
 
 
 class StructuredOutputsBody(msgspec.Struct, kw_only=True):
-    """One of these; see StructuredOutputs."""
+    """One of the first five, and options that hold for `response_format` and tools too; see StructuredOutputs."""
 
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_additional_properties: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+    @property
+    def wish(self) -> dict[str, Any]:
+        """The first five, those of them that are set."""
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        fields = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in fields.items() if value is not None and (name, value) != _NOT_WISHED}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How JSON is written, as fields of StructuredOutputs."""
+        names = ("disable_additional_properties", "disable_any_whitespace", "whitespace_pattern")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+_NOT_WISHED = ("json_object", False)
 
 
 def structured_outputs(
     response_format: ResponseFormat | None, body: StructuredOutputsBody | None
 ) -> StructuredOutputs | None:
     """The wish of a request, if it has one. Raises InvalidRequest, naming the field."""
-    wish = None if response_format is None else _of_format(response_format)
+    wish = {} if response_format is None else _of_format(response_format)
     if body is None:
-        return wish
-    if wish is not None:
+        return StructuredOutputs(**wish) if wish else None
+    if body.structural_tag is not None:
+        raise InvalidRequest(
+            "structured_outputs.structural_tag is not supported: write grammar, or strict tools",
+            param="structured_outputs.structural_tag",
+            code="unsupported_parameter",
+        )
+    if wish and body.wish:
         raise InvalidRequest("response_format and structured_outputs exclude each other", param="structured_outputs")
-    return StructuredOutputs(
-        json=body.json,
-        json_object=bool(body.json_object),
-        regex=body.regex,
-        choice=body.choice,
-        grammar=body.grammar,
-    )
+    wish = wish or body.wish
+    return StructuredOutputs(**wish, **body.options) if wish or not body.options else None
 
 
-def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
+def arguments_options(body: StructuredOutputsBody | None, *, is_closed: bool) -> JsonOptions:
+    """How arguments of calls are written; `is_closed` is what holds where the request does not say.
+
+    Raises InvalidRequest, naming the field.
+    """
+    options = {} if body is None else body.options
+    return json_options(StructuredOutputs(json_object=True, **options), is_closed=is_closed)
+
+
+def _of_format(response_format: ResponseFormat) -> dict[str, Any]:
+    """The wish as a field of StructuredOutputs."""
+    schema = response_format.schema
+    if schema is None and response_format.json_schema is not None:
+        schema = response_format.json_schema.schema
+    param = _schema_field(response_format)
     match response_format.type:
+        case "text" if schema is None:
+            return {}
         case "text":
-            return None
-        case "json_object":
-            return StructuredOutputs(json_object=True)
-        case "json_schema":
-            if response_format.json_schema is None or response_format.json_schema.schema is None:
-                param = "response_format.json_schema.schema"
+            raise InvalidRequest(f"{param} contradicts the type 'text'", param=param)
+        case "json_object" if schema is None:
+            return {"json_object": True}
+        case "json_object" | "json_schema":
+            if schema is None:
                 raise InvalidRequest(f"{param} is required", param=param)
-            schema = response_format.json_schema.schema
             if not isinstance(schema, dict | bool):
-                param = "response_format.json_schema.schema"
                 raise InvalidRequest(f"{param} must be an object", param=param)
-            return StructuredOutputs(json=schema)
+            return {"json": schema}
         case other:
             raise InvalidRequest(
                 f"response_format of type {other[:40]!r} is not supported",
@@ -75,19 +111,28 @@ def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
             )
 
 
+def _schema_field(response_format: ResponseFormat) -> str:
+    return f"response_format.{'json_schema.schema' if response_format.schema is None else 'schema'}"
+
+
 def wish_field(response_format: ResponseFormat | None, body: StructuredOutputsBody | None) -> str | None:
     """The field that has a wish, None if none has."""
-    if body is not None:
-        return "structured_outputs"
-    if response_format is None or response_format.type == "text":
-        return None
-    return "response_format" + (".json_schema.schema" if response_format.type == "json_schema" else "")
+    if response_format is not None and response_format.type != "text":
+        has_schema = response_format.schema is not None or response_format.json_schema is not None
+        is_plain = response_format.type == "json_object" and not has_schema
+        return "response_format" if is_plain else _schema_field(response_format)
+    return None if body is None or not body.wish else "structured_outputs"
+
+
+_MADE_OF_OTHER_FIELDS = ("structured_outputs", "structured_outputs.json", "structured_outputs.json_object")
 
 
 def blame(error: InvalidRequest, field: str | None) -> None:
     """Name the `field` that the client has sent, where an error is about the grammar that was made of it."""
-    if field in (None, "structured_outputs") or not (error.param or "").startswith("structured_outputs"):
+    if field in (None, "structured_outputs") or error.param not in _MADE_OF_OTHER_FIELDS:
         return
+    if error.param == "structured_outputs" and error.code != "unsupported_grammar":
+        return  # it is about the field itself
     error.message = error.message.replace(error.param or "", field, 1)
     error.args = (error.message,)
     error.param = field

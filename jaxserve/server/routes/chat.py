@@ -3,7 +3,7 @@
 import functools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
-from jaxserve.server import generation
+from jaxserve.server import generation, grammars
 from jaxserve.server.answers import AnswerWriter
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns, show
@@ -30,14 +30,13 @@ from jaxserve.server.protocol.chat import (
 )
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
-from jaxserve.server.protocol.structured import blame
+from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
 from jaxserve.server.protocol.tools import ToolChoice, callable_tools
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
 from jaxserve.server.template import render_chat, thinks_first
-from jaxserve.structured.grammar import check_json_schema
 
 
 async def create(request: Request) -> Response:
@@ -45,12 +44,7 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, ChatRequest)
     size = len(await request.body())
-    group = await generation.prepare(
-        state,
-        lambda: prepare(state, body, request_id=f"chatcmpl-{uuid.uuid4().hex}"),
-        size=size,
-        grammar_field=grammar_field(state, body),
-    )
+    group = await prepare(state, body, request_id=f"chatcmpl-{uuid.uuid4().hex}", size=size)
     chat = Chat(state, body, group, answer_id=f"chatcmpl-{body.request_id or request.scope['request_id']}")
     if body.stream:
         return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.stopping)
@@ -76,20 +70,46 @@ def _must_call(body: ChatRequest) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
 
 
-def prepare(state: ServerState, body: ChatRequest, *, request_id: str) -> RequestGroup:
-    """The conversation, templated, tokenized and validated. Raises InvalidRequest, naming fields as they were sent."""
-    field = grammar_field(state, body)
+async def prepare(state: ServerState, body: ChatRequest, *, request_id: str, size: int) -> RequestGroup:
+    """The conversation, templated, tokenized and validated; the body has `size` bytes.
+
+    Raises InvalidRequest, naming fields as they were sent, and QueueFull where its grammar has to wait for too long.
+    """
     try:
         check_chat_request(body)
-        return _prepare(state, body, field, request_id=request_id)
+        tools = _callable_tools(state, body)
+        wish = structured_outputs(body.response_format, body.structured_outputs)
+        answer = None
+        if wish is not None and not _must_call(body):
+            answer = await grammars.answer_grammar(state, wish, field=body.wish_field)
+        written = await grammars.with_checked_parameters(
+            state,
+            tools,
+            params=_bound_tools(state, body, tools, has_wish=wish is not None),
+            options=arguments_options(body.structured_outputs, is_closed=state.closes_objects),
+        )
+        return await generation.prepare(
+            state, lambda: _prepare(state, body, written, answer=answer, request_id=request_id), size=size
+        )
     except InvalidRequest as error:
-        blame(error, field)
+        blame(error, grammar_field(state, body))
         rename(error, "prompt", "messages")  # the front end knows no messages
         rename(error, "max_tokens", body.token_limit_field)
         raise
 
 
-def _prepare(state: ServerState, body: ChatRequest, field: str | None, *, request_id: str) -> RequestGroup:
+def _bound_tools(state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_wish: bool) -> dict[str, str]:
+    """Names of the tools whose parameters the answer's grammar holds, with those of the fields that have these."""
+    is_all = _must_call(body) or has_wish
+    if not is_all and not state.syntax.follows_strict(tools):
+        return {}
+    params = {tool.function.name: f"tools[{index}].function.parameters" for index, tool in enumerate(body.tools or ())}
+    return {tool.name: params[tool.name] for tool in tools if is_all or tool.is_strict}
+
+
+def _prepare(
+    state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, answer: str | None, request_id: str
+) -> RequestGroup:
     defaults = state.frontend.default_sampling
     params = sampling_params(
         body,
@@ -101,17 +121,12 @@ def _prepare(state: ServerState, body: ChatRequest, field: str | None, *, reques
     text = render_chat(state.frontend.tokenizer, state.message_style, body)
     if body.truncate_prompt_tokens is None:
         generation.check_text_length(text, state)
-    tools = _callable_tools(state, body)
-    if field == "tools":
-        for index, tool in enumerate(body.tools or ()):
-            if tool.function.strict or _must_call(body):
-                check_json_schema(tool.function.parameters or {}, param=f"tools[{index}].function.parameters")
     grammar = state.syntax.grammar(
         tools,
         is_open=_thinks_first(state, body, text),
         must_call=_must_call(body),
         is_parallel=_is_parallel(body),
-        wish=params.structured_outputs,
+        answer=answer,
     )
     return state.frontend.prepare(
         state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),

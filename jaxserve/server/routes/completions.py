@@ -13,7 +13,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
-from jaxserve.server import generation
+from jaxserve.server import generation, grammars
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, show
 from jaxserve.server.protocol.common import rename, sampling_params
@@ -23,12 +23,11 @@ from jaxserve.server.protocol.completions import (
     CompletionResponse,
     check_completion_request,
 )
-from jaxserve.server.protocol.structured import blame
+from jaxserve.server.protocol.structured import structured_outputs
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
-from jaxserve.structured.grammar import make_grammar
 
 
 async def create(request: Request) -> Response:
@@ -36,7 +35,11 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, CompletionRequest)
     size = len(await request.body())
-    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, grammar_field=body.wish_field)
+    wish = structured_outputs(body.response_format, body.structured_outputs)
+    grammar = ""
+    if wish is not None and not body.is_score_only:  # once, for all prompts
+        grammar = await grammars.answer_grammar(state, wish, field=body.wish_field)
+    groups = await generation.prepare(state, lambda: _prepare(state, body, grammar), size=size)
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     completion = _Completion(state, body, groups, answer_id=answer_id)
     if body.stream:
@@ -45,17 +48,18 @@ async def create(request: Request) -> Response:
     return json_response(answer)
 
 
-def _prepare(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
-    """Validated, tokenized prompts. Raises InvalidRequest, naming fields as they were sent."""
+def _prepare(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
+    """Validated, tokenized prompts, whose answers follow `grammar`. Raises InvalidRequest, naming fields as they were
+    sent.
+    """
     try:
-        return _checked(state, body)
+        return _checked(state, body, grammar)
     except InvalidRequest as error:
-        blame(error, body.wish_field)
         rename(error, "max_tokens", body.token_limit_field)
         raise
 
 
-def _checked(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
+def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
@@ -68,9 +72,6 @@ def _checked(state: ServerState, body: CompletionRequest) -> list[RequestGroup]:
         logprobs=body.logprobs,
         prompt_logprobs=max(num_prompt_logprobs, default=None),
     )
-    grammar = ""
-    if params.structured_outputs is not None and not body.is_score_only:
-        grammar = make_grammar(params.structured_outputs)  # once, for all prompts
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(prompts):

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
-from jaxserve.server import generation
 from jaxserve.server.body import decode, encoded, json_response
 from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, name_as_sent
 from jaxserve.server.errors import error_body
@@ -37,7 +36,7 @@ from jaxserve.server.protocol.responses import (
 from jaxserve.server.reading import read_request
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.response_writer import Event, ResponseWriter, frame
-from jaxserve.server.routes.chat import Chat, grammar_field, prepare
+from jaxserve.server.routes.chat import Chat, prepare
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, Write, while_wanted
 
@@ -138,12 +137,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     response_id = f"resp_{uuid.uuid4().hex}"
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)))
-        group = await generation.prepare(
-            state,
-            lambda: prepare(state, chat_body, request_id=response_id),
-            size=size,
-            grammar_field=grammar_field(state, chat_body),
-        )
+        group = await prepare(state, chat_body, request_id=response_id, size=size)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise

@@ -1,0 +1,145 @@
+"""Numbers of a JSON schema as the grammar engine can hold them: it computes with doubles, and with 64-bit integers.
+
+A value that doubles round (`const`, `enum`) is refused, and so is a bound beyond 64 bits. Any other bound that a double
+cannot hold is moved inside, to the next one that can be held: some values at the very edge cannot be written then, and
+nothing that is written breaks the schema.
+"""
+
+import math
+from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+_EXACT = 2**53  # integers up to here are doubles, and so are their neighbours
+_LIMIT = 2**63
+_MAX_COEFFICIENT = 2**32 - 1
+
+
+class Literal(float):
+    """A number with a fraction or an exponent, as it was written."""
+
+    def __new__(cls, text: str) -> "Literal":
+        """Raises ValueError for a number that no double comes near."""
+        number = super().__new__(cls, text)
+        if math.isinf(number):
+            raise ValueError(f"the number {text[:40]} is too large")
+        number.text = text
+        return number
+
+    text: str
+
+
+def exact(number: float) -> Decimal:
+    """The value of a number of a schema, whatever a double makes of it."""
+    return Decimal(number.text if isinstance(number, Literal) else repr(number))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a schema is a number of JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def inexact(value: Any) -> float | None:
+    """The first number in the value of a `const` or `enum` that would become another one, None if there is none."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+        elif is_number(item) and not _is_held_as_value(item):
+            return item
+    return None
+
+
+def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
+    """Replace the bounds of a schema by such as can be held; `is_integer`: only integers are bounded.
+
+    Raises ValueError, naming the keyword.
+    """
+    for keyword, exclusive, is_lower in (
+        ("minimum", "exclusiveMinimum", True),
+        ("maximum", "exclusiveMaximum", False),
+    ):
+        bound, strict = schema.get(keyword), schema.get(exclusive)
+        if isinstance(strict, bool):  # as drafts up to 4 have it
+            del schema[exclusive]
+            if strict and is_number(bound):
+                schema[exclusive] = strict = schema.pop(keyword)
+                bound = None
+        inside: list[float] = []
+        if is_number(bound):
+            inside.append(_inside(keyword, bound, is_lower=is_lower, is_strict=False, is_integer=is_integer))
+        if is_number(strict) and not (_is_held(strict) and abs(strict) < _EXACT):
+            del schema[exclusive]
+            inside.append(_inside(exclusive, strict, is_lower=is_lower, is_strict=True, is_integer=is_integer))
+        if inside:
+            schema[keyword] = max(inside) if is_lower else min(inside)
+
+
+def multiple_of(number: float) -> Fraction:
+    """The value of `multipleOf`. Raises ValueError unless it can be held, as a 32-bit integer over a power of ten."""
+    coefficient, exponent = abs(float(number)), 0
+    while coefficient % 1:  # by the grammar engine's own steps, which round as these do
+        coefficient *= 10
+        exponent += 1
+    value = abs(Fraction(exact(number)))
+    if not value:
+        raise ValueError("multipleOf must be greater than 0")
+    if coefficient > _MAX_COEFFICIENT or Fraction(int(coefficient), 10**exponent) != value:
+        raise ValueError(f"multipleOf: {show(number)} has too many digits to be followed")
+    return value
+
+
+def can_be_combined(multiples: Iterable[Fraction]) -> bool:
+    """Whether the grammar engine, which does not look for overflows, can combine these values of `multipleOf`."""
+    numbers = list(multiples)
+    if len(numbers) < 2:
+        return True
+    scale = 1
+    while any((number * scale).denominator != 1 for number in numbers):
+        scale *= 10
+    integers = [int(number * scale) for number in numbers]
+    return math.lcm(*integers) * max(integers) <= _MAX_COEFFICIENT
+
+
+def _is_held_as_value(number: float) -> bool:
+    if abs(number) >= _LIMIT:
+        return False
+    return _is_held(number) or (isinstance(number, int) and int(float(number)) == number)
+
+
+def _is_held(number: float) -> bool:
+    return Decimal(repr(float(number))) == exact(number)
+
+
+def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_integer: bool) -> float:
+    """The double next to a bound, within it. Where numbers with a fraction are allowed, the shortest decimal that
+    stands for the double is what the grammar engine compares with, so that this must be within the bound as well.
+    """
+    limit = exact(bound)
+    if abs(limit) > _LIMIT:
+        raise ValueError(f"{keyword}: {show(bound)} is beyond 64 bits, which cannot be followed")
+    inward = math.inf if is_lower else -math.inf
+    candidate = float(bound)
+    while abs(candidate) <= _LIMIT:
+        forms = [Decimal(int(candidate)) if candidate.is_integer() else Decimal(repr(candidate))]
+        if not is_integer:
+            forms.append(Decimal(repr(candidate)))
+        if abs(candidate) < _LIMIT and all(
+            (form > limit or (form == limit and not is_strict))
+            if is_lower
+            else (form < limit or (form == limit and not is_strict))
+            for form in forms
+        ):
+            return int(candidate) if candidate.is_integer() else candidate
+        candidate = math.nextafter(candidate, inward)
+    raise ValueError(f"{keyword}: no number of 64 bits is beyond {show(bound)}")
+
+
+def show(number: float) -> str:
+    """A number for a message, as it was written, unless it is very long."""
+    text = number.text if isinstance(number, Literal) else repr(number)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,317 @@
+"""Grammars of strangers are compiled in processes that may die: a crash there costs its own request and no other.
+
+What has passed is compiled again by the engine, from the same text, with the same limits and twice the stack. So a
+grammar that crashes the compiler never gets there. Results are kept, so that a grammar that was seen before costs
+nothing.
+
+Small grammars, which take milliseconds, never wait behind large ones: one process takes nothing else, and what keeps it
+busy for longer than SMALL_SECONDS begins anew in the other.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import logging
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.request import StructuredOutputs
+from jaxserve.structured.grammar import JsonOptions, schema_text
+from jaxserve.structured.wire import AnswerJob, ArgumentsJob, Broken, Job, Made, Refused, Result
+
+JOB_SECONDS = 10.0
+"""The longest that a grammar may take; the worst that the other limits let pass takes half of it."""
+
+SMALL_BYTES = 32 * 1024
+SMALL_SECONDS = 1.0
+MAX_QUEUED = 64
+"""Grammars that wait for each process; one more is refused."""
+
+MAX_CACHED = 1024
+MAX_CACHED_BYTES = 16 * 2**20
+_RETRY_AFTER = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class _Ticket(NamedTuple):
+    key: bytes  # the job as it is sent
+    param: str
+    future: "concurrent.futures.Future[str]"
+
+
+class GrammarPool:
+    """Makes grammar texts in two processes of its own. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        """Processes start with the first job, or with `start`."""
+        self._cache = _Cache()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def start(self) -> None:
+        """Start the processes, so that the first grammar need not wait for them."""
+        if os.getpid() != self._pid:  # where the lock may be held for ever, and nobody feeds the processes
+            raise EngineDead("this process is a copy, made by os.fork, of the one whose grammars these are")
+        with self._lock:
+            if self._lanes is None:
+                large = _Lane(self._cache, seconds=JOB_SECONDS, on_late=None)
+                small = _Lane(self._cache, seconds=SMALL_SECONDS, on_late=large.put)
+                self._lanes = small, large
+                self._finalizer = weakref.finalize(self, _close, self._lanes)
+
+    def answer(self, wish: StructuredOutputs, *, is_closed: bool = True) -> "concurrent.futures.Future[str]":
+        """The grammar text of a wish, as `make_grammar` makes it.
+
+        The result is InvalidRequest, naming the field, for a wish that cannot be followed, also because it takes too
+        much time or memory; QueueFull if too many wait. Cancelling it takes it out of the queue.
+        """
+        if wish.json is not None and not isinstance(wish.json, str):
+            wish = msgspec.structs.replace(wish, json=schema_text(wish.json, "structured_outputs.json"))
+        for name in ("json", "regex", "choice", "grammar"):
+            if getattr(wish, name) is not None:
+                return self._submit(AnswerJob(wish, is_closed, f"structured_outputs.{name}"))
+        return self._submit(AnswerJob(wish, is_closed, "structured_outputs.json_object"))
+
+    def arguments(
+        self, schemas: Sequence[tuple[str, Any]], *, options: JsonOptions
+    ) -> "concurrent.futures.Future[str]":
+        """The schemas of calls' arguments as a list in JSON, as `arguments_schema` makes each; otherwise like `answer`.
+        Each comes with the name of the field that it is from.
+        """
+        return self._submit(ArgumentsJob([(param, schema_text(schema, param)) for param, schema in schemas], options))
+
+    def close(self) -> None:
+        """End the processes. What waits fails; a later job starts them again. A forked copy does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._finalizer is not None:
+                self._finalizer()
+            self._lanes = None
+
+    def _submit(self, job: Job) -> "concurrent.futures.Future[str]":
+        try:
+            key = msgspec.msgpack.encode(job)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{job.param} is not valid Unicode: {error.reason}", param=job.param) from error
+        ticket = _Ticket(key, job.param, concurrent.futures.Future())
+        if (known := self._cache.get(key)) is not None:
+            _settle(ticket, known)
+            return ticket.future
+        self.start()
+        lanes = self._lanes
+        if lanes is None:
+            raise JaxserveError("the pool of grammars has been closed")
+        small, large = lanes
+        if not (small if len(key) <= SMALL_BYTES else large).put(ticket):
+            raise QueueFull("too many grammars are being compiled", retry_after=_RETRY_AFTER)
+        return ticket.future
+
+
+class _Cache:
+    """Results of the grammars that were asked for last."""
+
+    def __init__(self) -> None:
+        self._results: collections.OrderedDict[bytes, Made | Refused] = collections.OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> Made | Refused | None:
+        with self._lock:
+            result = self._results.get(key)
+            if result is not None:
+                self._results.move_to_end(key)
+            return result
+
+    def put(self, key: bytes, result: Made | Refused) -> None:
+        with self._lock:
+            if key in self._results:
+                return
+            self._results[key] = result
+            self._num_bytes += _num_bytes(key, result)
+            while len(self._results) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
+                self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
+
+
+class _Lane:
+    """One process with its queue, and the thread that feeds it."""
+
+    def __init__(self, cache: _Cache, *, seconds: float, on_late: Callable[[_Ticket], bool] | None):
+        """A job that takes longer than `seconds` is ended; `on_late` may take it on, or else it is refused."""
+        self._cache = cache
+        self._seconds = seconds
+        self._on_late = on_late
+        self._queue: collections.deque[_Ticket] = collections.deque()
+        self._condition = threading.Condition()
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._process = _Process()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-grammars", daemon=True)
+        self._thread.start()
+
+    def put(self, ticket: _Ticket) -> bool:
+        """Queue a job. False: there is no room."""
+        with self._condition:
+            if self._is_closed or len(self._queue) >= MAX_QUEUED:
+                return False
+            self._queue.append(ticket)
+            self._condition.notify()
+            return True
+
+    def close(self) -> None:
+        """End the process, and with an error all that waits for it. In a process that was forked off, do nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._condition:
+            self._is_closed = True
+            waiting = list(self._queue)
+            self._queue.clear()
+            self._condition.notify()
+        for ticket in waiting:
+            if ticket.future.set_running_or_notify_cancel():
+                ticket.future.set_exception(JaxserveError("the pool of grammars has been closed"))
+        self._process.end()
+        if self._thread is not threading.current_thread():  # which collects garbage now and then
+            self._thread.join()
+        self._process.end()  # one that the thread has started meanwhile
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._is_closed:
+                    self._condition.wait()
+                if self._is_closed:
+                    return
+                ticket = self._queue.popleft()
+            if ticket.future.cancelled():
+                continue
+            result = self._cache.get(ticket.key)  # another one may have asked for the same
+            if result is None:
+                try:
+                    result = self._process.ask(ticket.key, self._seconds)
+                except _Late:
+                    if not self._is_closed:
+                        self._process.restart()
+                    if self._on_late is not None and self._on_late(ticket):
+                        continue
+                    message = f"{ticket.param}: the grammar takes too long to compile"
+                    result = Refused(message, ticket.param, "unsupported_grammar")
+                except _Died as error:
+                    if self._is_closed:
+                        result = Broken("the pool of grammars has been closed")
+                    else:
+                        logger.warning("a grammar has ended the process that compiled it (%s): refused", error)
+                        self._process.restart()
+                        message = f"{ticket.param}: it is too large or too deep to be compiled"
+                        result = Refused(message, ticket.param, "unsupported_grammar")
+                        self._cache.put(ticket.key, result)
+                else:
+                    if not isinstance(result, Broken):
+                        self._cache.put(ticket.key, result)
+            if ticket.future.set_running_or_notify_cancel():
+                _settle(ticket, result)
+
+
+class _Late(Exception):
+    pass
+
+
+class _Died(Exception):
+    pass
+
+
+class _Process:
+    """A running `child`. It takes a moment until it is ready, in which jobs can be sent already."""
+
+    def __init__(self) -> None:
+        self._popen = self._start()
+
+    def ask(self, job: bytes, seconds: float) -> Result:
+        """Send a job, and wait for its result. Raises _Late or _Died."""
+        popen = self._popen
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        deadline = time.monotonic() + seconds
+        try:
+            popen.stdin.write(len(job).to_bytes(4) + job)
+            popen.stdin.flush()
+            size = int.from_bytes(self._read(popen, 4, deadline))
+            return msgspec.msgpack.decode(self._read(popen, size, deadline), type=Result)
+        except (BrokenPipeError, ValueError) as error:
+            raise _Died(str(error)) from error
+
+    def restart(self) -> None:
+        self.end()
+        self._popen = self._start()
+
+    def end(self) -> None:
+        popen = self._popen
+        popen.kill()
+        popen.wait()
+        for pipe in (popen.stdin, popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # what it has not read is for nobody
+                    pipe.close()
+
+    @staticmethod
+    def _start() -> "subprocess.Popen[bytes]":
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxserve.structured.child", str(JOB_SECONDS + 5)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    @staticmethod
+    def _read(popen: "subprocess.Popen[bytes]", size: int, deadline: float) -> bytes:
+        assert popen.stdout is not None
+        descriptor = popen.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        data = bytearray()
+        while len(data) < size:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise _Late
+            part = os.read(descriptor, size - len(data))
+            if not part:
+                code = popen.wait()
+                raise _Died(signal.Signals(-code).name if code < 0 else f"exit code {code}")
+            data += part
+        return bytes(data)
+
+
+def _settle(ticket: _Ticket, result: Result) -> None:
+    match result:
+        case Made(text):
+            ticket.future.set_result(text)
+        case Refused(message, param, code):
+            ticket.future.set_exception(InvalidRequest(message, param=param, code=code))
+        case Broken(traceback):
+            logger.error("a grammar could not be checked:\n%s", traceback)
+            ticket.future.set_exception(JaxserveError(f"{ticket.param}: the grammar could not be checked"))
+
+
+def _num_bytes(key: bytes, result: Made | Refused) -> int:
+    return len(key) + len(result.text if isinstance(result, Made) else result.message)
+
+
+def _close(lanes: tuple[_Lane, _Lane]) -> None:
+    for lane in lanes:
+        lane.close()

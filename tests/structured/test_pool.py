@@ -1,0 +1,165 @@
+"""Grammars of strangers cost nobody else anything: what becomes of the processes that compile them, and who waits."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from structured.hostile import SLOW
+from waiting import PATIENCE, wait_until
+
+from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
+from jaxserve.request import StructuredOutputs
+from jaxserve.structured import pool as pools
+from jaxserve.structured.grammar import JsonOptions
+from jaxserve.structured.pool import GrammarPool
+
+SMALL = StructuredOutputs(json={"type": "integer"})
+
+
+@pytest.fixture
+def pool():
+    pool = GrammarPool()
+    yield pool
+    pool.close()
+
+
+def large(number):
+    """A schema of thousands of names, none like another."""
+    names = {f"{number}_{index}": {"type": "null"} for index in range(4000)}
+    return StructuredOutputs(json={"type": "object", "properties": names})
+
+
+def children(pool):
+    return [lane._process._popen.pid for lane in pool._lanes]
+
+
+def test_what_comes_back_is_what_was_asked_for(pool):
+    text = pool.answer(SMALL).result(PATIENCE)
+    assert json.loads(text)["grammars"][0]["json_schema"]["type"] == "integer"
+    schemas = [("a", {"type": "object", "properties": {}}), ("b", {})]
+    made = json.loads(pool.arguments(schemas, options=JsonOptions(is_closed=False)).result(PATIENCE))
+    assert [schema["type"] for schema in made] == ["object", "object"]
+    assert "additionalProperties" not in made[0]
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"json": {"not": {"minLength": 3}}}, "structured_outputs.json"),
+        ({"json": '{"const": "\ud800"}'}, "structured_outputs.json"),
+        ({"regex": "\ud800"}, "structured_outputs.regex"),
+        ({"choice": ["a", "\udfff"]}, "structured_outputs.choice"),
+        ({"grammar": 'start: "\ud800"'}, "structured_outputs.grammar"),
+        ({"regex": "(a"}, "structured_outputs.regex"),
+    ],
+)
+def test_refusals_name_the_field(pool, wish, param):
+    for _ in range(2):  # the second one from memory
+        with pytest.raises(InvalidRequest) as caught:
+            pool.answer(StructuredOutputs(**wish)).result(PATIENCE)
+        assert caught.value.param == param
+
+
+def test_what_is_known_costs_nothing(pool):
+    text = pool.answer(SMALL).result(PATIENCE)
+    pool.close()
+    assert pool.answer(SMALL).result(0) == text
+    assert pool._lanes is None
+
+
+def test_a_grammar_that_crashes_the_compiler_is_refused_and_the_next_one_is_not(pool, caplog):
+    pool.start()
+    pid = children(pool)[1]
+    future = pool.answer(SLOW)
+    wait_until(lambda: not pool._lanes[1]._queue)
+    os.kill(pid, signal.SIGSEGV)
+    with pytest.raises(InvalidRequest, match="too large or too deep") as caught:
+        future.result(PATIENCE)
+    assert caught.value.param == "structured_outputs.grammar"
+    assert "SIGSEGV" in caplog.text
+    assert pool.answer(large(0)).result(PATIENCE)
+    assert children(pool)[1] != pid
+    with pytest.raises(InvalidRequest, match="too large"):
+        pool.answer(SLOW).result(0)  # it is not tried again
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(monkeypatch):
+    monkeypatch.setattr(pools, "JOB_SECONDS", 0.3)
+    monkeypatch.setattr(pools, "SMALL_SECONDS", PATIENCE)
+    pool = GrammarPool()
+    with pytest.raises(InvalidRequest, match="too long") as caught:
+        pool.answer(SLOW).result(PATIENCE)
+    assert caught.value.param == "structured_outputs.grammar"
+    assert pool.answer(SMALL).result(PATIENCE)
+    pool.close()
+
+
+def test_a_small_grammar_that_is_slow_makes_way(monkeypatch):
+    """It begins anew where the large ones are, and is made."""
+    monkeypatch.setattr(pools, "JOB_SECONDS", PATIENCE)
+    monkeypatch.setattr(pools, "SMALL_SECONDS", 0.05)
+    monkeypatch.setattr(pools, "SMALL_BYTES", 2**20)
+    pool = GrammarPool()
+    pool.start()
+    slow = pool.answer(large(0))
+    assert slow.result(PATIENCE)
+    pool.close()
+
+
+def test_a_small_grammar_does_not_wait_behind_large_ones(pool):
+    pool.answer(SMALL).result(PATIENCE)
+    futures = [pool.answer(large(number)) for number in range(8)]
+    small = pool.answer(StructuredOutputs(json={"type": "boolean"}))
+    concurrent.futures.wait([small, *futures], PATIENCE, return_when=concurrent.futures.FIRST_COMPLETED)
+    assert small.result(PATIENCE)
+    assert sum(future.done() for future in futures) <= 2
+
+
+def test_more_than_may_wait_are_refused(pool, monkeypatch):
+    monkeypatch.setattr(pools, "MAX_QUEUED", 2)
+    futures = [pool.answer(SLOW)]
+    wait_until(lambda: not pool._lanes[1]._queue)
+    futures += [pool.answer(large(number)) for number in range(2)]
+    with pytest.raises(QueueFull):
+        pool.answer(large(2))
+    assert all(future.cancel() for future in futures)
+    os.kill(children(pool)[1], signal.SIGKILL)
+    assert pool.answer(large(3)).result(PATIENCE), "what nobody waits for is not compiled"
+
+
+def test_closing_ends_the_processes_and_what_waits(pool):
+    pool.start()
+    pids = children(pool)
+    futures = [pool.answer(SLOW), pool.answer(large(0))]
+    pool.close()
+    for future in futures:
+        with pytest.raises(JaxserveError):
+            future.result(PATIENCE)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert pool.answer(SMALL).result(PATIENCE), "a later one starts them again"
+
+
+def test_from_many_threads(pool):
+    wishes = [StructuredOutputs(json={"type": "integer", "minimum": number % 5}) for number in range(40)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda wish: pool.answer(wish).result(PATIENCE), wishes))
+    assert len(set(texts)) == 5
+    assert threading.active_count() < 30
+
+
+def test_the_first_grammar_waits_for_no_start(pool):
+    """Once the processes are up, a small grammar takes milliseconds; what was seen before takes none."""
+    pool.start()
+    pool.answer(SMALL).result(PATIENCE)
+    times = []
+    for number in range(10):
+        start = time.perf_counter()
+        pool.answer(StructuredOutputs(json={"type": "integer", "maximum": number})).result(PATIENCE)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.1
