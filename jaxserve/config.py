@@ -173,6 +173,9 @@ class ServerConfig:
         1000, "server", "answers of /v1/responses that are kept for later turns; 0: none"
     )
     response_ttl: float = _option(3600.0, "server", "seconds that they are kept")
+    metrics_names: Literal["jaxserve", "vllm"] = _option(
+        "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
+    )
     profile_dir: str | None = _option(
         None, "server", "directory for what /start_profile records; default: the route is off"
     )

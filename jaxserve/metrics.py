@@ -1,4 +1,4 @@
-"""What GET /metrics shows: the names and help of every metric. Names follow vLLM's dashboards.
+"""What GET /metrics shows: the names and help of every metric. Behind their prefix, names are vLLM's where it has one.
 
 The server observes each sequence while it streams (`SequenceTimer`); what the engine counts is read from its latest
 snapshot at scrape time, so that a scrape never waits for a step. Where several processes serve one engine, each has the
@@ -13,7 +13,7 @@ import mmap
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -29,7 +29,7 @@ from jaxserve.request import FINISH_REASONS
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "jaxserve:"
+type Family = type[CounterMetricFamily | GaugeMetricFamily]
 
 if TYPE_CHECKING:
     Cells = memoryview[float]
@@ -41,6 +41,8 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "Sequences that run in the engine."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for the engine."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks in use; 1 is all."),
+    "kv_cache_free_blocks": ("num_free_blocks", "KV blocks that hold nothing."),
+    "kv_cache_cached_blocks": ("num_cached_blocks", "KV blocks that only the prefix cache holds."),
     "kv_cache_tokens": ("kv_tokens_held", "KV positions that hold a token of running sequences."),
     "kv_cache_allocated_positions": ("kv_positions_allocated", "KV positions of the blocks of running sequences."),
     "hbm_bandwidth_utilization_ratio": (
@@ -48,6 +50,19 @@ GAUGES: Mapping[str, tuple[str, str]] = {
         "Estimated share of the device's memory bandwidth that steps use; 0 where its peak is not known.",
     ),
 }
+WAITING = "num_requests_waiting_by_reason"
+WAITING_HELP = (
+    "Sequences that wait: for room (capacity), for room again after a preemption (preempted), or for their grammar to "
+    "be compiled (deferred)."
+)
+# reason -> field of EngineStats
+WAITING_REASONS: Mapping[str, str] = {
+    "capacity": "num_waiting_new",
+    "preempted": "num_waiting_preempted",
+    "deferred": "num_waiting_deferred",
+}
+CACHE_CONFIG = "cache_config_info"
+CACHE_CONFIG_HELP = "The KV cache, as labels; its value is 1."
 HELD_BYTES = "kv_cache_held_bytes"
 HELD_BYTES_HELP = "Memory of the KV blocks of running sequences, by what their layers attend to."
 COUNTERS: Mapping[str, tuple[str, str]] = {
@@ -58,13 +73,17 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "recompiles_after_warmup_total": ("num_recompiles_after_warmup", "Step shapes compiled after warm-up: a bug."),
     "corrupted_requests_total": ("num_corrupted_requests", "Sequences that failed on NaN logits."),
 }
-# Upper bounds of buckets: seconds of a step, tokens of a step.
+# Upper bounds of buckets: seconds of a step, tokens of a step, preemptions of a sequence.
 STEP_TIMES = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 STEP_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
 class EngineHistogram(NamedTuple):
-    """A histogram that the engine keeps: the fields of EngineStats that have it, and what it shows."""
+    """A histogram that the engine keeps: the fields of EngineStats that have it, and what it shows.
+
+    `counts` has a number for each bucket, the last of which has no bound; none at all before the first value.
+    """
 
     counts: str
     total: str
@@ -77,9 +96,13 @@ ENGINE_HISTOGRAMS: Mapping[str, EngineHistogram] = {
     "iteration_tokens_total": EngineHistogram(
         "step_tokens_counts", "num_step_tokens", "Tokens of engine steps, prompt and output.", STEP_TOKENS
     ),
+    "request_preemptions": EngineHistogram(
+        "preemption_counts", "num_ended_preemptions", "Preemptions of a sequence, at its end.", PREEMPTIONS
+    ),
 }
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
 
 # What the server counts itself. name -> help
@@ -91,11 +114,24 @@ SERVER_COUNTERS: Mapping[str, str] = {
 # name -> (help, upper bounds of the buckets)
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token of a sequence.", _LATENCY),
-    "inter_token_latency_seconds": ("Between two outputs of a sequence.", _TOKEN_LATENCY),
+    "inter_token_latency_seconds": (
+        "Between two tokens of a sequence; those that are delivered together have come at equal intervals.",
+        _TOKEN_LATENCY,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time between the tokens of a sequence, of those with several.",
+        _TOKEN_LATENCY,
+    ),
     "e2e_request_latency_seconds": ("From arrival to the end of a sequence.", _LATENCY),
     "request_queue_time_seconds": ("From the arrival of a prompt to its first step.", _LATENCY),
     "request_prefill_time_seconds": ("From the first step of a prompt to its first token.", _LATENCY),
     "request_decode_time_seconds": ("From the first to the last token of a sequence.", _LATENCY),
+    "request_inference_time_seconds": ("From the first step of a prompt to the last token of a sequence.", _LATENCY),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of a sequence.", _TOKENS),
+    "request_max_num_generation_tokens": ("Generated tokens of a prompt's longest sequence.", _TOKENS),
+    "request_params_max_tokens": ("Tokens that a sequence may generate.", _TOKENS),
+    "request_params_n": ("Sequences of a prompt.", (1, 2, 5, 10, 20, 50, 100)),
 }
 SUCCESS = "request_success_total"
 SUCCESS_HELP = "Sequences that came to an end, by why they did."
@@ -125,23 +161,35 @@ class Histogram:
         self._first = first
         self._bounds = bounds
 
-    def observe(self, value: float) -> None:
-        """Count a value, in seconds."""
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value so many times."""
         cells, first, bounds = self._cells, self._first, self._bounds
-        cells[first + bisect.bisect_left(bounds, value)] += 1.0
-        cells[first + len(bounds) + 1] += value
+        cells[first + bisect.bisect_left(bounds, value)] += count
+        cells[first + len(bounds) + 1] += value * count
 
 
 class Metrics(Collector):
     """Every metric of one server. `model` is the label `model_name` of all of them. One thread counts.
 
-    `stats` returns the engine's latest snapshot, an object with the attributes of EngineStats, without waiting. `file`
-    holds the numbers that are counted here; others like it, `<same stem>-*`, belong to the other processes.
+    `stats` returns the engine's latest snapshot, an object with the attributes of EngineStats, without waiting.
+    `cache_config` are the labels of `cache_config_info`. `names` is the prefix of all names; what reads vLLM's metrics
+    also wants to know which of several engines one is of, so that they have the label `engine` then. `file` holds the
+    numbers that are counted here; others like it, `<same stem>-*`, belong to the other processes.
     """
 
-    def __init__(self, *, model: str, stats: Callable[[], Any], file: pathlib.Path | None = None):
-        self._model = model
+    def __init__(
+        self,
+        *,
+        model: str,
+        stats: Callable[[], Any],
+        cache_config: Mapping[str, str],
+        names: Literal["jaxserve", "vllm"] = "jaxserve",
+        file: pathlib.Path | None = None,
+    ):
+        self._prefix = f"{names}:"
+        self._labels = {"model_name": model} | ({"engine": "0"} if names == "vllm" else {})
         self._stats = stats
+        self._cache_config = cache_config
         self._file = file
         sizes = [1] * (len(SERVER_COUNTERS) + len(FINISH_REASONS))
         sizes += [len(bounds) + 2 for _, bounds in HISTOGRAMS.values()]
@@ -151,8 +199,8 @@ class Metrics(Collector):
         except OSError as error:
             logger.warning("%s: %s; the metrics of this process will not be in what others show", file, error.strerror)
             cells, self._file = _cells(self._num_cells, None), None
-        names = [*SERVER_COUNTERS, *FINISH_REASONS, *HISTOGRAMS]
-        self._first = dict(zip(names, firsts, strict=True))
+        counted = [*SERVER_COUNTERS, *FINISH_REASONS, *HISTOGRAMS]
+        self._first = dict(zip(counted, firsts, strict=True))
         self._cells = cells
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -166,6 +214,13 @@ class Metrics(Collector):
         self.queue_time = self._histogram("request_queue_time_seconds")
         self.prefill_time = self._histogram("request_prefill_time_seconds")
         self.decode_time = self._histogram("request_decode_time_seconds")
+        self.inference_time = self._histogram("request_inference_time_seconds")
+        self.time_per_output_token = self._histogram("request_time_per_output_token_seconds")
+        self.num_prompt_tokens = self._histogram("request_prompt_tokens")
+        self.num_generation_tokens = self._histogram("request_generation_tokens")
+        self.max_num_generation_tokens = self._histogram("request_max_num_generation_tokens")
+        self.max_tokens = self._histogram("request_params_max_tokens")
+        self.num_sequences = self._histogram("request_params_n")
 
     def _histogram(self, name: str) -> Histogram:
         return Histogram(self._cells, self._first[name], HISTOGRAMS[name][1])
@@ -185,26 +240,15 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics, those of the engine as of its latest snapshot."""
         yield from self._collect_engine()
-        labels, values = ("model_name",), (self._model,)
         cells = self._sums()
         for name, text in SERVER_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            counter.add_metric(values, cells[self._first[name]])
-            yield counter
-        success = CounterMetricFamily(PREFIX + SUCCESS, SUCCESS_HELP, labels=(*labels, "finished_reason"))
-        for reason in FINISH_REASONS:
-            success.add_metric((*values, reason), cells[self._first[reason]])
-        yield success
+            yield self._family(CounterMetricFamily, name, text, cells[self._first[name]])
+        reasons = {reason: cells[self._first[reason]] for reason in FINISH_REASONS}
+        yield self._split(CounterMetricFamily, SUCCESS, SUCCESS_HELP, "finished_reason", reasons)
         for name, (text, bounds) in HISTOGRAMS.items():
             first = self._first[name]
-            counts = itertools.accumulate(cells[first : first + len(bounds) + 1])
-            histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
-            histogram.add_metric(
-                values,
-                buckets=list(zip([*map(floatToGoString, bounds), "+Inf"], counts, strict=True)),
-                sum_value=cells[first + len(bounds) + 1],
-            )
-            yield histogram
+            counts, total = cells[first : first + len(bounds) + 1], cells[first + len(bounds) + 1]
+            yield self._histogram_family(name, text, bounds, counts, total)
 
     def _sums(self) -> Sequence[float]:
         if self._file is None:
@@ -216,31 +260,41 @@ class Metrics(Collector):
 
     def _collect_engine(self) -> Iterator[Metric]:
         stats = self._stats()
-        labels, values = ("model_name",), (self._model,)
         for name, (field, text) in GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
-            gauge.add_metric(values, getattr(stats, field))
-            yield gauge
-        held = GaugeMetricFamily(PREFIX + HELD_BYTES, HELD_BYTES_HELP, labels=(*labels, "layers"))
-        for layers, num_bytes in stats.kv_bytes_held.items():
-            held.add_metric((*values, layers), num_bytes)
-        yield held
+            yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
+        waiting = {reason: getattr(stats, field) for reason, field in WAITING_REASONS.items()}
+        yield self._split(GaugeMetricFamily, WAITING, WAITING_HELP, "reason", waiting)
+        yield self._split(GaugeMetricFamily, HELD_BYTES, HELD_BYTES_HELP, "layers", stats.kv_bytes_held)
+        labels = {**self._labels, **self._cache_config}
+        cache = GaugeMetricFamily(self._prefix + CACHE_CONFIG, CACHE_CONFIG_HELP, labels=tuple(labels))
+        cache.add_metric(tuple(labels.values()), 1.0)
+        yield cache
         for name, (field, text) in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            counter.add_metric(values, getattr(stats, field))
-            yield counter
+            yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
         for name, kept in ENGINE_HISTOGRAMS.items():
-            counts = getattr(stats, kept.counts) or (0,) * len(kept.bounds)
-            histogram = HistogramMetricFamily(PREFIX + name, kept.text, labels=labels)
-            histogram.add_metric(
-                values,
-                buckets=[
-                    *zip(map(floatToGoString, kept.bounds), itertools.accumulate(counts), strict=True),
-                    ("+Inf", stats.num_steps),
-                ],
-                sum_value=getattr(stats, kept.total),
-            )
-            yield histogram
+            counts = getattr(stats, kept.counts) or (0,) * (len(kept.bounds) + 1)
+            yield self._histogram_family(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))
+
+    def _family(self, kind: Family, name: str, text: str, value: float) -> Metric:
+        family = kind(self._prefix + name, text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), value)
+        return family
+
+    def _split(self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A metric with a value for each value of a label of its own."""
+        family = kind(self._prefix + name, text, labels=(*self._labels, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels.values(), key), value)
+        return family
+
+    def _histogram_family(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[float], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, text, labels=tuple(self._labels))
+        limits = [*map(floatToGoString, bounds), "+Inf"]
+        buckets = list(zip(limits, itertools.accumulate(counts), strict=True))
+        family.add_metric(tuple(self._labels.values()), buckets=buckets, sum_value=total)
+        return family
 
 
 def _cells(count: int, file: pathlib.Path | None) -> Cells:
@@ -264,10 +318,13 @@ def _cells(count: int, file: pathlib.Path | None) -> Cells:
 class SequenceTimer:
     """Observes one sequence, from its `arrival` to its end. `now` and it are seconds of the monotonic clock."""
 
-    __slots__ = ("_arrival", "_first", "_last", "_metrics", "is_finished")
+    __slots__ = ("_arrival", "_first", "_last", "_metrics", "is_finished", "num_tokens", "start")
 
     def __init__(self, metrics: Metrics, *, arrival: float):
         self.is_finished = False
+        self.num_tokens = 0
+        self.start: float | None = None
+        """When its prompt's first step began."""
         self._metrics = metrics
         self._arrival = arrival
         self._first: float | None = None
@@ -275,18 +332,28 @@ class SequenceTimer:
 
     def tokens(self, count: int, *, now: float) -> None:
         """`count` new tokens have arrived."""
+        metrics = self._metrics
         if self._first is None:
             self._first = now
-            self._metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.time_to_first_token.observe(now - self._arrival)
+            if count > 1:
+                metrics.inter_token_latency.observe(0.0, count - 1)
         else:
-            self._metrics.inter_token_latency.observe(now - self._last)
+            metrics.inter_token_latency.observe((now - self._last) / count, count)
         self._last = now
-        self._metrics.generation_tokens.inc(count)
+        self.num_tokens += count
+        metrics.generation_tokens.inc(count)
 
     def finish(self, reason: str, *, now: float) -> None:
         """The sequence has ended, with this finish_reason."""
         self.is_finished = True
-        self._metrics.finished(reason)
-        self._metrics.e2e_latency.observe(now - self._arrival)
+        metrics = self._metrics
+        metrics.finished(reason)
+        metrics.e2e_latency.observe(now - self._arrival)
+        metrics.num_generation_tokens.observe(self.num_tokens)
         if self._first is not None:
-            self._metrics.decode_time.observe(self._last - self._first)
+            metrics.decode_time.observe(self._last - self._first)
+            if self.start is not None:
+                metrics.inference_time.observe(self._last - self.start)
+            if self.num_tokens > 1:
+                metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jaxserve.server
 from jaxserve.engine.client import EngineStats
-from jaxserve.metrics import HISTOGRAMS, Metrics, SequenceTimer
+from jaxserve.metrics import HISTOGRAMS, Histogram, Metrics, SequenceTimer
 
 DASHBOARD = pathlib.Path(jaxserve.server.__file__).parent / "grafana.json"
 # The names that vLLM's dashboards know, under our prefix, and our own.
@@ -20,7 +20,16 @@ NAMES = """
     request_queue_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
     iteration_tokens_total_bucket compiles_total recompiles_after_warmup_total step_time_seconds_bucket
     hbm_bandwidth_utilization_ratio corrupted_requests_total
+    request_prompt_tokens_bucket request_generation_tokens_bucket request_params_max_tokens_bucket
+    request_params_n_bucket request_inference_time_seconds_bucket request_preemptions_bucket
+    num_requests_waiting_by_reason kv_cache_free_blocks kv_cache_cached_blocks
 """
+# What the dashboard has no panel for.
+OTHER_NAMES = """
+    cache_config_info request_max_num_generation_tokens_bucket request_time_per_output_token_seconds_bucket
+    unknown_request_fields_total
+"""
+CACHE_CONFIG = {"block_size": "16", "num_gpu_blocks": "99"}
 
 
 def samples(metrics):
@@ -38,11 +47,27 @@ def value(metrics, name, **labels):
 
 @pytest.fixture
 def metrics():
-    return Metrics(model="m", stats=EngineStats)
+    return Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG)
 
 
 def test_every_name_that_is_promised(metrics):
-    assert set(NAMES.split()) <= {name for name, *_ in samples(metrics)}
+    assert {*NAMES.split(), *OTHER_NAMES.split()} <= {name for name, *_ in samples(metrics)}
+
+
+def test_the_names_of_vllm():
+    ours = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG).render().decode()
+    theirs = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG, names="vllm").render().decode()
+    assert theirs.replace("vllm:", "jaxserve:").replace('engine="0",', "") == ours
+    assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 0.0' in theirs
+    assert 'vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="99"} 1.0' in theirs
+
+
+def test_what_requests_wait_for():
+    stats = EngineStats(num_waiting=6, num_waiting_new=1, num_waiting_preempted=2, num_waiting_deferred=3)
+    metrics = Metrics(model="m", stats=lambda: stats, cache_config=CACHE_CONFIG)
+    reasons = {"capacity": 1, "preempted": 2, "deferred": 3}
+    for reason, count in reasons.items():
+        assert value(metrics, "num_requests_waiting_by_reason", reason=reason) == count
 
 
 def test_the_dashboard_asks_for_what_there_is(metrics):
@@ -71,13 +96,13 @@ def test_histograms_count_as_prometheus_does(metrics):
 
 
 def test_every_histogram_has_cells_of_its_own(metrics):
-    observed = [metrics.time_to_first_token, metrics.inter_token_latency, metrics.e2e_latency]
-    observed += [metrics.queue_time, metrics.prefill_time, metrics.decode_time]
+    observed = [each for each in vars(metrics).values() if isinstance(each, Histogram)]
+    assert len(observed) == len(HISTOGRAMS)
     for number, histogram in enumerate(observed, 1):
         for _ in range(number):
             histogram.observe(1e6)
     counts = [value(metrics, f"{name}_count") for name in HISTOGRAMS]
-    assert sorted(counts) == [1, 2, 3, 4, 5, 6]
+    assert sorted(counts) == list(range(1, len(HISTOGRAMS) + 1))
     assert value(metrics, "generation_tokens_total") == value(metrics, "prompt_tokens_total") == 0
 
 
@@ -90,17 +115,33 @@ def test_a_sequence_from_arrival_to_end(metrics):
     timer.tokens(3, now=5.0)
     timer.finish("length", now=5.5)
     assert value(metrics, "generation_tokens_total") == 4
-    assert (
-        value(metrics, "time_to_first_token_seconds_count") == value(metrics, "inter_token_latency_seconds_count") == 1
-    )
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+    assert value(metrics, "inter_token_latency_seconds_count") == 3
+    assert value(metrics, "inter_token_latency_seconds_bucket", le="1.0") == 3, "one each second"
+    assert value(metrics, "request_generation_tokens_sum") == 4
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 1.0
     sums = [value(metrics, f"{name}_seconds_sum") for name in TIMES]
     assert sums == [2.0, 3.0, 3.0, 5.5]
     assert value(metrics, "request_success_total", finished_reason="length") == 1
     assert value(metrics, "request_success_total", finished_reason="stop") == 0
 
 
+@pytest.mark.parametrize("deliveries", [[1] * 91, [91], [5, 1, 60, 25], [90, 1]])
+def test_one_interval_between_any_two_tokens(metrics, deliveries):
+    timer = SequenceTimer(metrics, arrival=0.0)
+    timer.start = 0.25
+    for number, count in enumerate(deliveries):
+        timer.tokens(count, now=0.5 + number)
+    timer.finish("stop", now=1000.0)
+    assert value(metrics, "inter_token_latency_seconds_count") == 90
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(len(deliveries) - 1)
+    assert value(metrics, "request_inference_time_seconds_sum") == len(deliveries) - 0.75
+
+
 def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
-    one, other = (Metrics(model="m", stats=EngineStats, file=tmp_path / f"metrics-{i}") for i in range(2))
+    one, other = (
+        Metrics(model="m", stats=EngineStats, cache_config={}, file=tmp_path / f"metrics-{i}") for i in range(2)
+    )
     one.prompt_tokens.inc(5)
     one.finished("stop")
     other.prompt_tokens.inc(7)
@@ -112,6 +153,6 @@ def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
     (tmp_path / "metrics-2").touch()  # a process that has come this far
     assert value(one, "prompt_tokens_total") == 12
     del other  # its process is killed, and another one takes its place
-    successor = Metrics(model="m", stats=EngineStats, file=tmp_path / "metrics-1")
+    successor = Metrics(model="m", stats=EngineStats, cache_config={}, file=tmp_path / "metrics-1")
     successor.prompt_tokens.inc(1)
     assert value(one, "prompt_tokens_total") == 13

@@ -54,10 +54,21 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_share: float = 0.0
     """Of the experts, those that a token goes to."""
     kv_kinds: tuple[KVKind, ...]
+    kv_dtype: str = "float32"
+    enable_prefix_caching: bool = True
 
     def expected_weight_bytes(self, num_tokens: int) -> float:
         """Bytes of weights that a step of so many tokens reads, if each chooses its experts as if by lot."""
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
+
+    def cache_labels(self) -> dict[str, str]:
+        """Return what a metric says of the KV cache, under the names that autoscalers read, whatever the device is."""
+        return {
+            "block_size": str(self.block_size),
+            "num_gpu_blocks": str(self.num_blocks),
+            "cache_dtype": self.kv_dtype,
+            "enable_prefix_caching": str(self.enable_prefix_caching),
+        }
 
     def kv_bytes(self, num_tokens: float) -> float:
         """Bytes of KV that a request of so many tokens holds, and that a step reads for it."""
@@ -69,6 +80,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_new: int = 0
+    """Waiting requests that have not run yet, and could if there were room."""
+    num_waiting_preempted: int = 0
+    """Waiting requests that have run before."""
+    num_waiting_deferred: int = 0
+    """Waiting requests whose grammar is being compiled."""
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    """KV blocks that only the prefix cache holds; they are given to requests when no free one is left."""
     kv_cache_usage: float = 0.0
     kv_tokens_held: int = 0
     kv_positions_allocated: int = 0
@@ -84,9 +104,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_time_seconds: float = 0.0
     num_step_tokens: int = 0
     step_time_counts: tuple[int, ...] = ()
-    """Steps in each bucket of `metrics.STEP_TIMES`, those beyond the last left out; empty if there were none."""
+    """Steps in each bucket of `metrics.STEP_TIMES`, and those beyond the last."""
     step_tokens_counts: tuple[int, ...] = ()
-    """Likewise of `metrics.STEP_TOKENS`."""
+    """Steps in each bucket of `metrics.STEP_TOKENS`, and those beyond the last."""
+    preemption_counts: tuple[int, ...] = ()
+    """Requests that have ended in each bucket of `metrics.PREEMPTIONS`, and those beyond the last."""
+    num_ended_preemptions: int = 0
+    """Preemptions of these requests."""
     hbm_bandwidth_utilization: float = 0.0
 
 

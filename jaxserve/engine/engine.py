@@ -15,7 +15,7 @@ from jaxserve.engine.client import EngineStats, window_name
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
-from jaxserve.metrics import STEP_TIMES, STEP_TOKENS
+from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
 from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
@@ -51,6 +51,8 @@ class Engine:
         self._num_step_tokens = 0
         self._step_time_counts = [0] * (len(STEP_TIMES) + 1)
         self._step_tokens_counts = [0] * (len(STEP_TOKENS) + 1)
+        self._preemption_counts = [0] * (len(PREEMPTIONS) + 1)
+        self._num_ended_preemptions = 0
         self.num_output_tokens = 0
         self._bandwidth = bandwidth or BandwidthMeter(weight_bytes=0, bytes_per_position=0, peak=None)
         self.seconds = {"schedule": 0.0, "wait": 0.0, "masks": 0.0, "update": 0.0, "total": 0.0}
@@ -58,7 +60,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._in_flight) or self.scheduler.has_work or self._num_compiling > 0
+        return bool(self._in_flight) or self.has_requests
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is unfinished."""
+        return self.scheduler.has_work or self._num_compiling > 0
 
     @property
     def num_waiting(self) -> int:
@@ -84,7 +91,8 @@ class Engine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests; their blocks are free for the next step."""
-        self.scheduler.abort(request_ids)
+        for request in self.scheduler.abort(request_ids):
+            self._count_end(request)
         for request_id in request_ids:
             self._num_prompt_logprobs.pop(request_id, None)
         if self._matchers is not None:
@@ -135,6 +143,11 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._num_compiling,
+            num_waiting_new=scheduler.num_waiting - scheduler.num_preempted,
+            num_waiting_preempted=scheduler.num_preempted,
+            num_waiting_deferred=self._num_compiling,
+            num_free_blocks=scheduler.num_free_blocks,
+            num_cached_blocks=scheduler.num_cached_blocks,
             kv_cache_usage=scheduler.kv_cache_usage,
             kv_tokens_held=scheduler.kv_tokens_held,
             kv_positions_allocated=scheduler.kv_positions_allocated,
@@ -151,8 +164,10 @@ class Engine:
             num_steps=self._num_steps,
             step_time_seconds=self.seconds["total"],
             num_step_tokens=self._num_step_tokens,
-            step_time_counts=tuple(self._step_time_counts[:-1]),
-            step_tokens_counts=tuple(self._step_tokens_counts[:-1]),
+            step_time_counts=tuple(self._step_time_counts),
+            step_tokens_counts=tuple(self._step_tokens_counts),
+            preemption_counts=tuple(self._preemption_counts),
+            num_ended_preemptions=self._num_ended_preemptions,
             hbm_bandwidth_utilization=self._bandwidth.ratio(
                 num_steps=self._num_steps, seconds=self.seconds["total"], num_positions=scheduler.kv_tokens_held
             ),
@@ -192,8 +207,13 @@ class Engine:
     def _refuse(self, request: Request, reason: str) -> EngineOutput:
         """End a request whose grammar cannot be followed any further."""
         self.scheduler.fail(request)
+        self._count_end(request)
         self._forget(request)
         return _refused(request.request_id, refusal(reason))
+
+    def _count_end(self, request: Request) -> None:
+        self._preemption_counts[bisect.bisect_left(PREEMPTIONS, request.num_preemptions)] += 1
+        self._num_ended_preemptions += request.num_preemptions
 
     def _forget(self, request: Request) -> None:
         """Drop what is kept here of a request that has ended."""
@@ -234,6 +254,7 @@ class Engine:
                 )
             elif outcome is RowOutcome.FAILED:
                 self._num_corrupted += 1
+                self._count_end(request)
                 self._forget(request)
                 outputs.append(
                     EngineOutput(
@@ -244,6 +265,7 @@ class Engine:
                 )
             elif request.request.pooling is not None:
                 if outcome is RowOutcome.LAST_TOKEN and embeddings is not None:
+                    self._count_end(request)
                     outputs.append(
                         EngineOutput(
                             request_id=request.request_id,
@@ -275,6 +297,7 @@ class Engine:
                         )
                     )
                 if outcome is RowOutcome.LAST_TOKEN:
+                    self._count_end(request)
                     self._forget(request)
             first_token += row.num_tokens
         return outputs

@@ -227,7 +227,10 @@ class LocalEngineClient(EngineClient):
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._deliver(self._engine.step())
+                outputs = self._engine.step()
+                if not self._engine.has_requests:
+                    self._stats = self._engine.stats()  # whoever gets the last answer shall see that nothing runs
+                self._deliver(outputs)
                 self._publish_stats()
         except BaseException as error:
             logger.exception("the engine has stopped")

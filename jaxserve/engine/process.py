@@ -47,11 +47,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class _Peer:
     """One client: its socket, and which of its requests run. The engine's thread and the main thread both send."""
 
-    def __init__(self, name: str, socket: zmq.Socket[bytes], is_alive: Callable[[], bool]):
+    def __init__(self, name: str, socket: zmq.Socket[bytes], client: EngineClient):
         self.name = name
         self.unfinished: set[str] = set()
         self._socket = socket
-        self._is_alive = is_alive
+        self._client = client
         self._knows_of_death = False
         self._lock = threading.Lock()  # a ZMQ socket may change threads, but not serve two at once
 
@@ -64,12 +64,13 @@ class _Peer:
 
     def take(self, outputs: list[EngineOutput]) -> None:
         """The sink of all requests of this client."""
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.unfinished.discard(output.request_id)
-        if not self._knows_of_death and not self._is_alive():
+        ended = [output.request_id for output in outputs if output.finish_reason is not None]
+        self.unfinished.difference_update(ended)
+        if not self._knows_of_death and not self._client.is_alive():
             self._knows_of_death = True
             self.send(wire.Died(outputs[0].error or "it is closed"))
+        if ended and not (stats := self._client.stats()).num_running:
+            self.send(wire.Stats(stats))  # whoever gets the last answer shall see that nothing runs
         self.send(wire.Outputs(outputs))
 
     def close(self, *, linger_seconds: int) -> None:
@@ -125,7 +126,7 @@ class EngineServer:
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)  # what a slow client has not read is bounded by the max_tokens of its requests
             socket.connect(wire.client_address(self._folder, message.client))
-            peer = self._peers[message.client] = _Peer(message.client, socket, self._client.is_alive)
+            peer = self._peers[message.client] = _Peer(message.client, socket, self._client)
             peer.send(wire.Welcome(self._client.info))
             peer.send(wire.Stats(self._client.stats()))
             return

@@ -195,6 +195,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         expert_bytes=expert_bytes,
         expert_share=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kinds,
+        kv_dtype=str(dtype),
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     limits = SchedulerLimits(
         num_blocks=num_blocks,

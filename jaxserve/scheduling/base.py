@@ -47,11 +47,15 @@ class SchedulerStats(NamedTuple):
     """Gauges of this moment, then counters since the start; prefix cache queries and hits count prompt tokens.
 
     A token has a KV position in each group of layers that still holds it. `held_blocks` are those of running requests,
-    by the window of the layers that they are for.
+    by the window of the layers that they are for, `num_cached_blocks` those that only the prefix cache has. Of the
+    waiting requests, `num_preempted` have run before.
     """
 
     num_running: int
     num_waiting: int
+    num_preempted: int
+    num_free_blocks: int
+    num_cached_blocks: int
     kv_cache_usage: float
     kv_tokens_held: int
     kv_positions_allocated: int
@@ -99,6 +103,7 @@ class Scheduler(abc.ABC):
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._num_preempted = 0  # in `_waiting`
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrived = 0
 
@@ -286,6 +291,7 @@ class Scheduler(abc.ABC):
             self._release(request)
         else:
             _remove(self._waiting, request)
+            self._num_preempted -= request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
@@ -299,6 +305,7 @@ class Scheduler(abc.ABC):
         assert self._requests == {request.request_id: request for request in [*waiting, *running]}
         assert len(self._requests) == len(waiting) + len(running), "a request is in two queues"
         assert len(running) <= limits.max_num_seqs
+        assert self._num_preempted == sum(request.status is RequestStatus.PREEMPTED for request in waiting)
         slots = [request.slot for request in running]
         assert len(set(slots)) == len(slots), "two requests in one slot"
         assert all(0 <= slot < limits.max_num_seqs for slot in slots)

@@ -34,6 +34,11 @@ class BlockPool:
         """Blocks that `allocate` can hand out now, evictable ones included."""
         return len(self._free) + len(self._evictable)
 
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that are cached, and held by nobody."""
+        return len(self._evictable)
+
     def is_held(self, block_id: int) -> bool:
         """Whether a request holds this block."""
         return self._ref_counts[block_id] > 0

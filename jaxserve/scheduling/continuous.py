@@ -138,6 +138,9 @@ class ContinuousScheduler(Scheduler):
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_preempted=self._num_preempted,
+            num_free_blocks=pool.num_free - pool.num_evictable,
+            num_cached_blocks=pool.num_evictable,
             kv_cache_usage=num_held_blocks / pool.num_blocks,
             kv_tokens_held=num_held_blocks * size - num_unused,
             kv_positions_allocated=num_held_blocks * size,
@@ -193,6 +196,7 @@ class ContinuousScheduler(Scheduler):
         victim.num_preemptions += 1
         insort(self._waiting, victim, key=request_key)
         self._num_preemptions += 1
+        self._num_preempted += 1
         step.has_preempted = True
         return victim
 
@@ -287,6 +291,7 @@ class ContinuousScheduler(Scheduler):
         """The first of the queue runs from now on, with a slot, the cached prefix and a first row."""
         self._blocked = None
         self._waiting.pop(0)
+        self._num_preempted -= request.status is RequestStatus.PREEMPTED
         insort(self._running, request, key=request_key)
         request.block_tables = hits
         request.num_indexed_blocks = len(hits[0])

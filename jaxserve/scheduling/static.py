@@ -75,6 +75,9 @@ class StaticScheduler(Scheduler):
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_preempted=0,
+            num_free_blocks=self._limits.num_blocks - num_reserved_blocks,
+            num_cached_blocks=0,
             kv_cache_usage=num_reserved_blocks / self._limits.num_blocks,
             kv_tokens_held=sum(self._num_held_tokens(request) for request in self._running),
             kv_positions_allocated=num_reserved_blocks * self._limits.block_size,

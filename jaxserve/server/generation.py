@@ -89,6 +89,7 @@ class _Observer:
 
     def __init__(self, state: ServerState, groups: Sequence[RequestGroup]):
         self._metrics = state.metrics
+        self._groups = groups
         self._uncounted = {index: len(group.prompt_token_ids) for index, group in enumerate(groups)}
         self._arrivals = {index: group.requests[0].arrival_time for index, group in enumerate(groups)}
         self._timers = [
@@ -115,8 +116,19 @@ class _Observer:
                 for timer in timers:
                     if not timer.is_finished:
                         timer.finish("error" if isinstance(error, Exception) else "abort", now=now)
+            for group, timers in zip(self._groups, self._timers, strict=True):
+                self._count(group, timers)
         if self._tracing is not None:
             self._tracing.record(self._times())
+
+    def _count(self, group: RequestGroup, timers: Sequence[SequenceTimer]) -> None:
+        """Count what a prompt has asked for, and what it got."""
+        metrics, request = self._metrics, group.requests[0]
+        metrics.num_prompt_tokens.observe(len(group.prompt_token_ids))
+        if request.pooling is None:
+            metrics.max_num_generation_tokens.observe(max(timer.num_tokens for timer in timers))
+            metrics.max_tokens.observe(request.max_tokens)
+            metrics.num_sequences.observe(len(timers))
 
     def _times(self) -> Times:
         """Of the whole HTTP request: its first token is that of the first prompt that has one."""
@@ -139,6 +151,8 @@ class _Observer:
             self._metrics.prompt_tokens.inc(self._uncounted.pop(index))
             self._metrics.queue_time.observe(delta.queue_seconds)
             self._metrics.prefill_time.observe(max(0.0, now - arrival - delta.queue_seconds))
+            for timer in self._timers[index]:
+                timer.start = arrival + delta.queue_seconds
             if self._first is None:
                 self._first, self._queue = now, delta.queue_seconds
         for output in delta.outputs:

@@ -116,7 +116,13 @@ class Server:
         self._choice = choose(
             tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         )
-        metrics = Metrics(model=model, stats=frontend.client.stats, file=metrics_file)
+        metrics = Metrics(
+            model=model,
+            stats=frontend.client.stats,
+            cache_config=frontend.client.info.cache_labels(),
+            names=config.metrics_names,
+            file=metrics_file,
+        )
         self.state = ServerState(
             frontend=frontend,
             model=model,

@@ -89,6 +89,19 @@ def test_requests_from_many_threads(client):
     assert client.stats().num_steps > 0
 
 
+def test_with_the_last_answer_nothing_runs_any_more(client):
+    seen = queue.SimpleQueue()
+    for number in range(20):
+        client.submit([request(f"{number}", [1, 2, 3], 4)], lambda outputs: seen.put((outputs, client.stats())))
+        while True:
+            outputs, stats = seen.get(timeout=PATIENCE)
+            if outputs[-1].finish_reason is not None:
+                break
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.preemption_counts[0] == 20
+    assert stats.num_free_blocks + stats.num_cached_blocks == client.info.num_blocks
+
+
 def test_abort_frees_the_blocks_and_says_no_more(client):
     outputs = queue.SimpleQueue()
     client.submit([request("long", [1, 2, 3], 60), request("short", [4], 3)], outputs.put)

@@ -273,6 +273,20 @@ def test_stats_follow_the_engine(engine):
     asyncio.run(run())
 
 
+def test_with_the_last_answer_nothing_runs_any_more(engine):
+    async def run():
+        async with connected(engine, "x") as (x,):
+            for number in range(20):
+                seen = asyncio.Queue()
+                x.submit([request(f"{number}")], lambda outputs, seen=seen: seen.put_nowait((outputs, x.stats())))
+                outputs, stats = await asyncio.wait_for(seen.get(), PATIENCE)
+                while outputs[-1].finish_reason is None:
+                    outputs, stats = await asyncio.wait_for(seen.get(), PATIENCE)
+                assert stats.num_running == 0
+
+    asyncio.run(run())
+
+
 def test_calls_wait_for_their_answers(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
 

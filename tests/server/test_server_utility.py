@@ -12,7 +12,7 @@ from waiting import PATIENCE, wait_until
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
-from jaxserve.metrics import COUNTERS, ENGINE_HISTOGRAMS, GAUGES, Metrics
+from jaxserve.metrics import COUNTERS, ENGINE_HISTOGRAMS, GAUGES, WAITING_REASONS, Metrics
 
 USER = {"role": "user", "content": "hi"}
 
@@ -100,25 +100,33 @@ def test_metrics_of_requests(tokenizer):
     assert found["jaxserve:request_queue_time_seconds_count"] == 2
     assert found["jaxserve:request_prefill_time_seconds_count"] == 2
     assert found["jaxserve:request_decode_time_seconds_count"] == 3
-    assert found["jaxserve:inter_token_latency_seconds_count"] <= 8
+    assert found["jaxserve:inter_token_latency_seconds_count"] == 8, "one between two tokens"
     assert found["jaxserve:num_requests_running"] == 0
-    assert found["jaxserve:step_time_seconds_count"] == server.client.num_steps
+    assert found["jaxserve:request_prompt_tokens_count"] == 3
+    assert found["jaxserve:request_params_n_sum"] == 4
+    assert found["jaxserve:request_max_num_generation_tokens_sum"] == 5 + 1 + 0
+    assert found["jaxserve:request_generation_tokens_sum"] == 11
+    assert found["jaxserve:request_inference_time_seconds_count"] == 3
+    assert found["jaxserve:request_params_max_tokens_sum"] == sum(
+        request.max_tokens for request in server.client.submitted if request.request_id == request.group_id
+    )
+    assert any(name.startswith('jaxserve:cache_config_info{block_size="') for name in found)
 
 
 def test_metrics_of_the_engine_are_read_from_its_snapshot():
     fields = EngineStats.__struct_fields__
     numbers = {name: i for i, name in enumerate(fields) if not name.endswith("_counts")}
-    counts = {kept.counts: (2,) + (0,) * (len(kept.bounds) - 2) + (1,) for kept in ENGINE_HISTOGRAMS.values()}
+    counts = {kept.counts: (2,) + (0,) * (len(kept.bounds) - 2) + (1, 4) for kept in ENGINE_HISTOGRAMS.values()}
     held = {"kv_bytes_held": {"full": 70, "window of 8": 30}}
     snapshot = msgspec.convert(numbers | counts | held, EngineStats, strict=False)
-    found = values(Metrics(model="fake", stats=lambda: snapshot).render().decode())
+    found = values(Metrics(model="fake", stats=lambda: snapshot, cache_config={}).render().decode())
     for name, (field, _) in {**GAUGES, **COUNTERS}.items():
         assert found[f"jaxserve:{name}"] == fields.index(field)
     assert found['jaxserve:kv_cache_held_bytes{layers="full"}'] == 70
     assert found['jaxserve:kv_cache_held_bytes{layers="window of 8"}'] == 30
     for name, kept in ENGINE_HISTOGRAMS.items():
         assert found[f"jaxserve:{name}_sum"] == fields.index(kept.total)
-        assert found[f"jaxserve:{name}_count"] == fields.index("num_steps")
+        assert found[f"jaxserve:{name}_count"] == 7
         first, *_, last = (f'jaxserve:{name}_bucket{{le="{float(bound)}"}}' for bound in kept.bounds)
         assert (found[first], found[last]) == (2, 3)
 
@@ -126,7 +134,7 @@ def test_metrics_of_the_engine_are_read_from_its_snapshot():
 def test_every_field_of_the_snapshot_is_shown():
     shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values()]}
     shown |= {field for kept in ENGINE_HISTOGRAMS.values() for field in (kept.counts, kept.total)}
-    shown |= {"num_steps", "kv_bytes_held"}
+    shown |= {"num_steps", "kv_bytes_held", *WAITING_REASONS.values()}
     assert shown == set(EngineStats.__struct_fields__)
 
 
