@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve import __version__, interrupts, logs
 from jaxserve.bench.commands import add_commands as add_bench_commands
-from jaxserve.config import DType, EngineConfig, ServerConfig
+from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -139,6 +139,9 @@ def _parser() -> Parser:
     convert.add_argument("destination", metavar="DST", help="the directory to write")
     convert.add_flag("store", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
     convert.add_flag("store", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    convert.add_flag(
+        "store", "--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does"
+    )
     convert.add_flag("store", "--force", action="store_true", help="replace DST, if it was made by convert")
 
     bench = add("bench", "BENCHMARK [options]", "measure the engine")
@@ -193,7 +196,14 @@ def _convert(args: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # as above
     from jaxserve.convert import convert
 
-    manifest = convert(args.source, args.destination, revision=args.revision, dtype=args.dtype, force=args.force)
+    manifest = convert(
+        args.source,
+        args.destination,
+        revision=args.revision,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        force=args.force,
+    )
     print(f"{args.destination}: {len(manifest.arrays)} arrays in {manifest.dtype}, from {manifest.source.name}")
 
 

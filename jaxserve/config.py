@@ -13,6 +13,7 @@ from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "fp8", "int4"]
 
 
 def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias: str | None = None) -> Any:
@@ -37,6 +38,13 @@ class EngineConfig:
     )
     dtype: DType = _option(
         "auto", "model", "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU"
+    )
+    quantization: Quantization | None = _option(
+        None,
+        "model",
+        "round the matrices of a checkpoint of floats to codes of 8 or 4 bits while it loads (int4: a scale for each "
+        "128 inputs, else one an output); default: weights as the checkpoint has them",
+        alias="-q",
     )
     max_model_len: int | None = _option(None, "model", "longest prompt plus output, in tokens; default: the model's")
     load_format: Literal["auto", "safetensors", "dummy"] = _option(

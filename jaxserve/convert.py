@@ -8,7 +8,7 @@ import tempfile
 
 import numpy as np
 
-from jaxserve.config import DType
+from jaxserve.config import DType, Quantization
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.gguf import GGUFFile
@@ -16,7 +16,7 @@ from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
 from jaxserve.loading.pickles import PICKLED_SUFFIXES
-from jaxserve.loading.weights import load_config, naming_config, open_weights
+from jaxserve.loading.weights import load_config, naming_config, open_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
@@ -31,14 +31,16 @@ def convert(
     *,
     revision: str | None = None,
     dtype: DType = "auto",
+    quantization: Quantization | None = None,
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
     """Write the store `destination` from the model `source`, by any name that `serve` takes.
 
     "auto" keeps its dtype, and makes bfloat16 of what a GGUF file has quantized; its tokenizer is written as JSON. The
-    host holds one weight at a time. Raises StartupError: CheckpointError if the source cannot be read or there is
-    something at the destination already, which `force` replaces if it is a store.
+    host holds one weight at a time; `quantization` rounds matrices as `serve` does when it loads. Raises StartupError:
+    CheckpointError if the source cannot be read or there is something at the destination already, which `force`
+    replaces if it is a store.
     """
     check_destination(destination, force=force)
     path = pathlib.Path(resolve_model(source, revision=revision, progress=progress))
@@ -49,6 +51,7 @@ def convert(
         family = get_family(fields)
         specs = family.param_specs(family.Config.from_hf(fields))
         weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
+    specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization)
     with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
         return write_store(
             destination,

@@ -24,12 +24,12 @@ from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, shard_bytes
+from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, schemes_of, shard_bytes
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
-from jaxserve.loading.weights import load_config, load_weights, naming_config
+from jaxserve.loading.weights import load_config, load_weights, naming_config, stored_specs
 from jaxserve.models import get_family, max_context, with_context
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
@@ -98,7 +98,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
-    specs = family.param_specs(model_config)
+    specs = stored_specs(path, family.param_specs(model_config), dtype=dtype, quantization=config.quantization)
     model_config = with_context(model_config, max_model_len)
     spec = StepSpec(
         model=hf_config,
@@ -110,6 +110,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_num_batched_tokens=max_num_batched_tokens,
         has_special_steps=not is_cpu,
         has_peers=kernels != "xla" and reaches_peers(mesh),
+        schemes=schemes_of(specs),
     )
     builder = build(spec, mesh)
     weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))

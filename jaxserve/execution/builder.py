@@ -38,10 +38,11 @@ from jaxserve.execution.step import (
 )
 from jaxserve.layers import launch
 from jaxserve.layers.batch import Kernels, Launch
-from jaxserve.layers.params import abstract_params
+from jaxserve.layers.params import abstract_params, with_schemes
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import mesh_axis
 from jaxserve.models import get_family, with_context
+from jaxserve.quantization.scheme import Scheme
 from jaxserve.sampling.logprobs import Logprobs
 from pallas_kernels.peers import can_reach_each_other
 
@@ -82,6 +83,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_special_steps: of `StepShapes`, with the finer sizes of `make_buckets`; then forward passes of prompts also
             admit requests, and programs that draw leave the tokens in memory of the host.
         has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
+        schemes: how weights are stored that are not stored as their values, by path in the tree of weights.
     """
 
     model: dict[str, Any]
@@ -93,6 +95,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     has_special_steps: bool
     has_peers: bool
+    schemes: dict[str, Scheme] = {}
 
 
 def reaches_peers(mesh: Mesh) -> bool:
@@ -112,7 +115,9 @@ def build(spec: StepSpec, mesh: Mesh | AbstractMesh) -> "StepBuilder":
         family=family,
         # Weights are declared for the context that the model was made for; from here on it is the one that is served,
         # which decides how some rotations stretch.
-        params=abstract_params(family.param_specs(config), dtype=dtype, mesh=mesh),
+        params=abstract_params(
+            with_schemes(family.param_specs(config), spec.schemes, dtype=dtype), dtype=dtype, mesh=mesh
+        ),
         model_config=with_context(config, spec.max_model_len),
         dtype=dtype,
         mesh=mesh,

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
-from jaxserve.layers.weight import Dense, Weight
+from jaxserve.layers.weight import Dense, Quantized, Weight
+from jaxserve.quantization.scheme import Parts, Scheme
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -32,16 +33,20 @@ class LeafSpec:
         name: what errors call the weight.
         axes: as in a ParamSpec.
         dtype: None means the dtype that the engine serves in.
-        init_scale: standard deviation of random values, None for ones, 0.0 for zeros.
+        init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all
+            equal to `init_scale` ("constant").
         expert_size: as in a ParamSpec.
+        group_size: number of inputs that an entry of the last axis stands for, if it stands for several.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: Any
-    init_scale: float | None
+    init: Literal["normal", "constant", "bits"]
+    init_scale: float
     expert_size: int | None
+    group_size: int | None = None
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of this array in an engine that serves in `dtype`."""
@@ -68,7 +73,8 @@ class ParamSpec:
         is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
         offset: added to what the checkpoint has, in float32.
         dtype: None means the dtype that the engine serves in.
-        quantize: marks the weights that a quantization format replaces.
+        quantize: marks the weights that are rounded to codes where `--quantization` asks for it.
+        scheme: how the weight is stored in few bits; None if it is not.
         init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
         expert_size: the whole inner size of an expert, for the weights of experts, all of which are split alike by it.
     """
@@ -83,6 +89,7 @@ class ParamSpec:
     offset: float = 0.0
     dtype: Any = None
     quantize: bool = False
+    scheme: Scheme | None = None
     init_scale: float | None = 0.02
     expert_size: int | None = None
 
@@ -91,6 +98,8 @@ class ParamSpec:
             raise ValueError(f"{self.source}: shape {self.shape} and axes {self.axes} differ in rank")
         if not self.source_shapes:
             object.__setattr__(self, "source_shapes", (self.shape,))
+        if self.scheme is not None and (not self.num_inputs or self.dtype is None):
+            raise ValueError(f"{self.source}: a scheme needs inputs, and the dtype of values")
         if len(self.source) != len(self.source_shapes):
             raise ValueError(f"{self.source}: there must be one of source_shapes {self.source_shapes} for each")
         stored = sum(map(math.prod, self.source_shapes)) if self.rows is None else len(self.rows) * self.row_size
@@ -142,19 +151,59 @@ class ParamSpec:
     @property
     def leaves(self) -> Weight | LeafSpec:
         """The arrays that the weight is stored as: a Weight of LeafSpecs, or one LeafSpec for what no matmul reads."""
+        scale = 1.0 if self.init_scale is None else self.init_scale
         values = LeafSpec(
             name=self.source[0],
             shape=self.shape,
             axes=self.axes,
             dtype=self.dtype,
-            init_scale=self.init_scale,
+            init="normal" if self.init_scale else "constant",
+            init_scale=scale,
             expert_size=self.expert_size,
         )
-        return Dense(values) if self.num_inputs else values
+        if self.scheme is None:
+            return Dense(values) if self.num_inputs else values
+        kind, num_groups = self.scheme.kind, self.scheme.num_groups(self.row_size)
+        codes = dataclasses.replace(
+            values,
+            shape=(*self.shape[:-1], self.shape[-1] // kind.per_byte),
+            dtype=kind.dtype,
+            init="normal" if kind.is_float else "bits",
+            init_scale=1.0,
+        )
+        first_input = len(self.shape) - self.num_inputs
+        scales = dataclasses.replace(
+            values,
+            shape=(*self.shape[:first_input], num_groups),
+            axes=self.axes[: first_input + 1],
+            dtype=jnp.dtype(self.scheme.scale_dtype),
+            init="constant",
+            init_scale=scale / kind.typical,
+            group_size=self.row_size // num_groups,
+        )
+        zeros = dataclasses.replace(scales, init_scale=0.0) if self.scheme.has_zeros else None
+        return Quantized(Parts(codes, scales, zeros), self.scheme, jnp.dtype(self.dtype))
 
     def encode(self, values: np.ndarray) -> Weight | np.ndarray:
-        """Return the arrays that store a weight of these values, in the structure of `leaves`."""
-        return Dense(values) if self.num_inputs else values
+        """Return the arrays that store a weight of these values, in the structure of `leaves`.
+
+        Raises ValueError for values that the scheme cannot store.
+        """
+        if self.scheme is None:
+            return Dense(values) if self.num_inputs else values
+        return self._stored(self.scheme.quantize(values.reshape(-1, self.row_size)))
+
+    def encode_parts(self, sources: Iterable[Parts]) -> Weight:
+        """Return the arrays of a weight whose sources are stored as codes already, rows first, by the same scheme."""
+        columns = zip(*sources, strict=True)
+        return self._stored(Parts(*(None if column[0] is None else self.arrange(column) for column in columns)))
+
+    def _stored(self, rows: Parts) -> Quantized:
+        """Return arrays of [rows, values of a row] in the shapes of `leaves`."""
+        leaves = self.leaves
+        assert isinstance(leaves, Quantized)
+        shaped = jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), leaves.parts, rows)
+        return dataclasses.replace(leaves, parts=shaped)
 
 
 def leaf_specs(specs: Params) -> Params:
@@ -176,12 +225,15 @@ class Layout:
 
     Attributes:
         shape: of the shares of all devices together.
-        places: indices into the first axes of the declared weight, which give those of this one; empty if it is equal.
+        places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
+        repeats: how often each entry of the declared last axis stands here. Where the inputs of a device are no
+            multiple of a group, its scales are those of smaller groups.
     """
 
     shape: tuple[int, ...]
     sharding: NamedSharding
     places: tuple[np.ndarray, ...] = ()
+    repeats: int = 1
 
     def put(self, declared: np.ndarray) -> jax.Array:
         """The declared weight on its devices."""
@@ -189,6 +241,10 @@ class Layout:
 
     def share(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """What this layout has at `index`, of a declared weight of which the rest is not read."""
+        if self.repeats > 1:
+            *outer, last = index
+            index = (*outer, slice(None))
+            declared = declared[..., np.arange(self.shape[-1])[last] // self.repeats]
         if not self.places:
             return declared[index]
         heads, *others = index
@@ -205,9 +261,20 @@ def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
     if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
         by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
         return Layout(spec.shape, NamedSharding(mesh, by_expert))
-    places = _places_of_copies(spec, mesh)
+    places, repeats = _places_of_copies(spec, mesh), _repeats_of_groups(spec, mesh)
     shape = (*places[-1].shape, *spec.shape[len(places) :]) if places else spec.shape
-    return Layout(shape, NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.name)), places)
+    shape = (*shape[:-1], shape[-1] * repeats)
+    sharding = NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.name))
+    return Layout(shape, sharding, places, repeats)
+
+
+def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
+    """How often each scale must be repeated, so that no group of inputs crosses from one device to the next."""
+    on = None if spec.group_size is None else mesh_axis(spec.axes[-1], mesh)
+    if on is None or spec.group_size is None:
+        return 1
+    inputs_a_device = spec.shape[-1] * spec.group_size // mesh.shape[on]
+    return spec.group_size // math.gcd(spec.group_size, inputs_a_device)
 
 
 def _places_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
@@ -264,20 +331,63 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
         return jax.tree.map(functools.partial(init_leaf, key), spec.leaves, layout)
 
     def init_leaf(key: jax.Array, leaf: LeafSpec, layout: Layout) -> jax.Array:
-        return _initializer(leaf.shape, leaf.dtype_in(dtype), leaf.init_scale, layout.sharding)(key, layout.places)
+        make = _initializer(
+            leaf.shape, leaf.dtype_in(dtype), leaf.init, leaf.init_scale, layout.repeats, layout.sharding
+        )
+        return make(key, layout.places)
 
     return jax.tree_util.tree_map_with_path(init, specs, layouts(specs, mesh))
 
 
 @functools.lru_cache(maxsize=64)
 def _initializer(
-    shape: tuple[int, ...], dtype: np.dtype, scale: float | None, sharding: NamedSharding
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    init: Literal["normal", "constant", "bits"],
+    scale: float,
+    repeats: int,
+    sharding: NamedSharding,
 ) -> Callable[[jax.Array, tuple[np.ndarray, ...]], jax.Array]:
-    def init(key: jax.Array) -> jax.Array:
-        if scale is None:
-            return jnp.ones(shape, dtype)
-        if scale == 0.0:
-            return jnp.zeros(shape, dtype)
-        return scale * jax.random.normal(key, shape, dtype)
+    def make(key: jax.Array) -> jax.Array:
+        if init == "constant":
+            return jnp.full(shape, scale, dtype)
+        if init == "bits":
+            bits = jax.random.bits(key, shape, jnp.uint8)
+            return jax.lax.bitcast_convert_type(bits, dtype)
+        computed = jnp.float32 if dtype.itemsize == 1 else dtype
+        return (scale * jax.random.normal(key, shape, computed)).astype(dtype)
 
-    return jax.jit(lambda key, places: init(key)[places], out_shardings=sharding)
+    def laid_out(values: jax.Array) -> jax.Array:
+        return values if repeats == 1 else jnp.repeat(values, repeats, axis=-1)
+
+    return jax.jit(lambda key, places: laid_out(make(key)[places]), out_shardings=sharding)
+
+
+def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtype) -> Params:
+    """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`."""
+
+    def apply(path: Any, spec: ParamSpec) -> ParamSpec:
+        scheme = schemes.get(_path_name(path))
+        return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
+
+    return jax.tree_util.tree_map_with_path(apply, specs)
+
+
+def schemes_of(specs: Params) -> dict[str, Scheme]:
+    """Return the Scheme of each weight that has one, by path such as "layers.0.mlp.down"."""
+    found = jax.tree_util.tree_leaves_with_path(specs)
+    return {_path_name(path): spec.scheme for path, spec in found if spec.scheme is not None}
+
+
+def rounded_to(specs: Params, scheme: Scheme) -> dict[str, Scheme]:
+    """Return the Scheme, fitted to its shape, of each weight that `--quantization` rounds; others stay as they are."""
+    marked = {
+        _path_name(path): scheme.fitted(spec.shape, spec.num_inputs)
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs)
+        if spec.quantize
+    }
+    return {name: fitted for name, fitted in marked.items() if fitted is not None}
+
+
+def _path_name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.quantization.scheme import Parts, Scheme
+
 
 class Weight(abc.ABC):
     """A matrix of logical shape [*outputs, *inputs]; inside `shard_map` the device's shard of one.
@@ -150,6 +152,55 @@ class Dense(Weight):
     @override
     def why_not_plain(self) -> None:
         return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized(Weight):
+    """A weight stored as codes and scales, see `quantization.scheme`.
+
+    Its codes have the logical axes; the groups of the scales are the last axis of these, split as the inputs are.
+    """
+
+    parts: Parts
+    scheme: Scheme = dataclasses.field(metadata={"static": True})
+    value_dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        *outer, last = self.parts.codes.shape
+        return (*outer, last * self.scheme.kind.per_byte)
+
+    @property
+    @override
+    def dtype(self) -> jnp.dtype:
+        return self.value_dtype
+
+    @property
+    @override
+    def sharding(self) -> NamedSharding:
+        return jax.typeof(self.parts.codes).sharding
+
+    @override
+    def array(self) -> Float[Array, "..."]:
+        """Return the values of all codes; each device makes those of its shard."""
+        if not self.is_split:
+            return self.scheme.dequantize(self.parts, self.dtype)
+        run = jax.shard_map(
+            lambda parts: self.scheme.dequantize(parts, self.dtype),
+            in_specs=(partition_specs(self.parts),),
+            out_specs=self.spec,
+        )
+        return run(self.parts)
+
+    @override
+    def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
+        return self.scheme.dequantize(jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
+
+    @override
+    def why_not_plain(self) -> str:
+        return f"it is stored as {self.scheme}"
 
 
 def partition_specs(tree: Any) -> Any:

@@ -25,6 +25,7 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
+from jaxserve.quantization.scheme import Parts
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
@@ -48,6 +49,15 @@ class StoredTensor(Protocol):
 
     def read(self) -> np.ndarray:
         """Its values, in the host's memory."""
+        ...
+
+
+@runtime_checkable
+class QuantizedTensor(StoredTensor, Protocol):
+    """A matrix that a checkpoint stores as codes; `read` returns what they stand for."""
+
+    def read_parts(self) -> Parts:
+        """Its codes and scales as the scheme of its weight has them, with outputs before inputs."""
         ...
 
 
@@ -145,9 +155,18 @@ class SourceWeight:
 
         Sources are read one by one, and cast before they are put together, which only moves values.
         """
+        if self.spec.scheme is not None:
+            stored = [self.tensors.get(name) for name in self.spec.source]
+            parts = [tensor.read_parts() for tensor in stored if isinstance(tensor, QuantizedTensor)]
+            if len(parts) == len(stored):
+                return self.spec.encode_parts(parts)
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
-        return self.spec.encode(self.spec.assemble(sources).astype(dtype, copy=False))
+        values = self.spec.assemble(sources).astype(dtype, copy=False)
+        try:
+            return self.spec.encode(values)
+        except ValueError as error:
+            raise CheckpointError(f"{', '.join(self.spec.source)}: {error}") from error
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""

@@ -26,11 +26,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Layout, LeafSpec, Params, layouts, leaf_specs
+from jaxserve.layers.params import Layout, LeafSpec, Params, layouts, leaf_specs, schemes_of
 from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
+from jaxserve.quantization.scheme import KINDS, Scheme
 
 MANIFEST = "jaxserve_manifest.json"
 FORMAT_VERSION = 2
+
+STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values())}
 
 _WEIGHTS = "weights"
 
@@ -64,7 +67,9 @@ class StoredArray(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, frozen=True):
-    """What a store holds and where it comes from; `file_sizes` are bytes of the files under weights/."""
+    """What a store holds and where it comes from; `file_sizes` are bytes of the files under weights/, `schemes` how
+    weights are stored that are not stored as their values.
+    """
 
     format_version: int
     model_type: str
@@ -73,6 +78,7 @@ class Manifest(msgspec.Struct, kw_only=True, frozen=True):
     versions: dict[str, str]
     config: dict[str, Any]
     arrays: dict[str, StoredArray]
+    schemes: dict[str, Scheme]
     file_sizes: dict[str, int]
 
 
@@ -185,6 +191,7 @@ def write_store(
                     name: StoredArray(shape=leaf.shape, dtype=str(leaf.dtype_in(dtype)))
                     for name, leaf in _flat(leaf_specs(specs)).items()
                 },
+                schemes=schemes_of(specs),
                 file_sizes=_file_sizes(new / _WEIGHTS),
             )
             text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
@@ -344,9 +351,9 @@ def _config_problems(directory: pathlib.Path, manifest: Manifest) -> list[str]:
 def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[str]:
     stored = manifest.arrays
     wrong = [
-        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not a float of {list(leaf.shape)}"
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not {_wanted(leaf)} of {list(leaf.shape)}"
         for name, leaf in leaves.items()
-        if name in stored and (stored[name].shape != leaf.shape or stored[name].dtype not in DTYPES)
+        if name in stored and (stored[name].shape != leaf.shape or not _is_readable(stored[name].dtype, leaf))
     ]
     return _listed(
         {
@@ -355,6 +362,19 @@ def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[
             "wrong weights": sorted(wrong),
         }
     )
+
+
+def _is_readable(dtype: str, leaf: LeafSpec) -> bool:
+    """Whether an array of such a dtype can be read as this one: floats are cast, codes are what they are."""
+    return dtype == str(leaf.dtype) if _has_codes(leaf) else dtype in DTYPES
+
+
+def _wanted(leaf: LeafSpec) -> str:
+    return str(leaf.dtype) if _has_codes(leaf) else "a float"
+
+
+def _has_codes(leaf: LeafSpec) -> bool:
+    return leaf.dtype in {kind.dtype for kind in KINDS.values()}
 
 
 def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
@@ -368,7 +388,7 @@ def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
     unlike = [
         name
         for name, array in manifest.arrays.items()
-        if array.dtype in DTYPES and not _is_plain(folder, name, array, found)
+        if array.dtype in STORED_TYPES and not _is_plain(folder, name, array, found)
     ]
     return _listed(
         {

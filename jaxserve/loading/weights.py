@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params
+from jaxserve.config import Quantization
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.layers.params import Params, rounded_to, with_schemes
 from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
+from jaxserve.quantization.scheme import SCHEMES
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -26,6 +28,26 @@ def naming_config(path: str | pathlib.Path) -> Iterator[None]:
     except CheckpointError as error:
         where = f"{path}, as " if pathlib.Path(path).is_file() else f"{pathlib.Path(path)}/"
         raise CheckpointError(f"{where}{error}") from error
+
+
+def stored_specs(
+    path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, quantization: Quantization | None
+) -> Params:
+    """Return `specs` with the schemes by which the weights are held in an engine that serves in `dtype`.
+
+    They are those of the store, or with `quantization` those that a checkpoint of floats is rounded to while it loads.
+    Raises ConfigError for a store that is asked to be what it is not.
+    """
+    schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
+    if not orbax_store.is_store(path):
+        return with_schemes(specs, schemes, dtype=dtype)
+    stored = orbax_store.read_manifest(path).schemes
+    if quantization is not None and stored != schemes:
+        raise ConfigError(
+            f"quantization is {quantization}, but the store {path} was written "
+            f"{'without' if not stored else 'with another'}: convert the original with --quantization {quantization}"
+        )
+    return with_schemes(specs, stored, dtype=dtype)
 
 
 def load_weights(

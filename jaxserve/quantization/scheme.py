@@ -1,0 +1,176 @@
+"""Scheme: how one weight is stored in few bits, as plain data, and what its codes, scales and zero points stand for.
+
+A value is (code - zero point) * scale. The scale belongs to a group of consecutive inputs of one output, or to all
+inputs of it; 4-bit codes lie two in a byte along the last axis, the first of them in the lower half.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import msgspec
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeKind:
+    """How one kind of codes is stored, and the values that they stand for."""
+
+    dtype: np.dtype
+    per_byte: int = 1
+    first: int = 0
+    """Value of code 0, where values are consecutive integers."""
+    values: tuple[float, ...] | None = None
+    """Value of each 4-bit code, where they are not."""
+    largest: float
+    """What the largest magnitude of a group becomes when it is rounded to these codes."""
+    typical: float
+    """Standard deviation of what random codes stand for."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floats, of which not all bits are numbers."""
+        return self.per_byte == 1 and self.dtype != np.int8
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The quantiles of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+KINDS: dict[str, CodeKind] = {
+    "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, typical=73.9),
+    "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, typical=1.0),
+    "int4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, first=-8, largest=7.5, typical=4.6),
+    "uint4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, largest=15.0, typical=8.8),
+    "e2m1": CodeKind(
+        dtype=np.dtype(np.uint8),
+        per_byte=2,
+        values=(*E2M1, *(-value for value in E2M1)),
+        largest=E2M1[-1],
+        typical=2.9,
+    ),
+    "nf4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=NF4, largest=NF4[-1], typical=0.55),
+}
+"""The kinds of codes by name. Half a step beyond the last integer still rounds to it, hence 127.5 and 7.5."""
+
+
+class Parts(NamedTuple):
+    """The arrays that a quantized matrix of shape [*outputs, *inputs] is stored as."""
+
+    codes: Any
+    """[*outputs, *inputs], the last axis halved where two codes share a byte."""
+    scales: Any
+    """[*outputs, groups]: of consecutive inputs, all axes of which count as one."""
+    zeros: Any = None
+    """As `scales`; None if all are 0."""
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How one weight is stored.
+
+    Attributes:
+        codes: a key of KINDS.
+        group_size: number of inputs that have a scale in common; None means that all inputs of an output have.
+        scale_dtype: of scales and zero points.
+        has_zeros: whether there are zero points.
+    """
+
+    codes: CodeName
+    group_size: int | None = None
+    scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    has_zeros: bool = False
+
+    def __str__(self) -> str:
+        return self.codes if self.group_size is None else f"{self.codes} in groups of {self.group_size}"
+
+    @property
+    def kind(self) -> CodeKind:
+        """What its codes are."""
+        return KINDS[self.codes]
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Return how many scales an output with so many inputs has."""
+        return 1 if self.group_size is None else num_inputs // self.group_size
+
+    def fitted(self, shape: tuple[int, ...], num_inputs: int) -> "Scheme | None":
+        """Return the scheme for a matrix of this shape with so many axes of inputs, or None if there is none.
+
+        Where groups do not divide the inputs, they are the largest part of a group that does, if that is worth a scale.
+        """
+        if shape[-1] % self.kind.per_byte:
+            return None
+        if self.group_size is None:
+            return self
+        size = math.gcd(self.group_size, math.prod(shape[len(shape) - num_inputs :]))
+        return msgspec.structs.replace(self, group_size=size if size >= min(SMALLEST_GROUP, self.group_size) else None)
+
+    def quantize(self, rows: Float[np.ndarray, "N K"]) -> Parts:
+        """Round a matrix to the nearest codes, without zero points; the largest magnitude of a group sets its scale.
+
+        Raises ValueError if it has values that are not finite, or for codes that cannot be rounded to.
+        """
+        kind = self.kind
+        if kind.values is not None or self.has_zeros or self.codes == "uint4":
+            raise ValueError(f"there is no rounding to {self}")
+        num_rows, num_inputs = rows.shape
+        groups = rows.astype(np.float32).reshape(num_rows, self.num_groups(num_inputs), -1)
+        largest = np.abs(groups).max(axis=-1)
+        if not np.isfinite(largest).all():
+            raise ValueError("there are values that are not finite")
+        scales = (largest / np.float32(kind.largest)).astype(jnp.dtype(self.scale_dtype))
+        scales = np.where(scales == 0, np.ones_like(scales), scales)
+        groups /= scales.astype(np.float32)[..., None]
+        values = groups.reshape(num_rows, num_inputs)
+        if self.codes == "fp8":
+            return Parts(np.clip(values, -kind.largest, kind.largest).astype(kind.dtype), scales)
+        low, high = (-128, 127) if kind.per_byte == 1 else (-8, 7)
+        codes = np.clip(np.rint(values), low, high).astype(np.int8)
+        if kind.per_byte == 1:
+            return Parts(codes, scales)
+        return Parts(pack((codes - kind.first).astype(np.uint8)), scales)
+
+    def dequantize(self, parts: Parts, dtype: jnp.dtype) -> Float[Array, "..."]:
+        """Return the values, computed in float32: the reference for kernels. Scales may be of smaller groups, too."""
+        values = self._values(parts.codes)
+        grouped = values.reshape(*parts.scales.shape, -1)
+        if parts.zeros is not None:
+            grouped = grouped - parts.zeros.astype(jnp.float32)[..., None]
+        scaled = grouped * parts.scales.astype(jnp.float32)[..., None]
+        return scaled.reshape(values.shape).astype(dtype)
+
+    def _values(self, codes: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        """What the codes stand for, before zero points and scales."""
+        kind = self.kind
+        if kind.per_byte == 1:
+            return codes.astype(jnp.float32)
+        halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
+        halves = halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+        if kind.values is None:
+            return halves.astype(jnp.float32) + jnp.float32(kind.first)
+        return jnp.asarray(kind.values, jnp.float32)[halves]
+
+
+def pack(codes: Shaped[np.ndarray, "... K"]) -> Shaped[np.ndarray, "... half"]:
+    """Put two 4-bit codes in a byte, the first of them in the lower half."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+SMALLEST_GROUP = 32
+"""Inputs that a scale of their own is worth: a 16-bit scale for 16 of 4 bits would be a quarter of their bytes."""
+
+SCHEMES: dict[str, Scheme] = {
+    "int8": Scheme(codes="int8"),
+    "fp8": Scheme(codes="fp8"),
+    "int4": Scheme(codes="int4", group_size=128, scale_dtype="bfloat16"),
+}
+"""What `--quantization` may ask for: how a checkpoint of floats is rounded while it loads."""

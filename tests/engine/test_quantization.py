@@ -1,0 +1,160 @@
+"""`--quantization`, from a checkpoint of floats to tokens: those of a full forward pass with the rounded values."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from harness import request, run
+from naive import naive_greedy
+from safetensors.numpy import save_file
+
+from jaxserve.config import EngineConfig
+from jaxserve.convert import convert
+from jaxserve.engine.startup import start_engine
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.layers.weight import Dense, Weight
+from jaxserve.loading.huggingface import source_shapes
+from jaxserve.loading.orbax_store import read_manifest
+from jaxserve.loading.weights import load_config, load_weights, stored_specs
+from jaxserve.models import get_family
+
+FIELDS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+MODELS = {
+    "int8": {"model_type": "qwen2"},
+    "int4": {"model_type": "llama", "attention_bias": True, "num_key_value_heads": 2},
+    "fp8": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+FLOAT32 = np.dtype(np.float32)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def quantization(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(quantization, tmp_path_factory):
+    """A directory with a tiny random model, whose logits depend on what is attended to."""
+    path = tmp_path_factory.mktemp(quantization)
+    (path / "config.json").write_text(json.dumps(FIELDS | MODELS[quantization]))
+    rng = np.random.default_rng(0)
+
+    def draw(shape):
+        gain_or_bias = len(shape) == 1
+        return rng.normal(0.5 if gain_or_bias else 0.0, 0.3, shape).astype(np.float32)
+
+    save_file({name: draw(shape) for name, shape in source_shapes(specs_of(path)).items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint, quantization, tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / quantization
+    convert(str(checkpoint), path, quantization=quantization, progress=False)
+    return path
+
+
+def specs_of(path):
+    fields = load_config(path)
+    family = get_family(fields)
+    return family.param_specs(family.Config.from_hf(fields))
+
+
+def greedy_tokens(path, quantization, num_devices=1, **options):
+    config = EngineConfig(
+        model=str(path),
+        quantization=quantization,
+        tensor_parallel_size=num_devices,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        block_size=4,
+        kv_cache_memory=2**20,
+        warmup=False,
+        **options,
+    )
+    engine, _ = start_engine(config, mesh=None, progress=False)
+    results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(PROMPTS)])
+    engine.close()
+    return [results[f"r{index}"].token_ids for index in range(len(PROMPTS))]
+
+
+PROMPTS = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (1, 5, 21)]
+
+
+def naive_tokens(path, quantization):
+    """From full forward passes with plain arrays of the values that the codes stand for."""
+    fields = load_config(path)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    specs = stored_specs(path, family.param_specs(config), dtype=FLOAT32, quantization=quantization)
+    params = jax.tree.map(
+        lambda node: Dense(node.array()) if isinstance(node, Weight) else node,
+        load_weights(path, specs, dtype=FLOAT32, mesh=mesh, progress=False),
+        is_leaf=lambda node: isinstance(node, Weight),
+    )
+    with jax.set_mesh(mesh):
+        return [naive_greedy(params, config, family, prompt, 12, padded_length=64) for prompt in PROMPTS]
+
+
+def test_tokens_are_those_of_the_rounded_values(checkpoint, store, quantization):
+    expected = naive_tokens(checkpoint, quantization)
+    assert len(set().union(*expected)) > 5
+    assert expected != naive_tokens(checkpoint, None), "rounding changed nothing"
+    assert greedy_tokens(checkpoint, quantization) == expected
+    assert greedy_tokens(checkpoint, quantization, 4) == expected
+    assert greedy_tokens(store, None) == expected  # a store says itself what it holds
+    assert greedy_tokens(store, quantization, 2) == expected
+
+
+def test_a_store_holds_codes_and_says_so(checkpoint, store, quantization):
+    manifest = read_manifest(store)
+    assert {scheme.codes for scheme in manifest.schemes.values()} == {quantization}
+    assert "layers.1.attention.out" in manifest.schemes
+    size = sum(file.stat().st_size for file in store.glob("weights/layers*/*"))
+    largest = {"int8": 0.4, "fp8": 0.4, "int4": 0.25}[quantization]
+    assert size < largest * (checkpoint / "model.safetensors").stat().st_size
+    specs = stored_specs(store, specs_of(store), dtype=FLOAT32, quantization=None)
+    mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
+    options = {"dtype": FLOAT32, "mesh": mesh, "progress": False}
+    jax.tree.map(
+        np.testing.assert_array_equal, load_weights(store, specs, **options), load_weights(checkpoint, specs, **options)
+    )
+
+
+@pytest.mark.parametrize("quantization", ["int8"], indirect=True)
+def test_what_cannot_be(checkpoint, store, tmp_path):
+    with pytest.raises(ConfigError, match=r"quantization is int4, but the store .* was written with another: convert"):
+        greedy_tokens(store, "int4")
+    plain = tmp_path / "plain"
+    convert(str(checkpoint), plain, progress=False)
+    with pytest.raises(ConfigError, match=r"quantization is int4, but the store .* was written without: convert"):
+        greedy_tokens(plain, "int4")
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | MODELS["int8"]))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in source_shapes(specs_of(tmp_path)).items()}
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = np.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: .* not finite"):
+        greedy_tokens(tmp_path, "int8")
+
+
+def test_random_codes_for_benchmarks(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | MODELS["int4"]))
+    tokens = greedy_tokens(tmp_path, "int4", load_format="dummy")
+    assert greedy_tokens(tmp_path, "int4", 4, load_format="dummy") == tokens
