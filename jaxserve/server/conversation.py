@@ -46,7 +46,7 @@ class _Call(msgspec.Struct, kw_only=True):
 
 
 class _Thoughts(msgspec.Struct, kw_only=True):
-    content: list[_Part] | None = None
+    content: str | list[_Part] | None = None
 
 
 class _CallOutput(msgspec.Struct, kw_only=True):
@@ -61,6 +61,11 @@ def input_items(given: str | list[Item]) -> list[Item]:
     return [{name: value for name, value in item.items() if value is not None} for item in given]
 
 
+def is_reference(item: Item) -> bool:
+    """Return whether an item only names one of a stored answer. One that has nothing but an id does so, too."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
 def listed(item: Item, index: int) -> Item:
     """An item as lists of items have it: with an id and a status, and its text in parts."""
     item = {"id": f"item_{index}", "type": "message", "status": "completed", **item}
@@ -72,44 +77,69 @@ def listed(item: Item, index: int) -> Item:
 
 
 def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str, Any]]:
-    """Chat messages of the items; calls in a row become one message, thoughts a part of what comes after them.
+    """Chat messages of the items. What the assistant thinks, says and calls in one turn is one message, as a chat's
+    answer is.
 
     The first `num_before` items are of earlier turns: errors count from there. Raises InvalidRequest, naming the item.
     """
     messages: list[dict[str, Any]] = []
-    thoughts = ""
+    turn = _Turn()
     for index, item in enumerate(items):
         param = f"input[{index - num_before}]"
         kind = item.get("type", "message")
         if kind == "message":
             message = _convert(item, _Message, param)
-            messages.append({"role": message.role, "content": _text(message.content, f"{param}.content")})
+            text = _text(message.content, f"{param}.content")
+            if message.role == "assistant":
+                if turn.is_only_words:
+                    messages += turn.close()
+                turn.words.append(text)
+            else:
+                messages += [*turn.close(), {"role": message.role, "content": text}]
         elif kind == "function_call":
             call = _convert(item, _Call, param)
-            if not (messages and "tool_calls" in messages[-1]):
-                messages.append({"role": "assistant", "content": None, "tool_calls": []})
             function = {"name": call.name, "arguments": call.arguments}
-            messages[-1]["tool_calls"].append({"id": call.call_id, "type": "function", "function": function})
+            turn.calls.append({"id": call.call_id, "type": "function", "function": function})
         elif kind == "function_call_output":
             output = _convert(item, _CallOutput, param)
             text = _text(output.output, f"{param}.output")
-            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+            messages += [*turn.close(), {"role": "tool", "tool_call_id": output.call_id, "content": text}]
         elif kind == "reasoning":
-            thoughts = _text(_convert(item, _Thoughts, param).content or "", f"{param}.content")
-            continue
+            turn.thoughts.append(_text(_convert(item, _Thoughts, param).content or "", f"{param}.content"))
         else:
             raise not_supported(f"{param}.type", f"an item of type {str(kind)[:40]!r}")
-        if thoughts and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = thoughts
-        thoughts = ""
-    return messages
+    return messages + turn.close()
+
+
+class _Turn:
+    """What the assistant has thought, said and called since somebody else has spoken."""
+
+    def __init__(self) -> None:
+        self.thoughts: list[str] = []
+        self.words: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    @property
+    def is_only_words(self) -> bool:
+        """Whether more words would be another message."""
+        return bool(self.words) and not self.thoughts and not self.calls
+
+    def close(self) -> list[dict[str, Any]]:
+        """Return the message of the turn, if there is one, and begin another."""
+        thoughts, words, calls = self.thoughts, self.words, self.calls
+        self.thoughts, self.words, self.calls = [], [], []
+        if not (thoughts or words or calls):
+            return []
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(words) or (None if calls else "")}
+        if "".join(thoughts):
+            message["reasoning_content"] = "\n".join(thoughts)
+        return [message | ({"tool_calls": calls} if calls else {})]
 
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat of a request. Raises InvalidRequest."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
-    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    chat["messages"] = [*instructions, *messages]
+    chat["messages"] = [*_instructions(body.instructions), *messages]
     chat["max_tokens"], chat["max_completion_tokens"] = body.token_limit, None
     if body.wants_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
@@ -139,6 +169,17 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         choice = {"type": choice.type, "function": {"name": choice.name}}
     chat["tool_choice"] = choice
     return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest, "")
+
+
+def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:
+    """Messages before all others, which the next turn does not inherit."""
+    if isinstance(given, list):
+        try:
+            return as_messages(input_items(given))
+        except InvalidRequest as error:
+            rename(error, "input", "instructions")
+            raise
+    return [] if given is None else [{"role": "system", "content": given}]
 
 
 def name_as_sent(error: InvalidRequest, body: ResponsesRequest) -> None:

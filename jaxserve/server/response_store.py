@@ -34,6 +34,11 @@ create table if not exists responses (
     place text  -- of the worker that still writes it; null when it is complete
 );
 create index if not exists by_number on responses (number);
+create table if not exists items (
+    id text primary key,
+    response_id text not null references responses (id) on delete cascade
+);
+create index if not exists by_response on items (response_id);
 """
 
 
@@ -45,6 +50,13 @@ class StoredResponse(NamedTuple):
     body: bytes
     items: bytes
     num_inputs: int
+    item_ids: tuple[str, ...] = ()
+    """Ids of the answer's own items, which are found by them; left out of what is read."""
+
+    @property
+    def columns(self) -> tuple[bytes, bytes, int]:
+        """What the table of responses has of it."""
+        return self.body, self.items, self.num_inputs
 
 
 class ResponseStore:
@@ -92,8 +104,9 @@ class ResponseStore:
             database.execute(
                 "insert or replace into responses (id, owner, number, expires, body, items, num_inputs) "
                 "values (?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ?)",
-                (response_id, owner, now + self._ttl, *stored),
+                (response_id, owner, now + self._ttl, *stored.columns),
             )
+            _index(database, response_id, stored)
             self._make_room(database, now)
 
     def begin(self, response_id: str, stored: StoredResponse, *, owner: str, max_incomplete: int) -> bool:
@@ -106,7 +119,7 @@ class ResponseStore:
                 "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
                 "select ?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ? "
                 "where (select count(*) from responses where place is not null) < ?",
-                (response_id, owner, self._place, now + self._ttl, *stored, max_incomplete),
+                (response_id, owner, self._place, now + self._ttl, *stored.columns, max_incomplete),
             )
             self._make_room(database, now)
             return begun.rowcount > 0
@@ -116,8 +129,9 @@ class ResponseStore:
         now = self._clock()
         with self._transaction() as database:
             database.execute(
-                "update responses set body = ?, items = ?, num_inputs = ? where id = ?", (*stored, response_id)
+                "update responses set body = ?, items = ?, num_inputs = ? where id = ?", (*stored.columns, response_id)
             )
+            _index(database, response_id, stored)
             if is_complete:
                 database.execute(
                     "update responses set place = null, expires = ?, "
@@ -143,6 +157,12 @@ class ResponseStore:
                 (response_id, owner, self._clock()),
             ).fetchone()
         return None if row is None else StoredResponse(*row)
+
+    def find(self, item_id: str, *, owner: str) -> StoredResponse | None:
+        """The stored answer that has the item. None: it is not there, or not any more."""
+        with self._transaction() as database:
+            row = database.execute("select response_id from items where id = ?", (item_id,)).fetchone()
+        return None if row is None else self.get(row[0], owner=owner)
 
     def delete(self, response_id: str, *, owner: str) -> bool:
         """Forget an answer. Returns whether it was there."""
@@ -183,9 +203,18 @@ class ResponseStore:
             yield database
 
 
+def _index(database: sqlite3.Connection, response_id: str, stored: StoredResponse) -> None:
+    """Let the items of an answer be found, if it is still kept."""
+    database.executemany(
+        "insert or ignore into items (id, response_id) select ?, id from responses where id = ?",
+        [(item_id, response_id) for item_id in stored.item_ids],
+    )
+
+
 def _open(file: pathlib.Path | None) -> sqlite3.Connection:
     database = sqlite3.connect(":memory:" if file is None else file, check_same_thread=False, timeout=_PATIENCE)
     _write_ahead(database)
+    database.execute("pragma foreign_keys = on")
     database.execute("pragma synchronous = off")  # nothing here outlives the server
     database.executescript(_SCHEMA)
     return database

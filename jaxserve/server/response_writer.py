@@ -117,10 +117,9 @@ class ResponseWriter:
         """The last event, of how it has ended."""
         return self._of_response(f"response.{self.response.status}")
 
-    def cancel(self) -> None:
+    def cancel(self) -> Iterator[Event]:
         """Nobody wants it any more."""
-        for _ in self._close("incomplete"):
-            pass
+        yield from self._close("incomplete")
         self.response.status = "cancelled"
 
     def _add(self, item: OutputItem) -> Iterator[Event]:

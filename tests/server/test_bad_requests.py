@@ -122,7 +122,6 @@ UNSUPPORTED_TOOL = {
     "function": {"name": "f", "parameters": {"type": "object", "if": {}, "then": {"required": ["a"]}}},
 }
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-NO_JSON = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "x"}}
 BAD_COMPLETIONS = [
     ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
@@ -175,7 +174,6 @@ BAD_CHATS = [
         "messages[0].tool_calls[0].function",
     ),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [NO_JSON]}]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [USER, {"role": "tool", "content": "5"}]}, "messages[1].tool_call_id"),
     ({"tools": [TOOL]}, "tools"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),

@@ -54,6 +54,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     """What completions, chat and responses have in common."""
 
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -86,7 +87,6 @@ class AnswerRequest(RequestBody, kw_only=True):
 class GenerationRequest(AnswerRequest, kw_only=True):
     """What completions and chat have in common."""
 
-    stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
@@ -168,16 +168,23 @@ def check_generation_request(body: GenerationRequest) -> None:
 
     Raises InvalidRequest, naming the field.
     """
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
-    if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise not_supported("stream_options.include_obfuscation", "padding of chunks")
+    check_stream_options(body)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise InvalidRequest("best_of must be equal to n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
     check_priority_and_salt(body.priority, body.cache_salt)
     check_request_id(body.request_id)
+
+
+def check_stream_options(body: AnswerRequest) -> None:
+    """Raises InvalidRequest, naming the field."""
+    if body.stream_options is None:
+        return
+    if not body.stream:
+        raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
+    if body.stream_options.include_obfuscation:
+        raise not_supported("stream_options.include_obfuscation", "padding of chunks")
 
 
 def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:

@@ -114,13 +114,7 @@ FIELDS: tuple[Field, ...] = (
     Field("best_of", "must be equal to n", FOLLOWED, FOLLOWED, _ONE_ANSWER),
     # What comes back.
     Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=_EMPTY)),
-    Field(
-        "stream_options",
-        "usage at the end of a stream, or in each chunk",
-        FOLLOWED,
-        FOLLOWED,
-        Refused("usage comes with the last event"),
-    ),
+    Field("stream_options", "usage at the end of a stream (a response always has it), or in each chunk", *_ANSWERS),
     Field(
         "logprobs",
         "log probabilities of the answer's tokens: a number for completions, true for chats",
@@ -316,7 +310,7 @@ FIELDS: tuple[Field, ...] = (
     Field("metadata", "up to 16 texts that come back", NO_EFFECT, NO_EFFECT, FOLLOWED),
     # For the operator, or for nobody.
     *(
-        Field(name, "changes nothing here", NO_EFFECT, NO_EFFECT, NO_EFFECT)
+        Field(name, "comes back in a response", NO_EFFECT, NO_EFFECT, FOLLOWED)
         for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier")
     ),
     *(

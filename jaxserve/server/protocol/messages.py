@@ -8,6 +8,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.common import not_supported, refuse_unless_empty
+from jaxserve.server.protocol.cut_json import as_object
 from jaxserve.server.protocol.tools import ToolCall
 
 MAX_MESSAGES = 4096
@@ -32,6 +33,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     function_call: Any = None
@@ -82,9 +84,11 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{param}.tool_calls: only an assistant calls tools", param=f"{param}.tool_calls")
     has_calls = bool(message.tool_calls)
-    if message.content is None and not has_calls:
+    if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
     content = message.content if not isinstance(message.content, list) else _join_parts(message.content, param)
+    if not has_calls and message.role == "assistant":  # an answer may have been of thoughts only
+        content = content or message.refusal or ""
     reasoning = (message.reasoning_content or message.reasoning) if message.role == "assistant" else None
     if has_calls and (not content or (reasoning and not style.shows_both)):
         content = style.empty_content
@@ -101,22 +105,13 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
     if reasoning:
         rendered["reasoning_content"] = reasoning  # transformers gives it the other names that templates have for it
     if message.tool_calls:
-        rendered["tool_calls"] = [
-            _template_call(call, style, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        rendered["tool_calls"] = [_template_call(call, style) for call in message.tool_calls]
     return rendered
 
 
-def _template_call(call: ToolCall, style: MessageStyle, param: str) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    if not style.arguments_are_text:
-        param = f"{param}.function.arguments"
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{param} must be an object", param=param)
+def _template_call(call: ToolCall, style: MessageStyle) -> dict[str, Any]:
+    given = call.function.arguments
+    arguments = given if style.arguments_are_text else as_object(given)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

@@ -13,6 +13,7 @@ from jaxserve.server.protocol.common import (
     Reasoning,
     Verbosity,
     check_num_logprobs,
+    check_stream_options,
     not_supported,
 )
 from jaxserve.server.protocol.fields import Route
@@ -67,7 +68,7 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     route: ClassVar[Route] = "responses"
 
     input: str | list[dict[str, Any]]
-    instructions: str | None = None
+    instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
@@ -86,6 +87,10 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -115,8 +120,12 @@ def check_responses_request(body: ResponsesRequest) -> None:
         check_num_logprobs("top_logprobs", body.top_logprobs)
     if body.background and body.store is False:
         raise InvalidRequest("background needs store=true", param="background")
-    if body.background and body.stream:
-        raise not_supported("background", "background together with stream")
+    check_stream_options(body)
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise not_supported("stream_options.continuous_usage_stats", "usage before the end")
+    for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier"):
+        if len(getattr(body, name) or "") > MAX_METADATA_VALUE:
+            raise InvalidRequest(f"{name} has more than {MAX_METADATA_VALUE} characters", param=name)
     if len(body.metadata or ()) > MAX_METADATA:
         raise InvalidRequest(f"metadata has more than {MAX_METADATA} entries", param="metadata")
     for key, value in (body.metadata or {}).items():
@@ -231,7 +240,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     background: bool
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
+    instructions: str | list[dict[str, Any]] | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
@@ -247,6 +256,10 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
     usage: ResponseUsage | UnsetType = UNSET
 
 

@@ -15,7 +15,15 @@ from starlette.types import Message
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server.body import decode, encoded, json_response
-from jaxserve.server.conversation import Item, as_messages, chat_request, input_items, listed, name_as_sent
+from jaxserve.server.conversation import (
+    Item,
+    as_messages,
+    chat_request,
+    input_items,
+    is_reference,
+    listed,
+    name_as_sent,
+)
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.common import decode_body
@@ -34,6 +42,7 @@ from jaxserve.server.protocol.responses import (
     without_logprobs,
 )
 from jaxserve.server.reading import read_request
+from jaxserve.server.relay import Relay
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.response_writer import Event, ResponseWriter, frame
 from jaxserve.server.routes.chat import Chat, prepare
@@ -56,6 +65,10 @@ async def create(request: Request) -> Response:
     body = await read_request(state, request, ResponsesRequest)
     size = len(await request.body())
     answer = await _prepare(state, body, owner=request.scope["owner"], size=size)
+    if body.background and body.stream:
+        relay = Relay()
+        await answer.start_in_background(relay)
+        return EventStream(relay.copy, slow_readers=state.slow_readers, stopping=state.stopping, done=b"")
     if body.background:
         return await answer.start_in_background()
     if body.stream:
@@ -134,6 +147,8 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
         raise InvalidRequest(
             f"the conversation has {len(items)} items, at most {MAX_MESSAGES} are allowed", param="input"
         )
+    if any(is_reference(item) for item in items):
+        items = await asyncio.to_thread(_resolved, state.responses, items, num_before=len(earlier), owner=owner)
     response_id = f"resp_{uuid.uuid4().hex}"
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)))
@@ -144,6 +159,31 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     response = _new_response(state, body, response_id)
     chat = Chat(state, chat_body, group, answer_id=response_id)
     return _Answer(state, body, chat, response, items, owner=owner)
+
+
+def _resolved(responses: ResponseStore, items: list[Item], *, num_before: int, owner: str) -> list[Item]:
+    """The items, those of stored answers in the place of references to them. Raises NotFound, which names the id.
+
+    The first `num_before` items are of earlier turns. An answer is read once, however many of its items are meant.
+    """
+    found: dict[str, Item] = {}
+    resolved = []
+    for index, item in enumerate(items):
+        if not is_reference(item):
+            resolved.append(item)
+            continue
+        item_id = str(item.get("id", ""))
+        if item_id not in found:
+            stored = responses.find(item_id, owner=owner)
+            if stored is None:
+                raise NotFound(
+                    f"there is no stored item {item_id[:80]!r}",
+                    param=f"input[{index - num_before}].id",
+                    code="not_found",
+                )
+            found |= {str(each["id"]): each for each in msgspec.json.decode(stored.items) if "id" in each}
+        resolved.append(found[item_id])
+    return resolved
 
 
 async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> StoredResponse:
@@ -177,10 +217,17 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         reasoning=body.reasoning or Reasoning(),
         store=body.store is not False and state.responses.is_enabled,
         temperature=float(defaults.get("temperature", 1.0) if body.temperature is None else body.temperature),
-        text=TextConfig(format=(body.text and body.text.format) or TextFormat(type="text")),
+        text=TextConfig(
+            format=(body.text and body.text.format) or TextFormat(type="text"),
+            verbosity=body.text and body.text.verbosity,
+        ),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
+        user=body.user,
+        safety_identifier=body.safety_identifier,
+        prompt_cache_key=body.prompt_cache_key,
+        service_tier=body.service_tier,
         top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
     )
 
@@ -218,13 +265,13 @@ class _Answer:
         await self._save()
         return b"".join([*frames, frame(self._writer.end())])
 
-    async def start_in_background(self) -> Response:
-        """Begin, and answer before anything has come of it. Raises QueueFull."""
+    async def start_in_background(self, relay: Relay | None = None) -> Response:
+        """Begin, and answer before anything has come of it; `relay` gets what happens. Raises QueueFull."""
         limit = min(MAX_IN_BACKGROUND, self._state.responses.max_entries)
         is_begun = asyncio.get_running_loop().create_future()
         answer = json_response(self.response)
         if len(self._state.background) < limit:
-            task = asyncio.create_task(self._run_in_background(is_begun, limit))
+            task = asyncio.create_task(self._run_in_background(is_begun, limit, relay))
             self._state.background.add(task)  # before anything is waited for: a burst must not get past the limit
             task.add_done_callback(self._state.background.discard)
         else:
@@ -249,20 +296,27 @@ class _Answer:
         is_begun.set_result(has_room)
         return has_room
 
-    async def _run_in_background(self, is_begun: asyncio.Future[bool], limit: int) -> None:
+    async def _run_in_background(self, is_begun: asyncio.Future[bool], limit: int, relay: Relay | None) -> None:
         """Answer, if there is room for one more."""
         with self._state.counted():
             if not await self._begin(is_begun, limit):
                 return
             try:
-                await while_wanted(self.run(), receive=self._unwanted, stopping=self._state.stopping)
+                await while_wanted(self.run(relay), receive=self._unwanted, stopping=self._state.stopping)
             except ClientDisconnect:
-                self._writer.cancel()
+                told = b"".join(frame(event) for event in self._writer.cancel())
                 await self._save()
+                if relay is not None:
+                    relay(told + frame(self._writer.end()))
             except Exception as error:
                 if not isinstance(error, JaxserveError):
                     logger.exception("a response in the background failed")
-                await self.fail(error)
+                told = await self.fail(error)
+                if relay is not None:
+                    relay(told)
+            finally:
+                if relay is not None:
+                    relay.end()
 
     async def _unwanted(self) -> Message:
         """Stands for the connection that a response in the background does not have: it ends when it is cancelled."""
@@ -370,6 +424,7 @@ class _Answer:
             body=b"".join(encoded(self.response)),
             items=msgspec.json.encode([*self._items, *map(without_logprobs, self.response.output)]),
             num_inputs=len(self._items),
+            item_ids=tuple(item.id for item in self.response.output),
         )
 
 
