@@ -133,6 +133,28 @@ def _parser() -> Parser:
     )
     models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
 
+    parse = add("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message")
+    parse.set_defaults(run=_parse, log_level="warning")
+    parse.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="whose syntax it is: directory, GGUF file, built-in model or id on the hub",
+    )
+    parse.add_flag("syntax", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
+    add_config_flags(parse, ServerConfig, only=("tool_call_parser", "reasoning_parser", "chat_template"))
+    parse.add_flag(
+        "answer", "--tools", metavar="FILE", help="JSON list of the tools that are offered; default: any are"
+    )
+    parse.add_flag("answer", "--chunk", type=int, metavar="N", help="characters that are read at once; default: all")
+    parse.add_flag(
+        "answer",
+        "--prompt-ends-with",
+        default="",
+        metavar="TEXT",
+        help="the end of the prompt, which may begin thoughts",
+    )
+
     convert = add("convert", "SRC DST [options]", "write a model directory whose weights need no conversion")
     convert.set_defaults(run=_convert, log_level="warning")
     convert.add_argument("source", metavar="SRC", help="directory, GGUF file, built-in model or id on the hub")
@@ -189,7 +211,28 @@ def _models(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
         )
-        print(overview.needs_text(args.model, found, memory=args.memory))
+        from jaxserve.loading.builtin import resolve_model
+        from jaxserve.server.choosing.choice import rows_of
+
+        syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
+        print(overview.needs_text(args.model, found, memory=args.memory, more=syntax))
+
+
+def _parse(args: argparse.Namespace) -> None:
+    config = ServerConfig(**given(args, _SERVER_FIELDS))
+
+    from jaxserve import parse
+
+    choice = parse.choose_syntax(args.model, config, revision=args.revision)
+    for title, text in choice.rows():
+        print(f"{title}: {text}", file=sys.stderr)
+    tools = None if args.tools is None else parse.read_tools(args.tools)
+    text = sys.stdin.buffer.read().decode(errors="replace")
+    message = parse.parse(text, choice.syntax, tools=tools, chunk=args.chunk, prompt_end=args.prompt_ends_with)
+    if tools is not None:
+        for name in parse.not_offered(text, choice.syntax, tools, prompt_end=args.prompt_ends_with):
+            print(f"not offered: {name}", file=sys.stderr)
+    print(parse.as_json(message))
 
 
 def _convert(args: argparse.Namespace) -> None:

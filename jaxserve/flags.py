@@ -59,15 +59,19 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def add_config_flags(parser: Parser, config: type[Any], *, defaults: Mapping[str, Any] | None = None) -> None:
+def add_config_flags(
+    parser: Parser, config: type[Any], *, defaults: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
+) -> None:
     """A flag for each field of a config dataclass, in the groups of their metadata.
 
-    `defaults` are values that this command has instead of the field's own.
+    `defaults` are values that this command has instead of the field's own. `only` names the fields; None: all.
     """
     defaults = defaults or {}
     parser.set_defaults(**defaults)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
+        if only is not None and field.name not in only:
+            continue
         names = [_flag(field.name)] + [alias for alias in [field.metadata["alias"]] if alias]
         is_size = field.metadata["is_size"]
         options = _size_options() if is_size else _options(hints[field.name])

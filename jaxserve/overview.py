@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -180,8 +181,8 @@ def families_text() -> str:
     return _aligned(rows)
 
 
-def needs_text(model: str, found: Needs, *, memory: int) -> str:
-    """What `needs` has found, a line a fact."""
+def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str]] = ()) -> str:
+    """What `needs` has found, a line a fact; `more` are further facts, as titles and texts."""
     weights = ", ".join(f"{_size(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
@@ -203,7 +204,7 @@ def needs_text(model: str, found: Needs, *, memory: int) -> str:
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]
-    return _aligned(rows)
+    return _aligned([*rows, *more])
 
 
 def _kv(bytes_per_token: dict[int | None, int]) -> str:

@@ -23,7 +23,8 @@ PLAIN = "errors config request values"
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs flags bench server llm convert overview engine loading tokenizer",
+    "cli": f"{PLAIN} jaxserve interrupts logs flags bench server llm convert overview parse engine loading tokenizer",
+    "parse": f"{PLAIN} server loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} cpus flags llm server convert engine structured models loading layers tokenizer",
     "jaxserve": "llm request",
@@ -91,6 +92,7 @@ NO_JAX = (
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
     "jaxserve.metrics",
+    "jaxserve.parse",
     "jaxserve.progress",
     "jaxserve.request",
     "jaxserve.scheduling",

@@ -1,12 +1,12 @@
 """Chat choices from what the engine brings: thoughts, words and calls in the shapes that clients know."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import UNSET
 
 from jaxserve.request import CompletionOutput
 from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning, joined
 from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.protocol.chat import AssistantMessage, ChatFinishReason, Delta
 from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
@@ -45,18 +45,9 @@ class AnswerWriter:
         """The whole answer."""
         if self._reader is None:
             return AssistantMessage(content=output.text)
-        delta = self._delta(self._read(output))
-        calls: list[ToolCall] = []
-        for piece in delta.tool_calls or ():
-            if piece.id:
-                calls.append(ToolCall(id=piece.id, function=FunctionCall(name=piece.function.name or "", arguments="")))
-            calls[-1].function.arguments += piece.function.arguments or ""
-        return AssistantMessage(
-            content=delta.content or (None if calls or delta.reasoning else ""),
-            reasoning=delta.reasoning,
-            reasoning_content=delta.reasoning,
-            tool_calls=calls or UNSET,
-        )
+        message = message_of(self._read(output), self._call_id)
+        self._num_calls = len(message.tool_calls or ())
+        return message
 
     def delta(self, output: CompletionOutput) -> Delta:
         """What is new."""
@@ -100,3 +91,23 @@ class AnswerWriter:
         return Delta(
             content=content or UNSET, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET
         )
+
+
+def message_of(events: Iterable[Event], call_id: Callable[[CallStart, int], str]) -> AssistantMessage:
+    """Return the message that all events of an answer make. `call_id` makes the id of the call of a number."""
+    events = joined(events)
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or UNSET
+    calls: list[ToolCall] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            function = FunctionCall(name=event.name, arguments="")
+            calls.append(ToolCall(id=call_id(event, len(calls)), function=function))
+        elif isinstance(event, CallArguments):
+            calls[-1].function.arguments += event.text
+    return AssistantMessage(
+        content=content or (None if calls or reasoning else ""),
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=calls or UNSET,
+    )

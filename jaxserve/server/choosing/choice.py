@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.server.choosing.derive import derive
 from jaxserve.server.choosing.response_template import UnsupportedTemplate, from_response_template
 from jaxserve.server.parsing.syntax import Calls, Channels, Syntax, Thoughts
@@ -60,6 +60,15 @@ def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reaso
         calls, thoughts = TOOL_PARSERS[HARMONY][0], REASONING_PARSERS[HARMONY]
         call_origin = thought_origin = origin._replace(name=HARMONY)
     return Choice(Syntax(calls, thoughts), call_origin, thought_origin, finder.refused)
+
+
+def rows_of(path: str) -> list[list[str]]:
+    """Return what to tell people of the syntax of a model directory or GGUF file; nothing if it is not for chats."""
+    try:
+        tokenizer = Tokenizer.load(path)
+    except CheckpointError:  # weights may stand alone
+        return []
+    return choose(tokenizer).rows() if tokenizer.has_chat_template else []
 
 
 class _Finder:

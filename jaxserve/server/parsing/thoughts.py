@@ -12,7 +12,8 @@ def are_open(thoughts: Thoughts, written: str) -> bool | None:
     `written` must be what the chat template itself writes at the end of a prompt, never the text of a message.
     """
     opening, closing = (
-        max(written.rfind(mark.strip()) for mark in marks) for marks in (thoughts.opening, thoughts.closing)
+        max((written.rfind(mark.strip()) for mark in marks), default=-1)
+        for marks in (thoughts.opening, thoughts.closing)
     )
     return None if opening == closing else opening > closing
 
