@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from jaxserve.config import ServerConfig
-from jaxserve.errors import Unavailable
 from jaxserve.server.errors import refusal
 from jaxserve.server.http import protocol_class
 from jaxserve.server.protocol.utility import Health
@@ -44,7 +43,7 @@ class Early:
         elif scope["path"] == "/health":
             answer = _health(503, "the server is starting")
         else:
-            answer = refusal(503, "the server is starting", kind=Unavailable.type, headers=_HEADERS)
+            answer = refusal(503, "the server is starting", headers=_HEADERS)
         await answer(scope, receive, send)
 
 

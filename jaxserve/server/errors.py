@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull, RequestFai
 
 logger = logging.getLogger(__name__)
 
-_HTTP_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_HTTP_TYPES = {401: "authentication_error", 404: "not_found_error", 503: Unavailable.type}
 _HTTP_CODES = {401: "invalid_api_key"}
 
 
@@ -80,7 +80,7 @@ async def on_http_exception(_request: Request, error: Exception) -> Response:
 async def on_store_error(_request: Request, error: Exception) -> Response:
     """Answers a request that needs the store of responses, which the disk has no room for, or cannot read."""
     logger.error("the store of responses has failed: %s", error)
-    return refusal(503, "responses cannot be stored now", kind=Unavailable.type)
+    return refusal(503, "responses cannot be stored now")
 
 
 async def on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
+from starlette.types import Receive
 
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
@@ -16,24 +17,50 @@ from jaxserve.server.protocol.common import StreamOptions
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage, usage
 from jaxserve.server.state import ServerState
+from jaxserve.server.streaming import while_wanted
 from jaxserve.server.tracing import Times
 
+QUEUE_TIMEOUT = 10.0  # seconds that a large body waits for those before it
 THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
-TURN_THRESHOLD = 2**20  # bytes from which on they wait for their turn to be
+TURN_THRESHOLD = 2**20  # bytes from which on they hold up none but their like
+
+MIN_TEXT_LIMIT = 2**20
+"""Bytes of one text that are tokenized whatever the context: takes 0.6 s of a core, and 250 MB, for so long."""
+
+TEXT_BYTES_PER_TOKEN = 16
+"""Bytes of one text that are tokenized for each token of the context: three times what texts have."""
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
-async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int) -> T:
+async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, receive: Receive) -> T:
     """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow,
-    and in its turn where it makes that long.
+    and in its turn among its like, which lasts until the thread is done.
+
+    Raises QueueFull when the turn does not come, and as `while_wanted` does when nobody waits for it any more.
     """
     if size < THREAD_THRESHOLD:
         return work()
-    if size < TURN_THRESHOLD:
-        return await asyncio.to_thread(work)
-    async with state.tokenizing:
-        return await asyncio.to_thread(_give_memory_back, work)
+    working = _in_turn(state, work, is_large=size >= TURN_THRESHOLD)
+    return await while_wanted(working, receive=receive, stopping=state.stopping)
+
+
+async def _in_turn[T](state: ServerState, work: Callable[[], T], *, is_large: bool) -> T:
+    turn = state.tokenizing if is_large else state.preparing
+    try:
+        async with asyncio.timeout(QUEUE_TIMEOUT):
+            await turn.acquire()
+    except TimeoutError:
+        raise QueueFull("too many large requests are being read", retry_after=QUEUE_TIMEOUT) from None
+
+    def end(task: asyncio.Task[T]) -> None:
+        turn.release()
+        if not task.cancelled():
+            task.exception()  # seen, should nobody wait any more
+
+    task = asyncio.create_task(asyncio.to_thread(_give_memory_back, work) if is_large else asyncio.to_thread(work))
+    task.add_done_callback(end)
+    return await asyncio.shield(task)
 
 
 def _give_memory_back[T](work: Callable[[], T]) -> T:
@@ -47,12 +74,24 @@ def _give_memory_back[T](work: Callable[[], T]) -> T:
             _malloc_trim(0)
 
 
-def check_text_length(text: str, state: ServerState) -> None:
-    """Refuse a text that cannot fit the context however it is tokenized, before time and memory are spent on it.
+def check_text_length(text: str, state: ServerState, *, may_exceed: bool = False, param: str = "prompt") -> None:
+    """Refuse a text that cannot fit the context however it is tokenized, unless it `may_exceed` that, and one that is
+    too long to be tokenized, before time and memory are spent on it.
 
     Raises ContextLengthExceeded.
     """
     limit = state.frontend.client.info.max_model_len
+    max_bytes = max(MIN_TEXT_LIMIT, TEXT_BYTES_PER_TOKEN * limit)
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > max_bytes:
+        raise ContextLengthExceeded(
+            f"the text has {num_bytes} bytes: a text of more than {max_bytes} is not tokenized, this model's maximum "
+            f"context length being {limit} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if may_exceed:
+        return
     at_least = len(text) // state.max_token_length
     if at_least >= limit:
         raise ContextLengthExceeded.beyond(limit, f"the prompt has at least {at_least} tokens", param="prompt")

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
+MAX_HELD_BYTES = 2**27  # of all bodies together whose requests have no answer yet
+FREE_BODY_BYTES = 2**16  # of each, which are not counted: large bodies do not keep small ones out
 MAX_DISCARDED_BYTES = 2**26  # of a body that is too large
 LINGERING_SECONDS = 5.0  # that they have to come
 
@@ -86,7 +88,8 @@ def _syntax_error(scope: Scope) -> Response | None:
 
 
 class Limits:
-    """Refuses too many headers (431) and bodies over `max_body_size` bytes (413), declared or sent.
+    """Refuses too many headers (431), bodies over `max_body_size` bytes (413), declared or sent, and what of a body
+    comes while MAX_HELD_BYTES of others wait for the rest of theirs, or for an answer (503).
 
     Of a body that is refused up to MAX_DISCARDED_BYTES more are read, for LINGERING_SECONDS at most, before the
     connection is closed: a client that reads when it has sent all would find that it is reset, and no answer.
@@ -95,6 +98,8 @@ class Limits:
     def __init__(self, app: ASGIApp, max_body_size: int):
         self._app = app
         self._max_body_size = max_body_size
+        self._max_held = max(MAX_HELD_BYTES, 2 * max_body_size)
+        self._num_held = 0
         self._message = f"the request body is larger than {max_body_size} bytes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +117,13 @@ class Limits:
         if int(declared) > self._max_body_size:  # the HTTP parser lets nothing but digits through
             await refusal(413, self._message, headers={"connection": "close"})(scope, receive, send)
             return
-        num_received = 0
+        num_received = num_counted = 0
+        is_answered = False
+
+        def count(num_bytes: int) -> None:
+            nonlocal num_counted
+            self._num_held += num_bytes - num_counted
+            num_counted = num_bytes
 
         async def counted() -> Message:
             nonlocal num_received
@@ -120,17 +131,35 @@ class Limits:
             num_received += len(message.get("body", b""))
             if num_received > self._max_body_size:
                 raise HTTPException(413, self._message, {"connection": "close"})
+            if num_received > FREE_BODY_BYTES and not is_answered:
+                count(num_received - FREE_BODY_BYTES)
+                if self._num_held > self._max_held:
+                    raise HTTPException(503, "too many large requests are being sent", _COME_AGAIN)
             return message
 
-        await self._app(scope, counted, send)
+        async def send_and_release(message: Message) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
+                count(0)
+            await send(message)
+
+        try:
+            await self._app(scope, counted, send_and_release)
+        finally:
+            count(0)
+
+
+_COME_AGAIN = {"connection": "close", "retry-after": "1"}
 
 
 def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple[Receive, Send]:
-    """The two, but an answer 413 ends, though it is sent at once, only when the body has come, or too much of it.
+    """The two, but an answer that closes the connection, as a refusal of a body does, ends only when the body has come,
+    or too much of it, though it is sent at once.
 
     A client that `waits_to_be_told` sends none before something is received.
     """
-    is_refusal, has_ended = False, waits_to_be_told
+    is_last, has_ended = False, waits_to_be_told
 
     async def receive_part() -> Message:
         nonlocal has_ended
@@ -139,10 +168,10 @@ def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple
         return message
 
     async def send_and_linger(message: Message) -> None:
-        nonlocal is_refusal
+        nonlocal is_last
         if message["type"] == "http.response.start":
-            is_refusal = message["status"] == 413
-        if not is_refusal or message["type"] != "http.response.body" or message.get("more_body", False):
+            is_last = (b"connection", b"close") in message["headers"]
+        if not is_last or message["type"] != "http.response.body" or message.get("more_body", False):
             await send(message)
             return
         await send({**message, "more_body": True})

@@ -29,6 +29,7 @@ from jaxserve.server.unknown_fields import UnknownFields
 
 _KEY = "server"
 MAX_TOKENIZING = 2
+MAX_PREPARING = 4
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,6 +54,8 @@ class ServerState:
     """Whether objects whose schema names properties have no others, where neither it nor the request says."""
     tokenizing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Whoever tokenizes a large body holds it: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
+    preparing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_PREPARING))
+    """Whoever tokenizes a body of middle size holds it."""
     slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     fingerprint: str = dataclasses.field(init=False)

@@ -26,6 +26,7 @@ def patience():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
         patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)
+        patch.setattr("jaxserve.server.generation.QUEUE_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.lifecycle.FLUSH_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
         patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)

@@ -2,6 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
+import json
+import selectors
 import socket
 import threading
 
@@ -13,7 +16,7 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.server import generation, middleware
 from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
-from jaxserve.server.state import MAX_TOKENIZING
+from jaxserve.server.state import MAX_PREPARING, MAX_TOKENIZING
 
 KEY = "s3cret-\u00e9"
 
@@ -132,6 +135,109 @@ def test_large_bodies_are_tokenized_in_their_turn(server, monkeypatch):
             go_on.set()
         assert [answer.result() for answer in large] == [200] * num_large
     assert len(begun) == num_large + 1
+
+
+@pytest.mark.parametrize("size", [THREAD_THRESHOLD, TURN_THRESHOLD])
+def test_what_has_to_wait_too_long_for_its_turn_is_refused_and_what_nobody_waits_for_is_not_done(
+    server, monkeypatch, size
+):
+    go_on, begun = threading.Event(), []
+
+    def encode(text, add_special_tokens=True):
+        if len(text) >= THREAD_THRESHOLD:
+            begun.append(len(text))
+            go_on.wait(PATIENCE)
+        return [1]
+
+    monkeypatch.setattr(server.tokenizer, "encode", encode)
+    limit = MAX_TOKENIZING if size == TURN_THRESHOLD else MAX_PREPARING
+    body = json.dumps({"prompt": "x" * size}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with concurrent.futures.ThreadPoolExecutor(limit) as executor:
+        first = [executor.submit(server.post, "/tokenize", {"prompt": "x" * size}) for _ in range(limit)]
+        try:
+            wait_until(lambda: len(begun) == limit)
+            for _ in range(3):
+                with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+                    connection.sendall(head % len(body) + body)
+                    wait_until(lambda: server.server.state.num_inside == limit + 1)
+                wait_until(lambda: server.server.state.num_inside == limit)
+            monkeypatch.setattr(generation, "QUEUE_TIMEOUT", 0.05)
+            answer = server.post("/tokenize", {"prompt": "x" * size})
+            assert_error(answer, 429, None, "rate_limit_error")
+            assert answer.headers["retry-after"] == "1"
+            assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+        finally:
+            go_on.set()
+        assert [answer.result().status_code for answer in first] == [200] * limit
+    assert len(begun) == limit
+
+
+TOO_LONG = "naïve " * 2**20
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+        ("/v1/completions", {"prompt": TOO_LONG, "truncate_prompt_tokens": 3}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", TOO_LONG], "truncate_prompt_tokens": -1}, "prompt"),
+        ("/v1/embeddings", {"input": TOO_LONG, "truncate_prompt_tokens": 3}, "input"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": TOO_LONG}], "truncate_prompt_tokens": 3},
+            "messages",
+        ),
+    ],
+)
+def test_a_text_that_is_too_long_is_not_tokenized(server, monkeypatch, path, body, param):
+    lengths, encode = [], server.tokenizer.encode_batch
+    monkeypatch.setattr(
+        server.tokenizer,
+        "encode_batch",
+        lambda texts, *rest: (lengths.extend(map(len, texts)), encode(texts, *rest))[1],
+    )
+    answer = server.post(path, body)
+    assert_error(answer, 400, param)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert max(lengths, default=0) < 2**20
+    assert_well(server)
+
+
+def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
+    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 0)
+    with running(tokenizer, max_body_size=2**20) as server, contextlib.ExitStack() as stack:
+
+        def begin():
+            connection = stack.enter_context(socket.create_connection(server.server.address, timeout=PATIENCE))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % 2**20
+            )
+            connection.sendall(b" " * (2**20 - 2))
+            return connection
+
+        unfinished = [begin() for _ in range(8)]
+        waiting = selectors.DefaultSelector()
+        for connection in unfinished:
+            waiting.register(connection, selectors.EVENT_READ)
+        refused = []
+        while len(refused) < 6:  # the two that there is room for are heard of no more
+            for key, _ in waiting.select(PATIENCE):
+                waiting.unregister(key.fileobj)
+                refused.append(key.fileobj)
+        for connection in refused:
+            head, _, body = connection.recv(2**16).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1" in head
+            assert b'"type":"service_unavailable_error"' in body or not body
+        small = "x" * (middleware.FREE_BODY_BYTES // 2)
+        assert server.post("/tokenize", {"prompt": small}).status_code == 200
+        for connection in unfinished:
+            connection.close()
+        wait_until(lambda: server.server.state.num_inside == 0)
+        assert server.post("/tokenize", {"prompt": "x" * (2**20 - 50)}).status_code == 200
 
 
 def test_memory_of_large_bodies_is_given_back(server, monkeypatch):

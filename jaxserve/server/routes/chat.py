@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
@@ -44,7 +45,8 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, ChatRequest)
     size = len(await request.body())
-    group = await prepare(state, body, request_id=f"chatcmpl-{uuid.uuid4().hex}", size=size)
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    group = await prepare(state, body, request_id=request_id, size=size, receive=request.receive)
     chat = Chat(state, body, group, answer_id=f"chatcmpl-{body.request_id or request.scope['request_id']}")
     if body.stream:
         return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.stopping)
@@ -70,10 +72,12 @@ def _must_call(body: ChatRequest) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
 
 
-async def prepare(state: ServerState, body: ChatRequest, *, request_id: str, size: int) -> RequestGroup:
+async def prepare(
+    state: ServerState, body: ChatRequest, *, request_id: str, size: int, receive: Receive
+) -> RequestGroup:
     """The conversation, templated, tokenized and validated; the body has `size` bytes.
 
-    Raises InvalidRequest, naming fields as they were sent, and QueueFull where its grammar has to wait for too long.
+    Raises InvalidRequest, naming fields as they were sent, and QueueFull where it has to wait for too long.
     """
     try:
         check_chat_request(body)
@@ -89,7 +93,10 @@ async def prepare(state: ServerState, body: ChatRequest, *, request_id: str, siz
             options=arguments_options(body.structured_outputs, is_closed=state.closes_objects),
         )
         return await generation.prepare(
-            state, lambda: _prepare(state, body, written, answer=answer, request_id=request_id), size=size
+            state,
+            lambda: _prepare(state, body, written, answer=answer, request_id=request_id),
+            size=size,
+            receive=receive,
         )
     except InvalidRequest as error:
         blame(error, grammar_field(state, body))
@@ -119,8 +126,7 @@ def _prepare(
         prompt_logprobs=body.prompt_logprobs,
     )
     text = render_chat(state.frontend.tokenizer, state.message_style, body)
-    if body.truncate_prompt_tokens is None:
-        generation.check_text_length(text, state)
+    generation.check_text_length(text, state, may_exceed=body.truncate_prompt_tokens is not None)
     grammar = state.syntax.grammar(
         tools,
         is_open=_thinks_first(state, body, text),

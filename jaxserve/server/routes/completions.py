@@ -39,7 +39,7 @@ async def create(request: Request) -> Response:
     grammar = ""
     if wish is not None and not body.is_score_only:  # once, for all prompts
         grammar = await grammars.answer_grammar(state, wish, field=body.wish_field)
-    groups = await generation.prepare(state, lambda: _prepare(state, body, grammar), size=size)
+    groups = await generation.prepare(state, lambda: _prepare(state, body, grammar), size=size, receive=request.receive)
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     completion = _Completion(state, body, groups, answer_id=answer_id)
     if body.stream:
@@ -75,8 +75,8 @@ def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-            generation.check_text_length(prompt, state)
+        if isinstance(prompt, str):
+            generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
         group = state.frontend.prepare(
             prompt,
             params,

@@ -26,7 +26,7 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, EmbeddingRequest)
     size = len(await request.body())
-    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size)
+    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, receive=request.receive)
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
     data: Any = EncodedList()
@@ -51,8 +51,8 @@ def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
     groups = []
     for index, prompt in enumerate(prompts):
         try:
-            if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-                generation.check_text_length(prompt, state)
+            if isinstance(prompt, str):
+                generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
             group = state.frontend.prepare_embedding(
                 prompt,
                 pooling=body.pooling or state.pooling,

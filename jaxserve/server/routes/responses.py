@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server.body import decode, encoded, json_response
@@ -64,7 +64,7 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, ResponsesRequest)
     size = len(await request.body())
-    answer = await _prepare(state, body, owner=request.scope["owner"], size=size)
+    answer = await _prepare(state, body, owner=request.scope["owner"], size=size, receive=request.receive)
     if body.background and body.stream:
         relay = Relay()
         await answer.start_in_background(relay)
@@ -123,7 +123,7 @@ async def cancel(request: Request) -> Response:
     return Response(stored.body, media_type="application/json")
 
 
-async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, size: int) -> "_Answer":
+async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, size: int, receive: Receive) -> "_Answer":
     """The conversation, with its earlier turns of the same `owner`, validated and tokenized; the body has `size` bytes.
 
     Raises InvalidRequest.
@@ -152,7 +152,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     response_id = f"resp_{uuid.uuid4().hex}"
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)))
-        group = await prepare(state, chat_body, request_id=response_id, size=size)
+        group = await prepare(state, chat_body, request_id=response_id, size=size, receive=receive)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise

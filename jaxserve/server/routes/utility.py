@@ -35,15 +35,18 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(state, request, TokenizeRequest)
     check_tokenize_request(body)
     size = len(await request.body())
-    return json_response(await generation.prepare(state, lambda: _tokenized(state, body), size=size))
+    tokenizing = generation.prepare(state, lambda: _tokenized(state, body), size=size, receive=request.receive)
+    return json_response(await tokenizing)
 
 
 def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     tokenizer = state.frontend.tokenizer
     if body.prompt is None:
         text = render_chat(tokenizer, state.message_style, body)
+        generation.check_text_length(text, state, may_exceed=True, param="messages")
         tokens = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     else:
+        generation.check_text_length(body.prompt, state, may_exceed=True)
         tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     return TokenizeResponse(
         count=len(tokens),
@@ -70,7 +73,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, lambda content: decode_body(content, DetokenizeRequest))
     state.check_model(body.model)
     size = len(await request.body())
-    return json_response(await generation.prepare(state, lambda: _detokenized(state, body), size=size))
+    decoding = generation.prepare(state, lambda: _detokenized(state, body), size=size, receive=request.receive)
+    return json_response(await decoding)
 
 
 def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:
