@@ -227,7 +227,9 @@ class LLM:
         `normalize` gives vectors of length 1. Raises InvalidRequest (nothing has run then), RequestFailed, EngineDead.
         """
         pooling = convert("pooling", pooling, _POOLING)
-        dimensions = check_dimensions(dimensions, self.info.hidden_size)
+        dimensions = check_dimensions(
+            dimensions, hidden_size=self.info.hidden_size, allowed=self.info.embedding_dimensions
+        )
         normalize = convert("normalize", normalize, _FLAG)
         tokenized = tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
         groups = [

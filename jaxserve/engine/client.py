@@ -47,6 +47,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    embedding_dimensions: tuple[int, ...] | None = None
+    """Lengths to which a vector may be cut, () any: for what the model was trained; None: for none."""
     weight_bytes: int
     """Of the weights that every step reads: all but experts, and the embedding unless it is the LM head too."""
     expert_bytes: int = 0

@@ -1,12 +1,14 @@
 """What callers see of a pooling request: one vector for a text. No jax here."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from jaxtyping import Float32
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.values import convert, rule
 
@@ -37,8 +39,25 @@ def finish_embedding(
     return (vector.astype(np.float64) / norm).astype(np.float32) if norm > 0.0 else vector
 
 
-def check_dimensions(dimensions: int | None, hidden_size: int) -> int | None:
-    """Return `dimensions` as a plain number. Raises InvalidRequest unless a vector has so many entries."""
+def matryoshka_dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the lengths that a config.json names for shorter vectors, () for any; None if it speaks of none."""
+    named = hf_config.get("matryoshka_dimensions")
+    if isinstance(named, list) and named and all(type(length) is int for length in named):
+        return tuple(named)
+    return () if hf_config.get("is_matryoshka") is True else None
+
+
+def check_dimensions(dimensions: int | None, *, hidden_size: int, allowed: Sequence[int] | None) -> int | None:
+    """Return `dimensions` as a plain number; `allowed` is `EngineInfo.embedding_dimensions`.
+
+    Raises InvalidRequest unless a vector has so many entries, and the model was trained to be cut to them.
+    """
     if dimensions is None:
         return None
-    return convert("dimensions", dimensions, rule(Annotated[int, msgspec.Meta(ge=1, le=hidden_size)]))
+    number = convert("dimensions", dimensions, rule(Annotated[int, msgspec.Meta(ge=1, le=hidden_size)]))
+    if number == hidden_size or allowed == () or number in (allowed or ()):
+        return number
+    known = f"{', '.join(map(str, allowed))} and {hidden_size}" if allowed else str(hidden_size)
+    raise InvalidRequest(
+        f"this model was not trained for vectors of {number} dimensions: it has {known}", param="dimensions"
+    )

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND, BandwidthMeter
 from jaxserve.engine.client import EngineInfo, KVKind
+from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.builder import StepSpec, build, reaches_peers
@@ -186,6 +187,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         model=path,
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,
+        embedding_dimensions=matryoshka_dimensions(hf_config),
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,

@@ -74,12 +74,14 @@ class FakeEngineClient(EngineClient):
         vocab_size: int = 512,
         max_model_len: int = 512,
         eos_token_ids: tuple[int, ...] = (2,),
+        embedding_dimensions: tuple[int, ...] | None = (),
         step_seconds: float = 0.0,
     ):
         self.info = EngineInfo(
             model="fake",
             vocab_size=vocab_size,
             hidden_size=HIDDEN_SIZE,
+            embedding_dimensions=embedding_dimensions,
             max_model_len=max_model_len,
             block_size=16,
             num_blocks=1024,

@@ -1,14 +1,20 @@
 """POST /v1/embeddings: every form of input and answer, and what is refused."""
 
 import base64
+import json
 import math
 import struct
+from typing import ClassVar
 
+import ml_dtypes
+import numpy as np
 import openai
 import pytest
 from engine.fake_client import HIDDEN_SIZE, Script
 from server.serving import assert_error, assert_well, running
 from waiting import PATIENCE
+
+from jaxserve.engine.embedding import matryoshka_dimensions
 
 PATH = "/v1/embeddings"
 
@@ -143,3 +149,138 @@ def assert_well_after(server):
 
     server.play = echo
     assert_well(server)
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+class TestMessages:
+    def test_the_template_makes_the_prompt(self, server):
+        answer = server.post(PATH, {"messages": MESSAGES})
+        assert len(answer.json()["data"]) == 1
+        (request,) = server.client.submitted
+        assert server.tokenizer.decode(request.prompt_token_ids) == "user\nhello\n"
+
+    @pytest.mark.parametrize(
+        ("fields", "text"),
+        [
+            ({"add_generation_prompt": True}, "user\nhello\nassistant\n"),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, "user\nhello\nTHINK"),
+            ({"continue_final_message": True}, "user\nhello"),
+            ({"truncate_prompt_tokens": 3}, "o\n"),
+        ],
+    )
+    def test_what_a_template_reads(self, server, fields, text):
+        assert server.post(PATH, {"messages": MESSAGES, **fields}).status_code == 200
+        assert server.tokenizer.decode(server.client.submitted[0].prompt_token_ids) == text
+
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            ({"messages": MESSAGES, "input": "a"}, "messages"),
+            ({}, "input"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ],
+    )
+    def test_refused(self, server, body, param):
+        assert_error(server.post(PATH, body), 400, param)
+
+
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("endianness", [None, "native", "little", "big"])
+class TestBytes:
+    """The vectors of two inputs, as bytes of each type in each order."""
+
+    BODY: ClassVar = {"input": [[3], [5]], "normalize": False}
+
+    def read(self, data, dtype, endianness):
+        values = np.frombuffer(data, f"{'>' if endianness == 'big' else '<'}u{np.dtype(DTYPES[dtype]).itemsize}")
+        native = values.astype(values.dtype.newbyteorder("="))
+        return native.view(DTYPES[dtype]).astype(np.float32).tolist()
+
+    def expected(self, server, dtype):
+        plain = vectors(server.post(PATH, self.BODY))
+        return [np.array(vector, np.float32).astype(DTYPES[dtype]).astype(np.float32).tolist() for vector in plain]
+
+    def test_base64(self, server, dtype, endianness):
+        body = self.BODY | {"encoding_format": "base64", "embed_dtype": dtype, "endianness": endianness}
+        data = server.post(PATH, body).json()["data"]
+        found = [self.read(base64.b64decode(each["embedding"]), dtype, endianness) for each in data]
+        assert found == self.expected(server, dtype)
+
+    def test_bytes(self, server, dtype, endianness):
+        body = self.BODY | {"encoding_format": "bytes", "embed_dtype": dtype, "endianness": endianness}
+        answer = server.post(PATH, body)
+        assert answer.headers["content-type"] == "application/octet-stream"
+        metadata = json.loads(answer.headers["metadata"])
+        assert metadata["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+        assert metadata["id"].startswith("embd-")
+        found = []
+        for index, part in enumerate(metadata["data"]):
+            assert (part["index"], part["embed_dtype"]) == (index, dtype)
+            piece = answer.content[part["start"] : part["end"]]
+            found.append(self.read(piece, dtype, endianness))
+            assert part["shape"] == [len(found[-1])]
+        assert found == self.expected(server, dtype)
+        only = server.post(PATH, body | {"encoding_format": "bytes_only"})
+        assert "metadata" not in only.headers
+        assert only.content == answer.content
+
+
+def test_numbers_have_the_type_that_was_asked_for(server):
+    (vector,) = vectors(server.post(PATH, {"input": [3], "embed_dtype": "fp8_e5m2"}))
+    assert vector == np.array(vector, np.float32).astype(ml_dtypes.float8_e5m2).astype(np.float32).tolist()
+
+
+def test_bytes_of_more_inputs_than_a_header_can_tell(server):
+    body = {"input": [[3]] * 600, "encoding_format": "bytes"}
+    assert_error(server.post(PATH, body), 400, "input")
+    assert server.post(PATH, body | {"encoding_format": "bytes_only"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+def test_both_names_of_normalization(server, name):
+    plain, normalized = (vectors(server.post(PATH, {"input": [3], name: value})) for value in (False, True))
+    assert normalized == vectors(server.post(PATH, {"input": [3]}))
+    assert plain != normalized
+    contradiction = {"input": [3], "normalize": True, "use_activation": False}
+    assert_error(server.post(PATH, contradiction), 400, "use_activation")
+
+
+@pytest.mark.parametrize(
+    ("trained_for", "works", "fails"), [(None, [4], [1, 2, 3]), ((2,), [2, 4], [1, 3]), ((), [1, 2, 3, 4], [])]
+)
+def test_dimensions_only_where_the_model_was_trained_for_them(tokenizer, trained_for, works, fails):
+    with running(tokenizer, client_options={"embedding_dimensions": trained_for}) as server:
+        for length in works:
+            (vector,) = vectors(server.post(PATH, {"input": [3], "dimensions": length}))
+            assert len(vector) == length
+        for length in fails:
+            answer = server.post(PATH, {"input": [3], "dimensions": length})
+            assert_error(answer, 400, "dimensions")
+            assert str(HIDDEN_SIZE) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"is_matryoshka": False}, None),
+        ({"is_matryoshka": True}, ()),
+        ({"matryoshka_dimensions": [64, 128]}, (64, 128)),
+        ({"matryoshka_dimensions": "all"}, None),
+    ],
+)
+def test_what_a_config_says_of_dimensions(config, expected):
+    assert matryoshka_dimensions(config) == expected

@@ -9,20 +9,30 @@ from jaxserve.request import Pooling, TruncationSide
 from jaxserve.server.protocol.common import RequestBody, check_priority_and_salt, check_request_id
 from jaxserve.server.protocol.completions import Prompt, parse_prompts
 from jaxserve.server.protocol.fields import Route
+from jaxserve.server.protocol.messages import ChatMessage
+from jaxserve.server.protocol.utility import TokenizeRequest
 
 MAX_INPUTS = 2048
 
 
 class EmbeddingRequest(RequestBody, kw_only=True):
-    """The body. `pooling` and `normalize` are extensions: what the vector is made of, and whether it has length 1."""
+    """The body: `input`, or the `messages` of one conversation."""
 
     route: ClassVar[Route] = "embeddings"
 
-    input: str | list[Any]
+    input: str | list[Any] | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     dimensions: int | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
@@ -32,16 +42,40 @@ class EmbeddingRequest(RequestBody, kw_only=True):
 
     def prompts(self) -> list[Prompt]:
         """The inputs, each a text or a list of token ids. Raises InvalidRequest."""
-        prompts = parse_prompts("input", self.input)
+        prompts = parse_prompts("input", [] if self.input is None else self.input)
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(prompts)} entries, at most {MAX_INPUTS} are allowed", param="input")
-        check_priority_and_salt(self.priority, self.cache_salt)
-        check_request_id(self.request_id)
         return prompts
+
+    def conversation(self) -> TokenizeRequest:
+        """The messages as the template reads them: an answer begins only if that is asked for."""
+        return TokenizeRequest(
+            messages=self.messages,
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+            documents=self.documents,
+        )
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the vectors are to have length 1."""
+        return self.normalize is not False and self.use_activation is not False
+
+
+def check_embedding_request(body: EmbeddingRequest) -> None:
+    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    if (body.input is None) == (body.messages is None):
+        param = "input" if body.messages is None else "messages"
+        raise InvalidRequest("give either input or messages", param=param)
+    if body.normalize is not None and body.use_activation not in (None, body.normalize):
+        raise InvalidRequest("use_activation and normalize contradict each other", param="use_activation")
+    check_priority_and_salt(body.priority, body.cache_salt)
+    check_request_id(body.request_id)
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """One vector: numbers, or base64 of little-endian float32."""
+    """One vector: numbers, or base64 of what the request has asked for, little-endian float32 by default."""
 
     object: Literal["embedding"] = "embedding"
     index: int

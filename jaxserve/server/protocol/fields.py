@@ -171,7 +171,7 @@ FIELDS: tuple[Field, ...] = (
         UNKNOWN,
         FOLLOWED,
     ),
-    Field("messages", "a conversation", UNKNOWN, FOLLOWED, UNKNOWN, UNKNOWN, FOLLOWED),
+    Field("messages", "a conversation", UNKNOWN, FOLLOWED, UNKNOWN, FOLLOWED, FOLLOWED),
     Field("input", "what is answered or embedded", UNKNOWN, UNKNOWN, FOLLOWED, FOLLOWED, UNKNOWN),
     Field(
         "instructions",
@@ -198,12 +198,12 @@ FIELDS: tuple[Field, ...] = (
         Refused(_NEEDS_CHAT.word, (None, True)),
         FOLLOWED,
         FOLLOWED,
-        _NO_VECTOR,
+        FOLLOWED,
         FOLLOWED,
     ),
-    Field("continue_final_message", "the answer continues the last message", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
-    Field("chat_template_kwargs", "variables of the chat template", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
-    Field("documents", "documents for the chat template", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    Field("continue_final_message", "the answer continues the last message", *_CONVERSATIONS, FOLLOWED, FOLLOWED),
+    Field("chat_template_kwargs", "variables of the chat template", *_CONVERSATIONS, FOLLOWED, FOLLOWED),
+    Field("documents", "documents for the chat template", *_CONVERSATIONS, FOLLOWED, FOLLOWED),
     Field(
         "verbosity",
         "low, medium or high, for the chat template",
@@ -322,9 +322,15 @@ FIELDS: tuple[Field, ...] = (
         Field(name, meaning, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED, UNKNOWN)
         for name, meaning in (
             ("dimensions", "the first entries of the vector, where the model was trained for that"),
-            ("encoding_format", "float or base64"),
+            (
+                "encoding_format",
+                "float, base64, bytes (one body, the header 'metadata' tells its parts) or bytes_only",
+            ),
+            ("embed_dtype", "float32, float16, bfloat16, fp8_e4m3 or fp8_e5m2"),
+            ("endianness", "of base64 and bytes: native, little or big"),
             ("pooling", "last or mean"),
             ("normalize", "whether the vector has length 1"),
+            ("use_activation", "another name for normalize"),
         )
     ),
     Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),

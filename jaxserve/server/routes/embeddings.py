@@ -1,10 +1,17 @@
 """POST /v1/embeddings: texts or token ids in, a vector for each out."""
 
 import base64
+import itertools
+import json
+import sys
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
+import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,10 +22,29 @@ from jaxserve.request import RequestOutput
 from jaxserve.server import generation
 from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response
 from jaxserve.server.protocol.common import rename
-from jaxserve.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
+from jaxserve.server.protocol.completions import Prompt
+from jaxserve.server.protocol.embeddings import (
+    Embedding,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbeddingUsage,
+    check_embedding_request,
+)
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import while_wanted
+from jaxserve.server.template import render_chat
+
+MAX_METADATA_BYTES = 32 * 1024
+"""Of the header that tells the parts of a body of bytes: what clients take as a rule."""
+
+_DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
 
 
 async def create(request: Request) -> Response:
@@ -28,54 +54,115 @@ async def create(request: Request) -> Response:
     size = len(await request.body())
     groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, receive=request.receive)
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
+    answer_id = f"embd-{body.request_id or request.scope['request_id']}"
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model, usage=usage)
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return _in_one_piece(body, answer, groups)
     data: Any = EncodedList()
     async for some in in_turns(list(enumerate(groups)), num_a_turn=VECTORS_A_TURN):
         data.extend([_embedding(body, index, group) for index, group in some])
-    return json_response(
-        EmbeddingResponse(
-            id=f"embd-{body.request_id or request.scope['request_id']}",
-            created=int(time.time()),
-            data=data,
-            model=state.model,
-            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        )
-    )
+    answer.data = data
+    return json_response(answer)
 
 
 def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
-    """Validated, tokenized inputs. Raises InvalidRequest."""
-    prompts = body.prompts()
-    check_dimensions(body.dimensions, state.frontend.client.info.hidden_size)
+    """Validated, tokenized inputs. Raises InvalidRequest, naming fields as they were sent."""
+    check_embedding_request(body)
+    info = state.frontend.client.info
+    check_dimensions(body.dimensions, hidden_size=info.hidden_size, allowed=info.embedding_dimensions)
     request_id = f"embd-{uuid.uuid4().hex}"
-    groups = []
-    for index, prompt in enumerate(prompts):
-        try:
+    try:
+        return [
+            _prepare_one(state, body, prompt, text, request_id=f"{request_id}-{index}")
+            for index, (prompt, text) in enumerate(_prompts(state, body))
+        ]
+    except InvalidRequest as error:
+        rename(error, "prompt", "input" if body.messages is None else "messages")
+        raise
+
+
+def _prompts(state: ServerState, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
+    """What is read, and as which text, where that was rendered. Raises InvalidRequest."""
+    if body.messages is None:
+        for prompt in body.prompts():
             if isinstance(prompt, str):
                 generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
-            group = state.frontend.prepare_embedding(
-                prompt,
-                pooling=body.pooling or state.pooling,
-                request_id=f"{request_id}-{index}",
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                add_special_tokens=body.add_special_tokens is not False,
-                truncate_prompt_tokens=body.truncate_prompt_tokens,
-                truncation_side=body.truncation_side or "left",
-            )
-        except InvalidRequest as error:
-            rename(error, "prompt", "input")
-            raise
-        groups.append(group)
-    return groups
+            yield prompt, None
+        return
+    tokenizer = state.frontend.tokenizer
+    text = render_chat(tokenizer, state.message_style, body.conversation())
+    generation.check_text_length(text, state, may_exceed=body.truncate_prompt_tokens is not None)
+    yield tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
+
+
+def _prepare_one(
+    state: ServerState, body: EmbeddingRequest, prompt: Prompt, text: str | None, *, request_id: str
+) -> RequestGroup:
+    return state.frontend.prepare_embedding(
+        prompt,
+        pooling=body.pooling or state.pooling,
+        request_id=request_id,
+        prompt_text=text,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+    )
+
+
+def _vector(body: EmbeddingRequest, group: RequestGroup) -> np.ndarray:
+    """The vector of one input, in the type that the request has asked for."""
+    assert group.embedding is not None, "a finished pooling request has a vector"
+    vector = finish_embedding(group.embedding, dimensions=body.dimensions, normalize=body.is_normalized)
+    with np.errstate(over="ignore"):  # beyond the range of a narrow type is infinite there
+        return vector.astype(_DTYPES[body.embed_dtype or "float32"])
 
 
 def _embedding(body: EmbeddingRequest, index: int, group: RequestGroup) -> Embedding:
-    assert group.embedding is not None, "a finished pooling request has a vector"
-    vector = finish_embedding(group.embedding, dimensions=body.dimensions, normalize=body.normalize is not False)
     if body.encoding_format == "base64":
-        return Embedding(index=index, embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode())
-    return Embedding(index=index, embedding=vector.tolist())
+        return Embedding(index=index, embedding=base64.b64encode(_encoded(body, group)).decode())
+    return Embedding(index=index, embedding=_vector(body, group).astype(np.float32).tolist())
+
+
+def _encoded(body: EmbeddingRequest, group: RequestGroup) -> bytes:
+    vector = _vector(body, group)
+    is_big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
+    return (vector if is_big == (sys.byteorder == "big") else vector.byteswap()).tobytes()
+
+
+def _in_one_piece(body: EmbeddingRequest, answer: EmbeddingResponse, groups: Sequence[RequestGroup]) -> Response:
+    """All vectors one behind the other. The header `metadata` says, as JSON, where each of them is and what else an
+    answer has; with `bytes_only` there is none. Raises InvalidRequest where it would be too long for a header.
+    """
+    pieces = [_encoded(body, group) for group in groups]
+    if body.encoding_format == "bytes_only":
+        return Response(b"".join(pieces), media_type="application/octet-stream")
+    ends = list(itertools.accumulate(map(len, pieces)))
+    dtype = body.embed_dtype or "float32"
+    data = [
+        {
+            "index": index,
+            "embed_dtype": dtype,
+            "endianness": body.endianness or "little",
+            "start": end - len(piece),
+            "end": end,
+            "shape": [len(piece) // np.dtype(_DTYPES[dtype]).itemsize],
+        }
+        for index, (piece, end) in enumerate(zip(pieces, ends, strict=True))
+    ]
+    metadata = msgspec.json.encode(
+        {"id": answer.id, "created": answer.created, "model": answer.model, "data": data, "usage": answer.usage}
+    )
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise InvalidRequest(
+            f"input has {len(groups)} entries, too many for encoding_format 'bytes': write 'bytes_only' or 'base64'",
+            param="input",
+        )
+    headers = {"metadata": json.dumps(json.loads(metadata))}  # nothing but ASCII
+    return Response(b"".join(pieces), headers=headers, media_type="application/octet-stream")
 
 
 def _ignore(_index: int, _delta: RequestOutput) -> None:
