@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -50,6 +51,19 @@ _SAMPLING_HELP = {
 
 _ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 _SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+_BATCH_FIELDS = [
+    "served_model_name",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "disable_additional_properties",
+    "pooling",
+    "request_timeout",
+    "max_body_size",
+    "log_level",
+    "log_format",
+]
+"""Options of the server that change what a file of requests gets."""
 _MAX_NUM_WAITING = 4096  # more than one HTTP request may bring
 _GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
 
@@ -96,6 +110,23 @@ def _parser() -> Parser:
     serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     add_config_flags(serve, EngineConfig, defaults={"max_num_waiting": _MAX_NUM_WAITING})
     add_config_flags(serve, ServerConfig)
+
+    batch = add("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)")
+    batch.set_defaults(run=_run_batch, log_level="warning")
+    batch.add_flag(
+        "batch", "-i", "--input-file", required=True, metavar="FILE", help="the requests: one JSON object a line"
+    )
+    batch.add_flag(
+        "batch",
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="the answers, as they come; what it has already is not asked for again",
+    )
+    batch.add_flag("batch", "--overwrite", action="store_true", help="begin the output file anew")
+    add_config_flags(batch, EngineConfig)
+    add_config_flags(batch, ServerConfig, only=_BATCH_FIELDS)
 
     generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts")
     generate.set_defaults(run=_generate)
@@ -195,6 +226,32 @@ def _serve(args: argparse.Namespace) -> int:
     name = server_config.served_model_name or config.model or DEFAULT_MODEL
     server_config = dataclasses.replace(server_config, served_model_name=name)
     return serve(resolve_names(config), server_config)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    config = EngineConfig(**given(args, _ENGINE_FIELDS))
+    server_config = ServerConfig(**given(args, _BATCH_FIELDS), access_log=False)
+
+    from jaxserve.engine.frontend import Frontend, sampling_defaults
+    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
+    from jaxserve.server import batch
+    from jaxserve.server.template import served_tokenizer
+    from jaxserve.tokenizer import Tokenizer
+
+    source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
+    batch.check_input(source)  # before a model is loaded
+    name = server_config.served_model_name or config.model or DEFAULT_MODEL
+    server_config = dataclasses.replace(server_config, served_model_name=name)
+    config = resolve_names(config)
+    tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)
+    defaults = sampling_defaults(config.model)
+
+    from jaxserve.engine.local import LocalEngineClient
+
+    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+        frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
+        summary = batch.run(frontend, server_config, source=source, destination=destination, overwrite=args.overwrite)
+    return batch.tell(summary, destination)
 
 
 def _models(args: argparse.Namespace) -> None:

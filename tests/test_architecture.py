@@ -107,7 +107,7 @@ JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 
 # The places where a module of NO_JAX starts an engine or reads a model, inside a function: all before stays quick.
 MAY_START_AN_ENGINE = {
-    "jaxserve.cli": {"jaxserve.convert", "jaxserve.llm", "jaxserve.overview"},
+    "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},

@@ -24,7 +24,7 @@ from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
-from jaxserve.server.choosing.choice import choose
+from jaxserve.server.choosing.choice import Choice, choose
 from jaxserve.server.http import protocol_class
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.response_store import ResponseStore
@@ -94,6 +94,46 @@ def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.soc
     return Server(frontend, server_config, listener=listener).run()
 
 
+def _choose(frontend: Frontend, config: ServerConfig) -> Choice:
+    return choose(
+        frontend.tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+
+
+def make_state(
+    frontend: Frontend,
+    config: ServerConfig,
+    choice: Choice | None = None,
+    *,
+    metrics_file: pathlib.Path | None = None,
+    responses_file: pathlib.Path | None = None,
+    place: str = "",
+) -> ServerState:
+    """What the routes share, for a server or for a batch; arguments are as in `Server`. Raises ConfigError."""
+    model = config.served_model_name or frontend.client.info.model
+    metrics = Metrics(
+        model=model,
+        stats=frontend.client.stats,
+        cache_config=frontend.client.info.cache_labels(),
+        names=config.metrics_names,
+        file=metrics_file,
+    )
+    return ServerState(
+        frontend=frontend,
+        model=model,
+        metrics=metrics,
+        request_timeout=config.request_timeout,
+        tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
+        pooling=config.pooling,
+        closes_objects=config.disable_additional_properties,
+        profile_dir=config.profile_dir,
+        syntax=ModelSyntax(frontend.tokenizer, (choice or _choose(frontend, config)).syntax),
+        responses=ResponseStore(
+            max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
+        ),
+    )
+
+
 class Server:
     """One HTTP server over one engine. `address` is (host, port) as bound."""
 
@@ -111,31 +151,9 @@ class Server:
         `responses_file` holds the stored responses of all of them. None: there are no others. `place` is this server's
         among them: what another one left unfinished in it has failed.
         """
-        model = config.served_model_name or frontend.client.info.model
-        tokenizer = frontend.tokenizer
-        self._choice = choose(
-            tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
-        )
-        metrics = Metrics(
-            model=model,
-            stats=frontend.client.stats,
-            cache_config=frontend.client.info.cache_labels(),
-            names=config.metrics_names,
-            file=metrics_file,
-        )
-        self.state = ServerState(
-            frontend=frontend,
-            model=model,
-            metrics=metrics,
-            request_timeout=config.request_timeout,
-            tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
-            pooling=config.pooling,
-            closes_objects=config.disable_additional_properties,
-            profile_dir=config.profile_dir,
-            syntax=ModelSyntax(tokenizer, self._choice.syntax),
-            responses=ResponseStore(
-                max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
-            ),
+        self._choice = _choose(frontend, config)
+        self.state = make_state(
+            frontend, config, self._choice, metrics_file=metrics_file, responses_file=responses_file, place=place
         )
         fail_abandoned(self.state.responses)
         self.address: tuple[str, int] = listener.getsockname()[:2]

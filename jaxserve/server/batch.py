@@ -1,0 +1,313 @@
+"""`jaxserve run-batch`: the requests of a file, one JSON object a line in OpenAI's format, answered into another file.
+
+The routes are the server's own, called without a connection. Answers are written as they come; a run that was cut
+short goes on where it ended, since what the output file already has is not asked for again.
+"""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import httpx
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.frontend import Frontend
+from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.server.app import create_app
+from jaxserve.server.lifecycle import make_state
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+REQUESTS_PER_SEQUENCE = 2
+"""Requests that are inside for each sequence that can run at once: the engine never waits for the next one."""
+TOO_MANY_REQUESTS = 429
+SERVER_FAULT = 500
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a route has answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a line could not be given to a route."""
+
+    code: str
+    message: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the output: either `response`, an error of HTTP's included, or `error`."""
+
+    id: str
+    custom_id: str | None
+    response: Answer | None
+    error: Problem | None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether asking again would bring nothing else."""
+        return self.custom_id is not None and (self.response is None or self.response.status_code < SERVER_FAULT)
+
+
+class Summary(NamedTuple):
+    """Lines of the output, by what they tell; `failed` are those that another run asks for again."""
+
+    answered: int
+    refused: int
+    failed: int
+
+
+class _Name(msgspec.Struct, frozen=True):
+    custom_id: str
+
+
+class _Flags(msgspec.Struct, frozen=True):
+    """Fields of a body that ask for what a file cannot hold."""
+
+    stream: Any = None
+    background: Any = None
+
+
+_decode_line = msgspec.json.Decoder(Line).decode
+_decode_result = msgspec.json.Decoder(Result).decode
+_decode_name = msgspec.json.Decoder(_Name).decode
+_decode_flags = msgspec.json.Decoder(_Flags).decode
+
+
+def run(
+    frontend: Frontend,
+    config: ServerConfig,
+    *,
+    source: pathlib.Path,
+    destination: pathlib.Path,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Summary:
+    """Answer what `source` asks for and `destination` has no final answer to. With `overwrite` that file begins anew.
+
+    Raises InvalidRequest where the files do not fit together, EngineDead when the engine has died; what was answered
+    until then is in the file.
+    """
+    wanted = check_input(source)
+    counts = [0, 0, 0]
+    skipped = set[str | None]()
+    beside = destination.with_name(f"{destination.name}.tmp")
+    try:
+        with beside.open("wb") as kept:
+            for result, text in () if overwrite else _final_lines(destination, wanted):
+                kept.write(text)
+                counts[_kind(result)] += 1
+                skipped.add(result.custom_id)
+        os.replace(beside, destination)
+        output = destination.open("ab")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {destination}: {error.strerror}") from error
+    lines = (text for text in _lines(source) if _custom_id(text) not in skipped)
+    with output:
+        batch = _Batch(frontend, config, output, counts, total=wanted.num_lines, progress=progress)
+        asyncio.run(batch.run(lines))
+    return Summary(*counts)
+
+
+class Input(NamedTuple):
+    """The ids of an input file, and how many lines it has."""
+
+    custom_ids: frozenset[str]
+    num_lines: int
+
+
+def check_input(path: pathlib.Path) -> Input:
+    """Read the ids of all lines. Raises InvalidRequest for a file that cannot be read, is empty, or has an id twice."""
+    seen: dict[str, int] = {}
+    number = 0
+    for number, text in enumerate(_lines(path), 1):
+        custom_id = _custom_id(text)
+        if custom_id is not None and seen.setdefault(custom_id, number) != number:
+            raise InvalidRequest(
+                f"{path}: request {number} has the custom_id of request {seen[custom_id]}, {custom_id!r:.100}",
+                param="custom_id",
+            )
+    if not number:
+        raise InvalidRequest(f"{path} has no requests")
+    return Input(frozenset(seen), number)
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    """The lines of a file that are not blank. Raises InvalidRequest if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for text in file:
+                if text.strip():
+                    yield text
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+
+
+def _custom_id(text: bytes) -> str | None:
+    """The id of a line, if it has one: also of a line that lacks something else."""
+    try:
+        return _decode_name(text).custom_id
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+
+
+def _final_lines(path: pathlib.Path, wanted: Input) -> Iterator[tuple[Result, bytes]]:
+    """The lines of an output file that can stay. A line that was cut off cannot, nor a failure of the server.
+
+    Raises InvalidRequest for a file that is no output of this input: it is not overwritten by mistake.
+    """
+    for number, text in enumerate(_lines(path) if path.exists() else (), 1):
+        try:
+            result = _decode_result(text)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            if not text.endswith(b"\n"):
+                return
+            raise InvalidRequest(
+                f"{path}: line {number} is no answer of a batch: choose another file, or overwrite it"
+            ) from None
+        if result.custom_id is not None and result.custom_id not in wanted.custom_ids:
+            raise InvalidRequest(
+                f"{path} has an answer to {result.custom_id!r:.100}, which the input does not ask for: choose another "
+                "file, or overwrite it"
+            )
+        if result.is_final and text.endswith(b"\n"):
+            yield result, text
+
+
+def _kind(result: Result) -> int:
+    """0: answered, 1: refused, 2: failed."""
+    if result.response is None:
+        return 1
+    return 0 if result.response.status_code < 400 else 1 if result.is_final else 2
+
+
+class _Batch:
+    """Requests on their way, and the file for their answers."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        config: ServerConfig,
+        output: BinaryIO,
+        counts: list[int],
+        *,
+        total: int,
+        progress: bool,
+    ):
+        from tqdm import tqdm
+
+        self._client = frontend.client
+        self._state = make_state(frontend, config)
+        self._app = create_app(self._state, config)
+        self._output = output
+        self._counts = counts
+        self._bar = tqdm(total=total, initial=sum(counts), desc="answering", unit="request", disable=not progress)
+
+    async def run(self, lines: Iterator[bytes]) -> None:
+        """Answer these lines, so many at once that the engine is busy."""
+        room = asyncio.Semaphore(REQUESTS_PER_SEQUENCE * self._client.info.max_num_seqs)
+
+        async def answer(text: bytes) -> None:
+            try:
+                self._write(await self._answer(http, text))
+            finally:
+                room.release()
+
+        try:
+            async with self._connected() as http, asyncio.TaskGroup() as tasks:
+                for text in lines:
+                    await room.acquire()
+                    tasks.create_task(answer(text))
+        except* EngineDead as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._bar.close()
+            self._state.responses.close()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of the routes, without a socket between them."""
+        async with self._app.router.lifespan_context(self._app) as state:
+
+            async def app(scope: Scope, receive: Receive, send: Send) -> None:
+                await self._app({**scope, "state": state}, receive, send)
+
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
+                yield http
+
+    async def _answer(self, http: httpx.AsyncClient, text: bytes) -> Result:
+        result_id = f"batch_req_{uuid.uuid4().hex}"
+        try:
+            line = _decode_line(text)
+            problem = _problem(line)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            problem = Problem(code="invalid_line", message=f"the line is no request: {error}")
+            return Result(id=result_id, custom_id=_custom_id(text), response=None, error=problem)
+        if problem is not None:
+            return Result(id=result_id, custom_id=line.custom_id, response=None, error=problem)
+        answer = await self._post(http, line)
+        if answer.status_code >= SERVER_FAULT and not self._client.is_alive():
+            raise EngineDead("the engine has stopped: run the command again for the rest of the answers")
+        response = Answer(
+            status_code=answer.status_code,
+            request_id=answer.headers["x-request-id"],
+            body=msgspec.Raw(answer.content),
+        )
+        return Result(id=result_id, custom_id=line.custom_id, response=response, error=None)
+
+    async def _post(self, http: httpx.AsyncClient, line: Line) -> httpx.Response:
+        """Give a request to its route, again while what it needs is taken by others."""
+        headers = {"content-type": "application/json"}
+        while (answer := await http.post(line.url, content=bytes(line.body), headers=headers)).status_code == (
+            TOO_MANY_REQUESTS
+        ):
+            await asyncio.sleep(int(answer.headers.get("retry-after", 1)))
+        return answer
+
+    def _write(self, result: Result) -> None:
+        self._output.write(msgspec.json.encode(result) + b"\n")
+        self._output.flush()
+        self._counts[_kind(result)] += 1
+        self._bar.update()
+
+
+def _problem(line: Line) -> Problem | None:
+    """Why a request cannot be in a batch, or None."""
+    if line.method != "POST":
+        return Problem(code="invalid_method", message=f"method must be POST, got {line.method!r:.100}")
+    if line.url not in ENDPOINTS:
+        return Problem(code="invalid_url", message=f"url must be one of {', '.join(ENDPOINTS)}, got {line.url!r:.100}")
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):  # the route says what is wrong with it
+        flags = _decode_flags(line.body)
+        for name in ("stream", "background"):
+            if getattr(flags, name):
+                return Problem(code="invalid_request", message=f"{name} is not available in a batch")
+    return None
+
+
+def tell(summary: Summary, destination: pathlib.Path) -> int:
+    """Print what has come of a batch, to standard error. Returns the exit code: 1 if another run may bring more."""
+    words = [f"{count} {word}" for word, count in summary._asdict().items() if count]
+    again = "; run the command again for those that have failed" if summary.failed else ""
+    print(f"{destination}: {', '.join(words)}{again}", file=sys.stderr)  # noqa: T201
+    return int(summary.failed > 0)
