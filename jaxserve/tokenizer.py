@@ -87,8 +87,10 @@ class Tokenizer:
             return cls._from_gguf(path)
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise CheckpointError(f"no tokenizer in {path}: expected one of {', '.join(_TOKENIZER_FILES)}")
-        if (path / "tokenizer_config.json").is_file():
-            read_object(path / "tokenizer_config.json")  # transformers takes templates that are none
+        # transformers takes templates that are none, and lists whatever a config has a number of.
+        for name in ("tokenizer_config.json", "config.json"):
+            if (path / name).is_file():
+                read_object(path / name)
         auto_tokenizer = _import_transformers().AutoTokenizer
         try:
             tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

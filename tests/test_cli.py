@@ -480,7 +480,7 @@ def test_a_model_that_does_not_fit_is_one_line(test_data, tmp_path, capsys):
     [
         ({"model_type": "gpt1"}, "unknown model_type 'gpt1'; `jaxserve models` lists the known ones"),
         ({"model_type": None}, "there is no model_type; `jaxserve models` lists the known ones"),
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate a --model MODEL", "models MODEL", "convert MODEL STORE"])

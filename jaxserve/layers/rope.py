@@ -10,9 +10,13 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+    """Positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
+
+    No rotation depends on the original context, which says how far texts may reach, 0 where that is not known.
+    """
 
     factor: float
+    original_max_position_embeddings: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class Rope:
     @property
     def max_context(self) -> int:
         """How many tokens the scaling, beyond what a model was made for, makes room for; 0: it says nothing of that."""
-        if isinstance(self.scaling, YarnScaling | DynamicScaling):
+        if isinstance(self.scaling, LinearScaling | YarnScaling | DynamicScaling):
             return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
         return 0
 

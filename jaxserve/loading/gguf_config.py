@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_keys import get, number, positive_integer, refuse
+from jaxserve.loading.gguf_keys import check_numbers, get, number, positive_integer, refuse
 from jaxserve.loading.gguf_rope import rope_fields
 from jaxserve.loading.gguf_tokenizer import end_token_ids
 
@@ -62,6 +62,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{file.path}: unknown architecture {file.architecture!r}; known are {known}")
+    check_numbers(file)
     for name in NOT_SERVED:
         if name not in SERVED.get(file.architecture, ()) and get(file, name):
             raise CheckpointError(f"{file.path}: {file.architecture}.{name} {get(file, name)!r} is not supported")
@@ -154,6 +155,13 @@ def _routing_fields(file: GGUFFile, *, gating: int = SOFTMAX) -> dict[str, Any]:
         "num_experts": positive_integer(file, "expert_count"),
         "num_experts_per_tok": positive_integer(file, "expert_used_count"),
     }
+
+
+def _phi3_fields(file: GGUFFile) -> dict[str, Any]:
+    """The original context stands beside the parameters of LongRoPE in a config.json."""
+    fields = _decoder_fields(file)
+    original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
+    return fields | {"original_max_position_embeddings": original}
 
 
 def _granite_fields(file: GGUFFile) -> dict[str, Any]:
@@ -357,7 +365,7 @@ ARCHITECTURES = {
     "llama": _llama_fields,
     "olmo2": _without_window,
     "phi2": _layer_norm_fields,
-    "phi3": _decoder_fields,
+    "phi3": _phi3_fields,
     "qwen2": _without_window,
     "qwen2moe": _qwen_moe_fields,
     "qwen3": _without_window,

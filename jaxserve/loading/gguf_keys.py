@@ -3,7 +3,20 @@
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.loading.bounds import GGUF_MAXIMA, MAX_NUMBER, is_within
 from jaxserve.loading.gguf import GGUFFile
+
+
+def check_numbers(file: GGUFFile) -> None:
+    """Raise CheckpointError, naming the key, for a number that is not finite or beyond its bound."""
+    prefix = f"{file.architecture}."
+    for key, value in file.metadata.items():
+        maximum = GGUF_MAXIMA.get(key.removeprefix(prefix), MAX_NUMBER) if key.startswith(prefix) else None
+        for each in value if isinstance(value, list) else (value,):
+            if maximum is not None and isinstance(each, int | float) and not is_within(each, maximum):
+                raise CheckpointError(
+                    f"{file.path}: {key} must be finite and at most {maximum:.10g}, got {each!r:.100}"
+                )
 
 
 def get(file: GGUFFile, name: str, default: Any = None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
+from jaxserve.loading.bounds import MAX_INTEGER, MAX_NUMBER, MAXIMA, is_within
 
 
 class _Kind(NamedTuple):
@@ -21,6 +22,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_integer(value) and abs(value) <= MAX_INTEGER
 
 
 def _is_integer(value: Any) -> bool:
@@ -46,7 +51,9 @@ def _is_token(value: Any) -> bool:
 _TEXT = _Kind("a text", _is_text)
 _TEXTS = _Kind("a list of texts", lambda value: _is_list_of(value, _is_text))
 _OBJECT = _Kind("an object", _is_object)
-_TOKEN_IDS = _Kind("a token id or a list of them", lambda value: _is_integer(value) or _is_list_of(value, _is_integer))
+_TOKEN_IDS = _Kind(
+    "a token id or a list of them", lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id)
+)
 _TOKENS = _Kind("a list of tokens", lambda value: _is_list_of(value, _is_token))
 _NAMED_TOKENS = _Kind(
     "a list of tokens or an object of them",
@@ -104,7 +111,22 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
     for name, kind in _KINDS.get(path.name, {}).items():
         _check(fields, name, kind, path)
+    if path.name == "config.json":
+        _check_numbers(fields, path)
     return fields
+
+
+def _check_numbers(fields: Mapping[str, Any], path: pathlib.Path, prefix: str = "") -> None:
+    """Raise CheckpointError for a number that is not finite or beyond its bound, however deep it lies in the file."""
+    for name, value in fields.items():
+        maximum = MAXIMA.get(name, MAX_NUMBER)
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, dict):
+                _check_numbers(each, path, f"{prefix}{name}.")
+            elif isinstance(each, int | float) and not is_within(each, maximum):
+                raise CheckpointError(
+                    f"{path}: {prefix}{name} must be finite and at most {maximum:.10g}, got {each!r:.100}"
+                )
 
 
 def _read(path: pathlib.Path) -> Any:

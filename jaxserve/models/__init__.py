@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.rope import Rope
+from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
     bloom,
     cohere,
@@ -87,7 +88,8 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
 
 def max_context(config: Any) -> int:
     """The longest text that a family's `config` can be served for: beyond its own where rotations stretch to that."""
-    return max([config.max_position_embeddings, *(rope.max_context for rope in _ropes(config).values())])
+    stretched = max((rope.max_context for rope in _ropes(config).values()), default=0)
+    return max(config.max_position_embeddings, min(stretched, MAX_CONTEXT))
 
 
 def with_context(config: Any, context: int) -> Any:

@@ -25,6 +25,18 @@ NAMES = Names(
 
 FEATURES = ("embedding norm",)
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 250880,
+    "hidden_size": 64,
+    "n_layer": 2,
+    "n_head": 8,
+    "layer_norm_epsilon": 1e-05,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -46,8 +58,7 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
-        old_names = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-        fields = fields | {new: fields[old] for old, new in old_names.items() if fields.get(old) is not None}
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
             # It leaves out the biases that the checkpoint has.
             raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
@@ -59,8 +70,8 @@ class Config:
             num_heads=num_heads,
             head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
             max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
             alibi_slopes=alibi_slopes(num_heads),
         )

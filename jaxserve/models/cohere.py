@@ -15,9 +15,23 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import half_split_order, rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("parallel blocks",)
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "logit_scale": 0.0625,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,16 +45,17 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
             head_dim=hf_config.head_dim(fields),
-            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            norm_eps=hf_config.number(fields, "layer_norm_eps"),
             activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             use_qk_norm=hf_config.flag(fields, "use_qk_norm"),
-            logit_scale=hf_config.number(fields, "logit_scale", 0.0625),
-            rope=hf_config.rope(fields, theta=500000.0),
+            logit_scale=hf_config.number(fields, "logit_scale"),
+            rope=hf_rope.rope(fields, theta=500000.0),
         )
 
 

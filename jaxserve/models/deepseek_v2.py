@@ -20,7 +20,30 @@ from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-06,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1407,
+    "num_experts": 64,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +74,12 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **common(fields),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
             is_interleaved=True,
-            sparse_layers=hf_config.sparse_layers_after_dense(fields, 0),
+            sparse_layers=hf_config.sparse_layers_after_dense(fields),
             routing=_routing(fields),
         )
 
@@ -77,7 +101,7 @@ def common(fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": hf_config.flag(fields, "attention_bias"),
         "expert_size": expert_size,
         "shared_expert_size": expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
-        "rope": hf_config.rope(fields, size=heads.rotated_size),
+        "rope": hf_rope.rope(fields, size=heads.rotated_size),
     }
 
 
@@ -91,7 +115,7 @@ def _routing(fields: dict[str, Any]) -> Routing:
     return Routing(
         num_experts=hf_config.num_experts(fields),
         num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-        scale=hf_config.number(fields, "routed_scaling_factor", 1.0),
+        scale=hf_config.number(fields, "routed_scaling_factor"),
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
     )

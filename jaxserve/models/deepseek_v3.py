@@ -11,6 +11,33 @@ from jaxserve.layers.moe import Routing
 from jaxserve.layers.params import Params
 from jaxserve.models import deepseek_v2, hf_config
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "num_experts": 256,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(deepseek_v2.Config):
@@ -19,11 +46,12 @@ class Config(deepseek_v2.Config):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **deepseek_v2.common(fields),
             mlp_bias=False,
-            is_interleaved=hf_config.flag(fields, "rope_interleave", True),
-            sparse_layers=hf_config.sparse_layers_after_dense(fields, 3),
+            is_interleaved=hf_config.flag(fields, "rope_interleave"),
+            sparse_layers=hf_config.sparse_layers_after_dense(fields),
             routing=_routing(fields),
         )
 
@@ -41,8 +69,8 @@ def _routing(fields: dict[str, Any]) -> Routing:
         num_experts=num_experts,
         num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
         scores="sigmoid",
-        is_normalized=hf_config.flag(fields, "norm_topk_prob", True),
-        scale=hf_config.number(fields, "routed_scaling_factor", 2.5),
+        is_normalized=hf_config.flag(fields, "norm_topk_prob"),
+        scale=hf_config.number(fields, "routed_scaling_factor"),
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         group_score="best_two",

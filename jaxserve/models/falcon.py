@@ -22,7 +22,28 @@ from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "layer_norm_epsilon": 1e-05,
+    "multi_query": True,
+    "parallel_attn": True,
+    "max_position_embeddings": 2048,
+    "activation": "gelu",
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,18 +72,12 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
-        old_names = {
-            "n_embed": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_head_kv": "num_kv_heads",
-        }
-        fields = {new: fields[old] for old, new in old_names.items() if old in fields} | fields
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         hidden_size = hf_config.integer(fields, "hidden_size")
         num_heads = hf_config.integer(fields, "num_attention_heads")
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         is_new = hf_config.flag(fields, "new_decoder_architecture")
-        is_parallel = is_new or hf_config.flag(fields, "parallel_attn", True)
+        is_parallel = is_new or hf_config.flag(fields, "parallel_attn")
         has_alibi = hf_config.flag(fields, "alibi")
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
@@ -72,14 +87,14 @@ class Config:
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
             head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings", 2048),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
-            activation=hf_config.activation(fields, "activation", "gelu"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+            activation=hf_config.activation(fields, "activation"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             bias=hf_config.flag(fields, "bias"),
             use_parallel_residual=is_parallel,
             num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
-            rope=None if has_alibi else hf_config.rope(fields, size=head_dim),
+            rope=None if has_alibi else hf_rope.rope(fields, size=head_dim),
             alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
         )
 
@@ -87,7 +102,7 @@ class Config:
 def _num_kv_heads(fields: dict[str, Any], num_heads: int, *, is_new: bool) -> int:
     """Only the new architecture has any number; elsewhere the field may say anything."""
     if not is_new:
-        return 1 if hf_config.flag(fields, "multi_query", True) else num_heads
+        return 1 if hf_config.flag(fields, "multi_query") else num_heads
     num_kv_heads = hf_config.integer(fields, "num_kv_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(

@@ -13,7 +13,22 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,18 +40,19 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
-        head_dim = hf_config.integer(fields, "head_dim", 256)
-        activation = hf_config.activation(fields, default="gelu_pytorch_tanh")
+        head_dim = hf_config.integer(fields, "head_dim")
+        activation = hf_config.activation(fields)
         return cls(
             **hf_config.sizes(fields),
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "rms_norm_eps"),
             # The first releases say "gelu" and mean its approximation.
             activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            rope=hf_config.rope(fields, size=head_dim),
+            rope=hf_rope.rope(fields, size=head_dim),
         )
 
 

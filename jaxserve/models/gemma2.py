@@ -14,9 +14,28 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("norms around blocks",)
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,23 +51,24 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
-        head_dim = hf_config.integer(fields, "head_dim", 256)
+        head_dim = hf_config.integer(fields, "head_dim")
         num_layers = hf_config.integer(fields, "num_hidden_layers")
-        window = hf_config.integer(fields, "sliding_window", 4096)
+        window = hf_config.integer(fields, "sliding_window")
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
         return cls(
             **hf_config.sizes(fields),
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            activation=hf_config.activation(fields, "hidden_activation"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar", 256),
+            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
             sliding_windows=hf_config.windows_by_type(fields, window, alternating),
-            attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping", 50.0),
-            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping", 30.0),
-            rope=hf_config.rope(fields, size=head_dim),
+            attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
+            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+            rope=hf_rope.rope(fields, size=head_dim),
         )
 
 

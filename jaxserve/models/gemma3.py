@@ -18,9 +18,26 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("QK norm", "norms around blocks")
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +53,12 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
         hf_config.require(fields, "attn_logit_softcapping", None)
-        head_dim = hf_config.integer(fields, "head_dim", 256)
+        head_dim = hf_config.integer(fields, "head_dim")
         num_layers = hf_config.integer(fields, "num_hidden_layers")
-        window = hf_config.integer(fields, "sliding_window", 4096)
+        window = hf_config.integer(fields, "sliding_window")
         period = hf_config.integer(fields, "sliding_window_pattern", 6)
         pattern = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
         rope, local_rope = _ropes(fields, head_dim)
@@ -48,10 +66,10 @@ class Config(DecoderConfig):
             **hf_config.sizes(fields),
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            activation=hf_config.activation(fields, "hidden_activation"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar", 256),
+            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
             sliding_windows=hf_config.windows_by_type(fields, window, pattern),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
             rope=rope,
@@ -64,18 +82,23 @@ def _ropes(fields: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
 
     Before transformers 5 the common names meant the former, and the latter had `rope_local_base_freq` only.
     """
-    kinds = fields.get("rope_parameters") or {}
-    if not isinstance(kinds, dict):
-        raise CheckpointError(f"config.json: rope_parameters must be an object, got {kinds!r}")
-    everywhere = {"rope_parameters": kinds.get("full_attention")}
+    kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if not isinstance(kinds, dict) or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise CheckpointError(
+            "config.json: rope_parameters must be an object of full_attention and sliding_attention, got "
+            f"{kinds!r:.100}"
+        )
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
+    everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
     local = {
         "rope_parameters": kinds.get("sliding_attention"),
         "rope_scaling": None,
         "rope_theta": fields.get("rope_local_base_freq"),
     }
     return (
-        hf_config.rope(fields | everywhere, size=head_dim, theta=1_000_000.0),
-        hf_config.rope(fields | local, size=head_dim),
+        hf_rope.rope(fields | everywhere, size=head_dim, theta=1_000_000.0, is_context_stretched=True),
+        hf_rope.rope(fields | local, size=head_dim),
     )
 
 

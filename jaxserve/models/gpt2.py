@@ -16,6 +16,26 @@ from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -37,13 +57,13 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
-        hf_config.require(fields, "add_cross_attention", False)
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         # Scores are summed in float32 here always, so that nothing is left to do for reorder_and_upcast_attn.
         hf_config.flag(fields, "reorder_and_upcast_attn")
         hidden_size = hf_config.integer(fields, "n_embd")
         num_layers = hf_config.integer(fields, "n_layer")
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
-        scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights", True) else 1.0
+        scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights") else 1.0
         by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
@@ -53,9 +73,9 @@ class Config:
             num_heads=hf_config.integer(fields, "n_head"),
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "n_positions"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
-            activation=hf_config.activation(fields, "activation_function", "gelu_new"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+            activation=hf_config.activation(fields, "activation_function"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
         )
 

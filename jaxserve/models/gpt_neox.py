@@ -14,7 +14,23 @@ from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-05,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +54,8 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        old_names = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
             hidden_size=hf_config.integer(fields, "hidden_size"),
@@ -48,12 +64,12 @@ class Config:
             num_heads=hf_config.integer(fields, "num_attention_heads"),
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
-            activation=hf_config.activation(fields, default="gelu"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps"),
+            activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias", True),
-            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual", True),
-            rope=hf_config.rope(old_names | fields, size=head_dim, partial_rotary_factor=0.25),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual"),
+            rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
         )
 
 

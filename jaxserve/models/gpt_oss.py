@@ -18,7 +18,7 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, router_spec
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 YARN = {
     "rope_type": "yarn",
@@ -31,6 +31,26 @@ YARN = {
 """How positions are stretched where config.json says nothing of it."""
 
 FEATURES = ("sinks",)
+
+DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 36,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "num_experts": 128,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,24 +66,25 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "hidden_act", "silu")
         num_layers = hf_config.integer(fields, "num_hidden_layers")
-        window = hf_config.optional_integer(fields, "sliding_window", 128)
+        window = hf_config.optional_integer(fields, "sliding_window")
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
         says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
         positions = {"rope_parameters": YARN} if says_nothing else {}
         return cls(
-            **hf_config.as_llama({"head_dim": 64} | fields),
-            attention_bias=hf_config.flag(fields, "attention_bias", True),
+            **hf_config.as_llama(fields),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
             sliding_windows=hf_config.windows_by_type(fields, window, alternating),
-            swiglu_alpha=hf_config.number(fields, "swiglu_alpha", 1.702),
-            swiglu_limit=hf_config.number(fields, "swiglu_limit", 7.0),
+            swiglu_alpha=hf_config.number(fields, "swiglu_alpha"),
+            swiglu_limit=hf_config.number(fields, "swiglu_limit"),
             routing=Routing(
                 num_experts=hf_config.num_experts(fields),
                 num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
                 scores="softmax_of_chosen",
             ),
-            rope=hf_config.rope(fields | positions, theta=150_000.0),
+            rope=hf_rope.rope(fields | positions, theta=150_000.0),
         )
 
 

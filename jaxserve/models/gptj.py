@@ -19,6 +19,25 @@ from jaxserve.models import hf_config
 
 FEATURES = ("parallel blocks",)
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50400,
+    "n_positions": 2048,
+    "n_embd": 4096,
+    "n_layer": 28,
+    "n_head": 16,
+    "rotary_dim": 64,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -39,6 +58,7 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         hidden_size = hf_config.integer(fields, "n_embd")
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
         rotary_dim = hf_config.integer(fields, "rotary_dim")
@@ -54,8 +74,8 @@ class Config:
             num_heads=hf_config.integer(fields, "n_head"),
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "n_positions"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon", 1e-5),
-            activation=hf_config.activation(fields, "activation_function", "gelu_new"),
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+            activation=hf_config.activation(fields, "activation_function"),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             rope=Rope(head_dim=rotary_dim, theta=10000.0),
         )

@@ -14,7 +14,23 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-06,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,15 +47,16 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            embedding_multiplier=hf_config.number(fields, "embedding_multiplier", 1.0),
-            attention_multiplier=hf_config.number(fields, "attention_multiplier", 1.0),
-            residual_multiplier=hf_config.number(fields, "residual_multiplier", 1.0),
-            logits_scaling=hf_config.number(fields, "logits_scaling", 1.0),
-            rope=hf_config.rope(fields),
+            embedding_multiplier=hf_config.number(fields, "embedding_multiplier"),
+            attention_multiplier=hf_config.number(fields, "attention_multiplier"),
+            residual_multiplier=hf_config.number(fields, "residual_multiplier"),
+            logits_scaling=hf_config.number(fields, "logits_scaling"),
+            rope=hf_rope.rope(fields),
         )
 
 

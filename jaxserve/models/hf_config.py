@@ -1,58 +1,74 @@
 """Reading the fields of a Hugging Face config.json, of transformers 4 and 5: every complaint names its field."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.latent_attention import LatentHeads
 from jaxserve.layers.mlp import ACTIVATIONS
-from jaxserve.layers.rope import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    PairScaling,
-    Rope,
-    Scaling,
-    YarnScaling,
-)
+from jaxserve.loading.bounds import MAX_EXPERTS_OF_ALL_LAYERS, MAX_FLOAT, MAX_INTEGER, MAXIMA, MIN_FLOAT
 
 Fields = dict[str, Any]
 
+NULL_SAYS_SOMETHING = {
+    *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
+    *("q_lora_rank", "sliding_window"),
+}
+"""Fields whose null is no missing value: there is no such thing, or it follows from others."""
+
+
+def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, str] = MappingProxyType({})) -> Fields:
+    """`fields` with a family's `defaults` where it leaves something out, or is null without saying anything by that.
+
+    `old_names` are other names of fields, which count where the field itself is missing. Raises CheckpointError for
+    fields that change what any family computes and that none here reads.
+    """
+    for name in ("per_layer_config", "pruned_heads"):
+        if fields.get(name):
+            raise CheckpointError(f"config.json: {name} {fields[name]!r:.100} is not supported")
+    for name in ("is_encoder_decoder", "add_cross_attention"):
+        require(fields, name, False)
+    given = {name: value for name, value in fields.items() if value is not None or name in NULL_SAYS_SOMETHING}
+    renamed = {new: given[old] for old, new in old_names.items() if old in given}
+    return defaults | renamed | given
+
 
 def integer(fields: Fields, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-    """An integer. A missing or null field takes the default, and is an error without one."""
-    value = _get(fields, name, default)
+    """An integer within `minimum` and MAXIMA. A missing or null field takes the default, and is an error without."""
+    value, maximum = _get(fields, name, default), MAXIMA.get(name, MAX_INTEGER)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise CheckpointError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r}")
+        raise CheckpointError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r:.100}")
+    if value > maximum:
+        raise CheckpointError(f"config.json: {name} must be at most {maximum}, got {value!r:.100}")
     return value
 
 
-def optional_integer(fields: Fields, name: str, default: int | None) -> int | None:
-    """A positive integer, None where the field is null, `default` where it is missing."""
-    return None if fields.get(name, default) is None else integer(fields, name, default)
+def optional_integer(fields: Fields, name: str) -> int | None:
+    """A positive integer, None where the field is null or missing."""
+    return None if fields.get(name) is None else integer(fields, name)
 
 
 def number(fields: Fields, name: str, default: float | None = None) -> float:
-    """A positive number. A missing or null field takes the default, and is an error without one."""
-    value = _get(fields, name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r}")
+    """A number within MIN_FLOAT and MAXIMA. A missing or null field takes the default, and is an error without."""
+    value, maximum = _get(fields, name, default), MAXIMA.get(name, MAX_FLOAT)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= MIN_FLOAT:
+        raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r:.100}")
+    if value > maximum:
+        raise CheckpointError(f"config.json: {name} must be at most {maximum:g}, got {value!r:.100}")
     return float(value)
 
 
-def optional_number(fields: Fields, name: str, default: float | None = None) -> float | None:
-    """A positive number, None where the field is null, `default` where it is missing."""
-    value = fields.get(name, default)
-    return None if value is None else number(fields, name, default)
+def optional_number(fields: Fields, name: str) -> float | None:
+    """A positive number, None where the field is null or missing."""
+    return None if fields.get(name) is None else number(fields, name)
 
 
 def numbers(fields: Fields, name: str, length: int) -> tuple[float, ...]:
     """A list of so many positive numbers."""
     values = _get(fields, name, None)
     if not isinstance(values, list) or len(values) != length:
-        raise CheckpointError(f"config.json: {name} must be a list of {length} numbers, got {values!r}")
+        raise CheckpointError(f"config.json: {name} must be a list of {length} numbers, got {values!r:.100}")
     return tuple(number({name: value}, name) for value in values)
 
 
@@ -119,112 +135,12 @@ def quotient(fields: Fields, whole: str, parts: str) -> int:
     return size // count
 
 
-def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> str:
+def activation(fields: Fields, name: str = "hidden_act") -> str:
     """One of the activations that layers.mlp knows."""
-    value = fields.get(name, default)
+    value = _get(fields, name, None)
     if not isinstance(value, str) or value not in ACTIVATIONS:
-        raise CheckpointError(f"config.json: unknown {name} {value!r}; known are {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"config.json: unknown {name} {value!r:.100}; known are {', '.join(ACTIVATIONS)}")
     return value
-
-
-def rope(
-    fields: Fields, *, size: int | None = None, theta: float = 10000.0, partial_rotary_factor: float | None = None
-) -> Rope:
-    """Rotary embedding from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
-
-    `size` of a head is by default what `head_dim` reads, `theta` the family's default base, `partial_rotary_factor` its
-    default share of a head that is rotated: None where the family rotates whole heads only. Raises CheckpointError for
-    an unknown scaling, and if what is rotated does not fall into pairs.
-    """
-    parameters = rope_parameters(fields)
-    if partial_rotary_factor is None and number(parameters, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
-    share = number(parameters, "partial_rotary_factor", partial_rotary_factor or 1.0)
-    size = head_dim(fields) if size is None else size
-    rotated = int(size * share)
-    if rotated % 2 or not 0 < rotated <= size:
-        given = f"{size}" if share == 1.0 else f"{size} times partial_rotary_factor {share}"
-        raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
-    scaling = _scaling(fields, parameters, rotated)
-    return Rope(head_dim=rotated, theta=number(parameters, "rope_theta", theta), scaling=scaling)
-
-
-def rope_parameters(fields: Fields) -> Fields:
-    """What a config.json says about rotary embedding, in whichever style, as one dictionary."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: rope_parameters or rope_scaling must be an object, got {given!r}")
-    # What stands beside the object counts unless it is repeated inside.
-    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    return {name: fields[name] for name in outer if name in fields} | given
-
-
-def _scaling(fields: Fields, parameters: Fields, rotated: int) -> Scaling | None:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    match kind:
-        case "default":
-            return None
-        case "linear":
-            return LinearScaling(factor=number(parameters, "factor"))
-        case "llama3":
-            return Llama3Scaling(
-                factor=number(parameters, "factor"),
-                low_freq_factor=number(parameters, "low_freq_factor"),
-                high_freq_factor=number(parameters, "high_freq_factor"),
-                original_max_position_embeddings=integer(parameters, "original_max_position_embeddings"),
-            )
-        case "frequency_factors":  # what GGUF files have in place of llama3's parameters
-            return PairScaling(factors=numbers(parameters, "factors", rotated // 2))
-        case "longrope":
-            return _longrope(parameters, integer(fields, "max_position_embeddings"), rotated // 2)
-        case "yarn":
-            return _yarn(parameters, integer(fields, "max_position_embeddings"))
-        case "dynamic" if rotated > 2:
-            context = integer(fields, "max_position_embeddings")
-            return DynamicScaling(
-                factor=number(parameters, "factor"), original_max_position_embeddings=context, context=context
-            )
-        case "dynamic":
-            raise CheckpointError("config.json: rope_type 'dynamic' needs more than 2 rotated dimensions of a head")
-        case _:
-            known = "default, linear, dynamic, yarn, longrope, llama3"
-            raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are {known}")
-
-
-def _longrope(parameters: Fields, context: int, num_pairs: int) -> LongRopeScaling:
-    original = integer(parameters, "original_max_position_embeddings", minimum=2)
-    stretch = number(parameters, "factor", context / original)
-    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return LongRopeScaling(
-        short_factors=numbers(parameters, "short_factor", num_pairs),
-        long_factors=numbers(parameters, "long_factor", num_pairs),
-        attention_factor=number(parameters, "attention_factor", default),
-        original_max_position_embeddings=original,
-        context=context,
-    )
-
-
-def _yarn(parameters: Fields, context: int) -> YarnScaling:
-    original = integer(parameters, "original_max_position_embeddings", context)
-    factor = number(parameters, "factor", context / original)
-    beta_fast, beta_slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
-    if beta_fast < beta_slow:
-        raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
-
-    def length(name: str) -> float | None:  # of vectors, for a weight that may be missing or 0
-        return 1.0 + 0.1 * number(parameters, name) * math.log(max(factor, 1.0)) if parameters.get(name) else None
-
-    rotated, everywhere = length("mscale"), length("mscale_all_dim")
-    default = 1.0 + 0.1 * math.log(max(factor, 1.0)) if rotated is None or everywhere is None else rotated / everywhere
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=number(parameters, "attention_factor", default),
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        is_truncated=flag(parameters, "truncate", True),
-        score_factor=1.0 if everywhere is None else everywhere**2,
-    )
 
 
 def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
@@ -243,8 +159,8 @@ def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) 
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Each layer's sliding window as Qwen writes it: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     num_layers = integer(fields, "num_hidden_layers")
-    window = optional_integer(fields, "sliding_window", 4096) if flag(fields, "use_sliding_window") else None
-    num_full = min(integer(fields, "max_window_layers", 28, minimum=0), num_layers)
+    window = optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
+    num_full = min(integer(fields, "max_window_layers", minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(fields, window, default)
 
@@ -256,6 +172,10 @@ def num_experts(fields: Fields) -> int:
     if name is None:
         raise CheckpointError(f"config.json: {', '.join(names)}: one of them must be there")
     count, per_token = integer(fields, name), integer(fields, "num_experts_per_tok")
+    if count * integer(fields, "num_hidden_layers") > MAX_EXPERTS_OF_ALL_LAYERS:
+        raise CheckpointError(
+            f"config.json: {name} ({count}) times num_hidden_layers must be at most {MAX_EXPERTS_OF_ALL_LAYERS}"
+        )
     if per_token > count:
         raise CheckpointError(f"config.json: num_experts_per_tok ({per_token}) is more than {name} ({count})")
     return count
@@ -263,18 +183,16 @@ def num_experts(fields: Fields) -> int:
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts, as Qwen writes it: `decoder_sparse_step`, and `mlp_only_layers`, which have none."""
-    step, dense = integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    step, dense = integer(fields, "decoder_sparse_step"), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise CheckpointError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r}")
-    num_layers = integer(fields, "num_hidden_layers")
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r:.100}")
+    num_layers, dense = integer(fields, "num_hidden_layers"), set(dense)
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
 
 
-def sparse_layers_after_dense(fields: Fields, num_dense: int) -> tuple[bool, ...]:
-    """Which layers have experts, as DeepSeek writes it: those from `first_k_dense_replace` (by default `num_dense`) on
-    whose number is a multiple of `moe_layer_freq`.
-    """
-    first, step = integer(fields, "first_k_dense_replace", num_dense, minimum=0), integer(fields, "moe_layer_freq", 1)
+def sparse_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts, as DeepSeek writes it: `first_k_dense_replace`, `moe_layer_freq`."""
+    first, step = integer(fields, "first_k_dense_replace", minimum=0), integer(fields, "moe_layer_freq", 1)
     return tuple(index >= first and index % step == 0 for index in range(integer(fields, "num_hidden_layers")))
 
 
@@ -303,7 +221,7 @@ def latent_heads(fields: Fields) -> LatentHeads:
     require(fields, "num_key_value_heads", num_heads)
     return LatentHeads(
         num_heads=num_heads,
-        query_rank=optional_integer(fields, "q_lora_rank", 1536),
+        query_rank=optional_integer(fields, "q_lora_rank"),
         latent_size=integer(fields, "kv_lora_rank"),
         plain_size=integer(fields, "qk_nope_head_dim"),
         rotated_size=integer(fields, "qk_rope_head_dim"),

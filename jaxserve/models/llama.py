@@ -12,7 +12,21 @@ from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-06,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
+OLD_NAMES = {"max_sequence_length": "max_position_embeddings"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +39,12 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
         )
 
 

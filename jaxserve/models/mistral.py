@@ -12,7 +12,21 @@ from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 4096,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +38,11 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window", 4096),
-            rope=hf_config.rope(fields),
+            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+            rope=hf_rope.rope(fields),
         )
 
 

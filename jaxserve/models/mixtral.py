@@ -12,10 +12,25 @@ from jaxserve.layers.decoder import DecoderConfig, Names, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 NAMES = Names(mlp="block_sparse_moe")
 EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "num_experts_per_tok": 2,
+    "num_experts": 8,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +43,16 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window", None),
+            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
             routing=Routing(
                 num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok", 2),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
                 is_normalized=True,
             ),
-            rope=hf_config.rope(fields, theta=1e6),
+            rope=hf_rope.rope(fields, theta=1e6),
         )
 
 

@@ -15,9 +15,21 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("QK norm", "norms after blocks")
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +41,11 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
         )
 
 

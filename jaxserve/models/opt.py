@@ -20,6 +20,21 @@ FIRST_POSITION = 2
 """The row of the position table for a text's first token."""
 NORM_EPS = 1e-5
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "num_attention_heads": 12,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -44,8 +59,9 @@ class Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         hidden_size = hf_config.integer(fields, "hidden_size")
-        norm_before = hf_config.flag(fields, "do_layer_norm_before", True)
+        norm_before = hf_config.flag(fields, "do_layer_norm_before")
         final_norm_removed = hf_config.flag(fields, "_remove_final_layer_norm")
         return cls(
             vocab_size=hf_config.integer(fields, "vocab_size"),
@@ -56,12 +72,12 @@ class Config:
             num_heads=hf_config.integer(fields, "num_attention_heads"),
             head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
             max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            activation=hf_config.activation(fields, "activation_function", "relu"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
-            bias=hf_config.flag(fields, "enable_bias", True),
+            activation=hf_config.activation(fields, "activation_function"),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            bias=hf_config.flag(fields, "enable_bias"),
             do_layer_norm_before=norm_before,
             has_final_norm=norm_before and not final_norm_removed,
-            has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine", True),
+            has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine"),
         )
 
 

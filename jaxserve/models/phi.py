@@ -14,9 +14,21 @@ from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("parallel blocks",)
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 51200,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "hidden_act": "gelu_new",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-05,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,14 +40,15 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
             head_dim=hf_config.head_dim(fields),
-            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
-            activation=hf_config.activation(fields, default="gelu_new"),
+            norm_eps=hf_config.number(fields, "layer_norm_eps"),
+            activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
-            rope=hf_config.rope(fields, partial_rotary_factor=0.5),
+            rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
         )
 
 

@@ -16,7 +16,20 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,19 +41,22 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window", None),
+            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
             rope=_rope(fields),
         )
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
-    """Older checkpoints have two more names for LongRoPE."""
-    parameters = hf_config.rope_parameters(fields)
+    """Older checkpoints have two more names for LongRoPE, and all have the original context beside its parameters."""
+    name = "original_max_position_embeddings"
+    parameters = hf_rope.rope_parameters(fields) | {name: fields[name]}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = "longrope" if kind in ("su", "yarn") else kind
-    return hf_config.rope(fields | {"rope_parameters": parameters | {"rope_type": kind}}, partial_rotary_factor=1.0)
+    changed = {"rope_parameters": parameters | {"rope_type": kind}, "rope_scaling": None}
+    return hf_rope.rope(fields | changed, partial_rotary_factor=1.0)
 
 
 def param_specs(config: Config) -> Params:

@@ -13,7 +13,28 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import Routing, moe_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "qkv_bias": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +51,10 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
-            qkv_bias=hf_config.flag(fields, "qkv_bias", True),
+            qkv_bias=hf_config.flag(fields, "qkv_bias"),
             sliding_windows=_windows(fields),
             sparse_layers=hf_config.sparse_layers(fields),
             expert_size=hf_config.integer(fields, "moe_intermediate_size"),
@@ -42,7 +64,7 @@ class Config(DecoderConfig):
                 num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
                 is_normalized=hf_config.flag(fields, "norm_topk_prob"),
             ),
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
         )
 
 
@@ -51,8 +73,8 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     if not hf_config.flag(fields, "use_sliding_window"):
         return (None,) * num_layers
-    window = hf_config.optional_integer(fields, "sliding_window", 4096)
-    end = hf_config.integer(fields, "max_window_layers", 28, minimum=0)
+    window = hf_config.optional_integer(fields, "sliding_window")
+    end = hf_config.integer(fields, "max_window_layers", minimum=0)
     default = ["sliding_attention" if i % 2 == 0 and i < end else "full_attention" for i in range(num_layers)]
     return hf_config.windows_by_type(fields, window, default)
 

@@ -12,9 +12,25 @@ from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("QK norm",)
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +43,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
             head_dim=hf_config.integer(fields, "head_dim"),
@@ -35,7 +52,7 @@ class Config(DecoderConfig):
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             sliding_windows=hf_config.layer_windows(fields),
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
         )
 
 

@@ -13,9 +13,27 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import Routing, moe_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
 
 FEATURES = ("QK norm",)
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +49,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
@@ -42,14 +61,14 @@ class Config(DecoderConfig):
                 num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
                 is_normalized=hf_config.flag(fields, "norm_topk_prob"),
             ),
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
         )
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     """One window for all layers, other than in Qwen 2 and 3 without experts."""
     is_used = hf_config.flag(fields, "use_sliding_window")
-    window = hf_config.optional_integer(fields, "sliding_window", 4096) if is_used else None
+    window = hf_config.optional_integer(fields, "sliding_window") if is_used else None
     return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 

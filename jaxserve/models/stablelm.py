@@ -21,7 +21,20 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "intermediate_size": 6912,
+    "hidden_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "layer_norm_eps": 1e-05,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +48,18 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         return cls(
             **hf_config.sizes(fields),
             head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "layer_norm_eps", 1e-5),
+            norm_eps=hf_config.number(fields, "layer_norm_eps"),
             activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
             qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
             use_parallel_residual=hf_config.flag(fields, "use_parallel_residual"),
-            rope=hf_config.rope(fields, size=head_dim, partial_rotary_factor=0.25),
+            rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
         )
 
 

@@ -14,7 +14,22 @@ from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096,
+    "norm_epsilon": 1e-05,
+    "use_bias": True,
+    "tie_word_embeddings": True,
+}
+"""What transformers' config of this family has where a config.json leaves something out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,15 +42,16 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
             head_dim=hf_config.head_dim(fields),
-            norm_eps=hf_config.number(fields, "norm_epsilon", 1e-5),
-            activation=hf_config.activation(fields, default="gelu_pytorch_tanh"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings", True),
-            bias=hf_config.flag(fields, "use_bias", True),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window", None),
-            rope=hf_config.rope(fields),
+            norm_eps=hf_config.number(fields, "norm_epsilon"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            bias=hf_config.flag(fields, "use_bias"),
+            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+            rope=hf_rope.rope(fields),
         )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.rope import frequencies, rotations
-from jaxserve.models import hf_config, llama, max_context, with_context
+from jaxserve.layers.rope import LinearScaling, frequencies, rotations
+from jaxserve.models import FAMILIES, gemma3, hf_rope, llama, max_context, with_context
 
 ROPES = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "ropes.json").read_text())
 FIELDS = {
@@ -29,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_and_factors(name):
     expected = ROPES[name]
-    rope = hf_config.rope(expected["fields"])
+    rope = hf_rope.rope(expected["fields"])
     if expected["length"] is not None:
         rope = rope.serving(expected["length"])
     np.testing.assert_allclose(frequencies(rope), expected["frequencies"], rtol=1e-5)
@@ -70,9 +70,63 @@ def test_yarn_serves_its_factor_times_the_original_context():
     assert max_context(llama.Config.from_hf(FIELDS)) == 512
 
 
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("factor", "context"), [(4.0, 2048), (2, 1024), (1.5, 768), (1, 512), (65536, 2**24)])
+def test_linear_scaling_serves_its_factor_times_the_context(style, factor, context):
+    config = llama.Config.from_hf(FIELDS | {style: {"rope_type": "linear", "factor": factor}})
+    assert (config.max_position_embeddings, max_context(config)) == (512, context)
+    assert with_context(config, context).rope == config.rope
+
+
+def test_what_counts_the_scaling_already_is_not_stretched_twice():
+    """Gemma 3 4B: a factor of 8, and 131,072 positions with it."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    config = gemma3.Config.from_hf({"rope_scaling": linear})
+    assert (config.rope.scaling.factor, max_context(config)) == (8.0, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({}, 2048),
+        ({"max_sequence_length": 2048}, 2048),
+        ({"max_sequence_length": 1024}, 1024),
+        ({"max_sequence_length": 1024, "max_position_embeddings": 512}, 512),
+        ({"max_sequence_length": 1024, "max_position_embeddings": None}, 1024),
+    ],
+)
+def test_the_context_of_llama_1(changes, context):
+    fields = {name: value for name, value in FIELDS.items() if name != "max_position_embeddings"}
+    assert llama.Config.from_hf(fields | changes).max_position_embeddings == context
+
+
+def test_what_rope_scaling_says_counts_where_both_styles_are_there():
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
+    assert llama.Config.from_hf(FIELDS | both).rope.scaling == LinearScaling(factor=2.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *[
+            ({style: {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}, r"\(full_attention\)")
+            for style in ("rope_parameters", "rope_scaling")
+        ],
+        (
+            {"rope_parameters": {kind: {"rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}},
+            r"rope_parameters by layer type \(full_attention, sliding_attention\) are not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "unknown rope_type 'mrope'"),
+        ({"rope_scaling": {"type": "su"}}, "unknown rope_type 'su'"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "unknown in rope_parameters or rope_scaling: alpha"),
+        ({"rope_scaling": YARN | {"attn_factor": 0.5}}, "attn_factor 0.5 is not supported, only 1"),
+        ({"rope_scaling": YARN | {"extrapolation_factor": 2.0}}, "extrapolation_factor 2.0 is not supported"),
+        ({"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "unknown in rope_parameters or rope_scaling: long_mscale"),
+        ({"rope_theta": 1.0}, "rope_theta must be greater than 1, got 1"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+        ),
         ({"rope_parameters": YARN | {"beta_fast": 0.5}}, r"beta_fast \(0.5\) must be at least beta_slow \(1.0\)"),
         ({"rope_parameters": YARN | {"factor": -1}}, "factor must be a positive number, got -1"),
         ({"rope_parameters": YARN | {"mscale": "1"}}, "mscale must be a positive number, got '1'"),
@@ -84,3 +138,16 @@ def test_yarn_serves_its_factor_times_the_original_context():
 def test_what_cannot_be_scaled_is_refused(changes, message):
     with pytest.raises(CheckpointError, match=message):
         llama.Config.from_hf(FIELDS | changes)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"gemma3_text", "bloom", "gpt2", "gptj", "opt"}))
+def test_ropes_by_layer_type_are_refused_by_every_family_that_has_one(model_type):
+    ropes = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match="rope_parameters by layer type"):
+        FAMILIES[model_type].Config.from_hf({"rope_parameters": ropes, "num_experts_per_tok": 1})
+
+
+def test_layer_types_that_no_gemma_has():
+    ropes = {"full_attention": {"rope_theta": 5e5}, "chunked_attention": {"rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match="must be an object of full_attention and sliding_attention"):
+        gemma3.Config.from_hf({"rope_parameters": ropes})

@@ -1,0 +1,67 @@
+"""The largest numbers that a checkpoint's config may hold, so that a nonsensical one fails at once. No jax.
+
+They are some times what the largest published models have. Host work and memory of a start grow with these numbers: a
+config is read, and its weights are listed, before anybody knows whether the weights are there.
+"""
+
+MAX_NUMBER = 1e18
+"""Limit of any number in a config, whoever reads it and whatever it means."""
+MIN_FLOAT, MAX_FLOAT = 2.0**-126, 1e15
+"""Range of numbers that are no sizes: what float32 holds at full precision, and can still be squared."""
+MAX_INTEGER = 2**31 - 1
+"""Limit of integers: positions, ids and sizes are int32 on the device."""
+MAX_CONTEXT = 2**24
+"""Limit of positions: 16 million, where published models are made for 10 million at most."""
+MAX_LAYERS = 2**10
+MAX_HEADS = 2**10
+MAX_WIDTH = 2**20
+MAX_INNER_WIDTH = 2**40
+"""Limit of the inner size of feed-forwards, of which nothing is listed: what memory lacks for it is told in bytes."""
+MAX_VOCABULARY = 2**24
+MAX_EXPERTS = 2**12
+MAX_EXPERTS_OF_ALL_LAYERS = 2**16
+"""Limit of the experts in all layers together, each of which is some tensors to look for."""
+MAX_LABELS = 2**16
+"""Limit of `num_labels`, for each of which transformers makes a name."""
+MAX_FACTOR = 2.0**16
+"""Limit of what positions are stretched by; published ones are 64 and less."""
+
+MAXIMA: dict[str, float] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), MAX_INNER_WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), MAX_INNER_WIDTH),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_WIDTH),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"), MAX_CONTEXT),
+    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
+    "factor": MAX_FACTOR,
+    "num_labels": MAX_LABELS,
+    "vocab_size": MAX_VOCABULARY,
+}
+"""Limits of fields of config.json by name."""
+
+GGUF_MAXIMA: dict[str, float] = {
+    "attention.head_count": MAX_HEADS,
+    "attention.head_count_kv": MAX_HEADS,
+    "attention.key_length": MAX_WIDTH,
+    "attention.sliding_window": MAX_CONTEXT,
+    "attention.value_length": MAX_WIDTH,
+    "block_count": MAX_LAYERS,
+    "context_length": MAX_CONTEXT,
+    "embedding_length": MAX_WIDTH,
+    "expert_count": MAX_EXPERTS,
+    "expert_feed_forward_length": MAX_INNER_WIDTH,
+    "expert_shared_feed_forward_length": MAX_INNER_WIDTH,
+    "feed_forward_length": MAX_INNER_WIDTH,
+    "rope.dimension_count": MAX_WIDTH,
+    "rope.scaling.factor": MAX_FACTOR,
+    "rope.scaling.original_context_length": MAX_CONTEXT,
+}
+"""Limits of what a GGUF file has under the name of its architecture."""
+
+
+def is_within(value: float, maximum: float) -> bool:
+    """Report whether a number is finite and no larger than `maximum`, whatever its sign."""
+    return abs(value) <= maximum  # False for a NaN

@@ -1,0 +1,153 @@
+"""What a Hugging Face config.json says about rotary embedding, in the styles of transformers 4 and 5."""
+
+import math
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    PairScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+from jaxserve.models.hf_config import Fields, flag, head_dim, integer, number, numbers, require
+
+_FIELDS = {
+    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "factors"),
+    *("finetuned", "mrope_section", "mrope_interleaved"),  # say nothing about positions of text
+}
+"""What an object about rotary embedding may hold; which of it counts depends on its `rope_type`."""
+
+
+def rope(
+    fields: Fields,
+    *,
+    size: int | None = None,
+    theta: float = 10000.0,
+    partial_rotary_factor: float | None = None,
+    is_context_stretched: bool = False,
+) -> Rope:
+    """Rotary embedding from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    `size` of a head is by default what `head_dim` reads, `theta` the family's default base, `partial_rotary_factor` its
+    default share of a head that is rotated: None where the family rotates whole heads only. `is_context_stretched` says
+    that max_position_embeddings is what linear scaling has made of the original context, not that context. Raises
+    CheckpointError for an unknown scaling, and if what is rotated does not fall into pairs.
+    """
+    parameters = rope_parameters(fields)
+    if partial_rotary_factor is None and number(parameters, "partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
+    share = number(parameters, "partial_rotary_factor", partial_rotary_factor or 1.0)
+    size = head_dim(fields) if size is None else size
+    rotated = int(size * share)
+    if rotated % 2 or not 0 < rotated <= size:
+        given = f"{size}" if share == 1.0 else f"{size} times partial_rotary_factor {share}"
+        raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
+    theta = number(parameters, "rope_theta", theta)
+    if theta <= 1.0:
+        raise CheckpointError(f"config.json: rope_theta must be greater than 1, got {theta:g}")
+    scaling = _scaling(fields, parameters, rotated, is_context_stretched=is_context_stretched)
+    return Rope(head_dim=rotated, theta=theta, scaling=scaling)
+
+
+def rope_parameters(fields: Fields) -> Fields:
+    """What a config.json says about rotary embedding, in whichever style, as one dictionary.
+
+    Raises CheckpointError for what nobody reads, as it might change every position.
+    """
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"config.json: rope_parameters or rope_scaling must be an object, got {given!r:.100}")
+    if by_layer_type := sorted(name for name, value in given.items() if isinstance(value, dict)):
+        raise CheckpointError(
+            f"config.json: rope_parameters by layer type ({', '.join(by_layer_type)}) are not supported: all "
+            "layers of this model_type are rotated alike"
+        )
+    for name in ("attn_factor", "extrapolation_factor"):  # of YaRN's first implementations
+        require(given, name, 1)
+    if unknown := sorted(given.keys() - _FIELDS - {"attn_factor", "extrapolation_factor"}):
+        raise CheckpointError(f"config.json: unknown in rope_parameters or rope_scaling: {', '.join(unknown)}")
+    # What stands beside the object counts unless it is repeated inside.
+    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    return {name: fields[name] for name in outer if name in fields} | given
+
+
+def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_stretched: bool) -> Scaling | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    context = integer(fields, "max_position_embeddings")
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            stretch = number(parameters, "factor")
+            original = int(context / stretch) if is_context_stretched else context
+            return LinearScaling(factor=stretch, original_max_position_embeddings=original)
+        case "llama3":
+            low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
+            if low >= high:
+                raise CheckpointError(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
+            return Llama3Scaling(
+                factor=number(parameters, "factor"),
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_max_position_embeddings=integer(parameters, "original_max_position_embeddings", context),
+            )
+        case "frequency_factors":  # what GGUF files have in place of llama3's parameters
+            return PairScaling(factors=numbers(parameters, "factors", rotated // 2))
+        case "longrope":
+            return _longrope(parameters, context, rotated // 2)
+        case "yarn":
+            return _yarn(parameters, context)
+        case "dynamic" if rotated > 2:
+            return DynamicScaling(
+                factor=number(parameters, "factor"), original_max_position_embeddings=context, context=context
+            )
+        case "dynamic":
+            raise CheckpointError("config.json: rope_type 'dynamic' needs more than 2 rotated dimensions of a head")
+        case _:
+            known = "default, linear, dynamic, yarn, longrope, llama3"
+            raise CheckpointError(f"config.json: unknown rope_type {kind!r}; known are {known}")
+
+
+def _longrope(parameters: Fields, context: int, num_pairs: int) -> LongRopeScaling:
+    original = integer(parameters, "original_max_position_embeddings", context, minimum=2)
+    stretch = number(parameters, "factor", context / original)
+    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return LongRopeScaling(
+        short_factors=numbers(parameters, "short_factor", num_pairs),
+        long_factors=numbers(parameters, "long_factor", num_pairs),
+        attention_factor=number(parameters, "attention_factor", default),
+        original_max_position_embeddings=original,
+        context=context,
+    )
+
+
+def _yarn(parameters: Fields, context: int) -> YarnScaling:
+    original = integer(parameters, "original_max_position_embeddings", context)
+    stretch = number(parameters, "factor", context / original)
+    beta_fast, beta_slow = (
+        number(parameters, "beta_fast", 32.0),
+        number(parameters, "beta_slow", 1.0),
+    )
+    if beta_fast < beta_slow:
+        raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
+
+    def length(name: str) -> float | None:  # of vectors, for a weight that may be missing or 0
+        return 1.0 + 0.1 * number(parameters, name) * math.log(max(stretch, 1.0)) if parameters.get(name) else None
+
+    rotated, everywhere = length("mscale"), length("mscale_all_dim")
+    default = 1.0 + 0.1 * math.log(max(stretch, 1.0)) if rotated is None or everywhere is None else rotated / everywhere
+    return YarnScaling(
+        factor=stretch,
+        original_max_position_embeddings=original,
+        attention_factor=number(parameters, "attention_factor", default),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        is_truncated=flag(parameters, "truncate", True),
+        score_factor=1.0 if everywhere is None else everywhere**2,
+    )
