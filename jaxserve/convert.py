@@ -49,7 +49,8 @@ def convert(
     fields = load_config(path)
     with naming_config(path):
         family = get_family(fields)
-        specs = family.param_specs(family.Config.from_hf(fields))
+        config = family.Config.from_hf(fields)
+        specs = family.param_specs(config)
         weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
     specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization)
     with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
@@ -57,7 +58,7 @@ def convert(
             destination,
             weights,
             dtype=np.dtype(weights_dtype),
-            config=fields,
+            config=fields | {"tie_word_embeddings": config.tie_word_embeddings},
             source=Source(name=_origin(source, path), sha256=_digests(path)),
             copied=_tokenizer_files(path, pathlib.Path(folder)) if path.is_file() else _companions(path),
             force=force,

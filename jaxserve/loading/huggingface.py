@@ -25,13 +25,15 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
+from jaxserve.loading.quantization_files import check_storage
+from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.scheme import Parts
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
 
 # Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
-# LM head where it is tied to the embedding (where it is not, the family declares it and it is no extra).
+# LM head where it equals the embedding (where it does not, the family declares it and it is no extra).
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -84,20 +86,19 @@ class _Stored:
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of `path`/config.json. Raises CheckpointError if there is no such file, or no JSON object in it.
+    """The fields of `path`/config.json; tie_word_embeddings is false where the files have an LM head of their own.
 
-    Which model_type is served, `models.get_family` says.
+    Raises CheckpointError if there is no such file, or no JSON object in it. Which model_type is served,
+    `models.get_family` says.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
     fields = read_object(directory / "config.json")
-    quantization = fields.get("quantization_config")
-    if quantization and (method := quantization.get("quant_method")) != "mxfp4":
-        raise CheckpointError(
-            f"{directory}: quantized checkpoints are not supported, other than mxfp4: quant_method of "
-            f"quantization_config in its config.json is {method!r:.100}"
-        )
+    check_storage(directory, fields)
+    is_tied = fields.get("tie_word_embeddings")
+    if (is_tied is None or is_tied is True) and has_own_head(directory):
+        fields["tie_word_embeddings"] = False
     return fields
 
 
@@ -138,7 +139,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
     with contextlib.ExitStack() as stack:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
-        tensors = _with_model_prefix(opened.tensors, expected)
+        tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
@@ -207,12 +208,12 @@ class _Opened:
 
 def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: contextlib.ExitStack) -> _Opened:
     """Open every file of the checkpoint; `stack` closes them. A single file is to hold all that is `expected`."""
-    if (directory / "model.safetensors").is_file():
-        shard_of = dict.fromkeys(expected, "model.safetensors")
-    elif (directory / "model.safetensors.index.json").is_file():
-        shard_of = read_object(directory / "model.safetensors.index.json").get("weight_map") or {}
+    if (directory / SINGLE_FILE).is_file():
+        shard_of = dict.fromkeys(expected, SINGLE_FILE)
+    elif (directory / INDEX_FILE).is_file():
+        shard_of = read_object(directory / INDEX_FILE).get("weight_map") or {}
         if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
-            raise CheckpointError(f"{directory}/model.safetensors.index.json has no weight_map of tensors to files")
+            raise CheckpointError(f"{directory}/{INDEX_FILE} has no weight_map of tensors to files")
     else:
         raise CheckpointError(_without_safetensors(directory))
     tensors: dict[str, _Stored] = {}
@@ -250,7 +251,7 @@ def _without_safetensors(directory: pathlib.Path) -> str:
     """Why a directory without safetensors is not read."""
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
     if not pickled:
-        return f"neither model.safetensors nor model.safetensors.index.json in {directory}"
+        return f"neither {SINGLE_FILE} nor {INDEX_FILE} in {directory}"
     shown = pickled[0] if len(pickled) == 1 else f"{pickled[0]} and {len(pickled) - 1} more"
     return f"{directory} has pickled weights only ({shown}), {why_not_read(str(directory))}"
 
@@ -266,6 +267,15 @@ def _with_model_prefix[T](tensors: dict[str, T], expected: Mapping[str, tuple[in
     return {name: tensors[name] for name in tensors.keys() - added.values()} | {
         name: tensors[short] for name, short in added.items()
     }
+
+
+def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, ...]]) -> dict[str, T]:
+    """The tensors, the LM head under the embedding's name too where that is missing and the model has no other head."""
+    head = next(filter(is_head, tensors), None)
+    embedding = next(filter(is_embedding, expected), None)
+    if head is None or embedding is None or embedding in tensors or any(map(is_head, expected)):
+        return tensors
+    return tensors | {embedding: tensors[head]}
 
 
 def _check(

@@ -16,8 +16,16 @@ from jaxserve.quantization.scheme import SCHEMES
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read."""
-    return gguf_config.load_config(path) if pathlib.Path(path).is_file() else huggingface.load_config(path)
+    """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read.
+
+    Where the weights are there too, they decide whether the LM head is tied to the embedding, not the config.
+    """
+    if pathlib.Path(path).is_file():
+        return gguf_config.load_config(path)
+    fields = huggingface.load_config(path)
+    if orbax_store.is_store(path):
+        fields["tie_word_embeddings"] = "lm_head" not in orbax_store.read_manifest(path).weights
+    return fields
 
 
 @contextlib.contextmanager

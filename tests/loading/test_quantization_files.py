@@ -1,0 +1,66 @@
+"""Whatever a checkpoint's JSON files say about its weights is understood, or refused by name, before a download."""
+
+import json
+import shutil
+
+import pytest
+from golden_models import GOLDENS
+
+from jaxserve.convert import convert
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.huggingface import load_config
+from jaxserve.overview import needs
+
+LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+FILES = [
+    ("hf_quant_config.json", MODELOPT, "hf_quant_config.json is 'modelopt'"),
+    ("quantize_config.json", {"bits": 4, "group_size": 128}, "quantize_config.json is 'gptq'"),
+    ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "quant_config.json is 'awq'"),
+    ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),
+    ("quantization_map.json", {"lm_head": "qint8"}, "quantization_map.json is 'quanto'"),
+    ("adapter_config.json", {"peft_type": "LORA"}, "adapter_config.json: adapters are not supported: merge it"),
+]
+FIELDS = [
+    ("quantization_config", {"quant_method": "aqlm"}, "quantization_config in its config.json is 'aqlm'"),
+    ("quantization_config", {"bits": 4}, "quantization_config in its config.json is None"),
+    ("quantization_config", {"quant_method": "mxfp4"}, "other than gpt_oss in mxfp4: .* is 'mxfp4'"),
+    ("compression_config", {"format": "x"}, "compression_config in its config.json is 'compressed-tensors'"),
+    ("quantization", {"bits": 4, "group_size": 64}, "quantization in its config.json is 'mlx'"),
+    ("quantization", "int4", "quantization must be an object, got 'int4'"),
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return shutil.copytree(LLAMA, tmp_path / "model")
+
+
+def refused(model, folder, message):
+    for read in (
+        lambda: load_config(model),
+        lambda: needs(str(model), memory=2**30),
+        lambda: convert(str(model), folder / "store", progress=False),
+    ):
+        with pytest.raises(CheckpointError, match=message) as failure:
+            read()
+        assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILES)
+def test_files_beside_the_config(model, tmp_path, name, content, message):
+    (model / name).write_text(json.dumps(content))
+    refused(model, tmp_path, message)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FIELDS)
+def test_fields_of_the_config(model, tmp_path, name, content, message):
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {name: content}))
+    refused(model, tmp_path, message)
+
+
+def test_empty_fields_say_nothing(model):
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"quantization_config": {}, "compression_config": None}))
+    assert load_config(model)["vocab_size"] == fields["vocab_size"]
