@@ -82,6 +82,8 @@ class Needs:
     weight_bytes: dict[str, int]
     """By dtype."""
     dtype: str
+    block_size: int
+    """Tokens of a block: windows take whole ones."""
     kv_bytes_per_token: dict[int | None, int]
     """By window, None for the layers without one: what a token takes in all of these layers as long as it is in it."""
     context: int
@@ -137,6 +139,7 @@ def needs(
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
         weight_bytes=weight_bytes,
         dtype=str(served),
+        block_size=block_size,
         kv_bytes_per_token={
             window: layout.windows.count(window) * per_block // block_size for window in dict.fromkeys(layout.windows)
         },
@@ -165,7 +168,8 @@ def _positions(config: Any) -> str:
 
     def describe(rope: Rope) -> str:
         scaling = "" if rope.scaling is None else f", {type(rope.scaling).__name__.removesuffix('Scaling')} scaling"
-        return f"base {rope.theta:g}, {rope.head_dim} dimensions of a head{scaling}"
+        reach = f" to {rope.max_context:,} tokens at most" if rope.max_context > config.max_position_embeddings else ""
+        return f"base {rope.theta:g}, {rope.head_dim} dimensions of a head{scaling}{reach}"
 
     ropes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     found = [f"{name}: {describe(rope)}" for name, rope in ropes.items() if isinstance(rope, Rope)]
@@ -186,13 +190,17 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
     weights = ", ".join(f"{_size(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
+        [
+            "assumed",
+            f"{_size(memory)} a device (default of --memory: an H200's), {found.dtype} (of --dtype: the checkpoint's)",
+        ],
         ["layers", found.layers],
         ["positions", found.positions],
         ["LM head", "tied to the embedding" if found.is_tied else "its own"],
         ["parameters", f"{found.num_parameters:,}"],
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
-        ["KV", f"{_kv(found.kv_bytes_per_token)} in {found.dtype}"],
+        ["KV", f"{_kv(found)} in {found.dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]
     room = f"{_size(memory)} for weights and KV in {found.dtype}"
@@ -207,11 +215,13 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
     return _aligned([*rows, *more])
 
 
-def _kv(bytes_per_token: dict[int | None, int]) -> str:
-    """Such as "8,192 bytes a token, 45,056 more in a window of 512"."""
-    whole = bytes_per_token.get(None, 0)
+def _kv(found: Needs) -> str:
+    """Such as "8,192 bytes a token, 45,056 more in a window of 512, rounded up to blocks of 16 tokens"."""
+    whole = found.kv_bytes_per_token.get(None, 0)
     windows = [
-        f"{size:,} more in a window of {window:,}" for window, size in bytes_per_token.items() if window is not None
+        f"{size:,} more in a window of {window:,}, rounded up to blocks of {found.block_size} tokens"
+        for window, size in found.kv_bytes_per_token.items()
+        if window is not None
     ]
     return ", ".join([f"{whole:,} bytes a token", *windows])
 

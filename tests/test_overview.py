@@ -8,6 +8,7 @@ import pytest
 from jaxserve import overview
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models import get_family
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 LLAMA = {
@@ -127,6 +128,20 @@ def test_a_dtype_that_is_not_served_is_told_with_the_path(model):
     pathlib.Path(model, "config.json").write_text(json.dumps(LLAMA | {"dtype": "int8"}))
     with pytest.raises(CheckpointError, match=f"^{model}/config.json: unknown dtype 'int8'"):
         overview.needs(model, memory=2**30)
+
+
+def test_the_text_says_what_it_assumes(model):
+    text = overview.needs_text(model, overview.needs(model, memory=2**30), memory=2**30)
+    assert "1.00 GiB a device (default of --memory: an H200's), bfloat16 (of --dtype: the checkpoint's)" in text
+    windows = str(GOLDENS / "gemma3_two_thetas")
+    text = overview.needs_text(windows, overview.needs(windows, memory=2**30), memory=2**30)
+    assert "256 more in a window of 7, rounded up to blocks of 16 tokens in float32" in text
+
+
+def test_the_table_promises_only_what_loads():
+    assert "ChatGLM" not in overview.families_text()
+    with pytest.raises(CheckpointError, match="unknown model_type 'chatglm'"):
+        get_family({"model_type": "chatglm"})
 
 
 def test_no_such_model():

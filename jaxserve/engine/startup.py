@@ -26,7 +26,7 @@ from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, schemes_of, shard_bytes
-from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.layers.sharding import check_mesh, with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
@@ -74,8 +74,8 @@ class _Laps:
 def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> tuple[Engine, EngineInfo]:
     """Everything between a model's name and the first step. Raises StartupError.
 
-    `mesh` may have any axes; those that `layers.sharding` names split the model. None: `config.tensor_parallel_size`
-    devices along one axis, "tensor".
+    Every axis of `mesh` must split the model, as `layers.sharding` names them: "tensor", or "expert" where there are
+    experts. None: `config.tensor_parallel_size` devices along one axis, "tensor".
     """
     laps = _Laps()
     config = resolve_names(config, progress=progress)
@@ -100,6 +100,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
     specs = stored_specs(path, family.param_specs(model_config), dtype=dtype, quantization=config.quantization)
+    axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
+    check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     model_config = with_context(model_config, max_model_len)
     spec = StepSpec(
         model=hf_config,
@@ -247,7 +249,12 @@ def _weight_bytes(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:
 def _make_mesh(tensor_parallel_size: int) -> Mesh:
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
-        raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, but there are {len(devices)} devices")
+        there_are = "there is 1 device" if len(devices) == 1 else f"there are {len(devices)} devices"
+        more = f": for so many on a CPU, set JAX_NUM_CPU_DEVICES={tensor_parallel_size} in the environment"
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but {there_are}"
+            + (more if devices[0].platform == "cpu" else "")
+        )
     return jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=devices[:tensor_parallel_size])
 
 

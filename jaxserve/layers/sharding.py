@@ -3,6 +3,8 @@
 A mesh without the named axis, or with one device along it, leaves that axis whole.
 """
 
+from collections.abc import Collection
+
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
@@ -20,8 +22,14 @@ MESH_AXIS_OF: dict[str, str | None] = {
 SIZED_BY = {"tensor": ", of tensor_parallel_size"}
 """The option that says how many devices a mesh axis has."""
 
+WORDS = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "inner values of a feed-forward", "experts": "experts"}
+"""What a logical axis counts, for people."""
+
 EXPERT_SHARE = 64
 """Kernels for experts contract over multiples of this, see `pallas_kernels.grouped_matmul`."""
+
+MAX_DEVICES_NAMED = 64
+"""The largest number of devices that an error proposes."""
 
 WHOLE_IF_INDIVISIBLE = {"vocab"}
 """Axes that no device needs a share of: an odd vocabulary costs memory, an odd number of heads is an error."""
@@ -34,6 +42,31 @@ def with_explicit_axes(mesh: Mesh) -> Mesh:
     about without a word.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+
+
+def check_mesh(mesh: Mesh, used_axes: Collection[str | None], *, tensor_parallel_size: int) -> None:
+    """Raise ConfigError, naming the axes, for a mesh of which a model would not use every device.
+
+    `used_axes` are the logical axes of the model's weights. `tensor_parallel_size` must be the size of the axis that it
+    sizes, or 1, its default.
+    """
+    splitting = sorted({name for axis, name in MESH_AXIS_OF.items() if name is not None and axis in used_axes})
+    idle = [name for name, size in mesh.shape.items() if name not in splitting and size > 1]
+    if idle or not set(splitting).intersection(mesh.axis_names):
+        raise ConfigError(
+            f"mesh has the axes {_described(mesh)}, but what splits this model are axes named "
+            f"{' and '.join(map(repr, splitting))}"
+            + (f": {' and '.join(map(repr, idle))} would repeat all of its work" if idle else "")
+        )
+    if tensor_parallel_size not in (1, mesh.shape.get("tensor", 1)):
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but mesh has the axes {_described(mesh)}: leave it "
+            "out, or make it the size of the axis 'tensor'"
+        )
+
+
+def _described(mesh: Mesh) -> str:
+    return ", ".join(f"{name!r} of {size}" for name, size in mesh.shape.items())
 
 
 def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
@@ -65,7 +98,9 @@ def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int
     if mesh.shape[on] % num_kv_heads == 0:
         return mesh.shape[on] // num_kv_heads
     raise ConfigError(
-        f"{name}: kv_heads of size {num_kv_heads} can be neither split nor repeated evenly over {_devices(on, mesh)}"
+        f"{name}: kv_heads of size {num_kv_heads} can be neither split nor repeated evenly over {_devices(on, mesh)}: "
+        f"there are {num_kv_heads} KV heads, use {_divisors(num_kv_heads)} devices, or a multiple of {num_kv_heads} "
+        "that divides the query heads"
     )
 
 
@@ -90,8 +125,17 @@ def partition_spec(
             raise ConfigError(f"{name}: axes {taken[on]!r} and {axis!r} cannot both be split over mesh axis {on!r}")
         taken[on] = axis
         if size % mesh.shape[on]:
-            raise ConfigError(f"{name}: {axis} of size {size} cannot be split evenly over {_devices(on, mesh)}")
+            raise ConfigError(
+                f"{name}: {axis} of size {size} cannot be split evenly over {_devices(on, mesh)}: there are {size} "
+                f"{WORDS.get(str(axis), axis)}, use {_divisors(size)} devices"
+            )
     return PartitionSpec(*mesh_axes)
+
+
+def _divisors(size: int) -> str:
+    """The numbers of devices, up to MAX_DEVICES_NAMED, that split so many evenly: such as "1, 2 or 4"."""
+    *most, last = [str(number) for number in range(1, min(size, MAX_DEVICES_NAMED) + 1) if size % number == 0]
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _devices(axis: str, mesh: Mesh | AbstractMesh) -> str:

@@ -304,7 +304,11 @@ def test_close_ends_what_runs():
         ({"model": "/no/such/model"}, CheckpointError, "no model"),
         ({"max_model_len": 100_000}, ConfigError, "at most 512"),
         ({"max_num_waiting": 0}, ConfigError, "at least 1"),
-        ({"tensor_parallel_size": 64}, ConfigError, "64"),
+        (
+            {"tensor_parallel_size": 64},
+            ConfigError,
+            "is 64, but there are 8 devices: for so many on a CPU, set JAX_NUM_CPU_DEVICES=64 in the environment",
+        ),
         ({"tensor_parallel_size": 8}, ConfigError, "split evenly over 8 devices"),
     ],
 )

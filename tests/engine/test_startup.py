@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import threading
 
@@ -60,14 +61,45 @@ def test_more_tokens_read_more_experts(num_tokens, num_bytes):
     assert info.expected_weight_bytes(num_tokens) == pytest.approx(num_bytes)
 
 
-def test_only_the_tensor_axis_splits_the_weights(monkeypatch):
+def mesh_of(**sizes):
+    num_devices = math.prod(sizes.values())
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:num_devices])
+
+
+def test_the_tensor_axis_splits_the_weights(monkeypatch):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
     monkeypatch.setattr(startup, "_available_memory", lambda mesh: whole - 1)
     with pytest.raises(OutOfMemory, match="a device for its weights"):
-        startup.start_engine(CONFIG, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), progress=False)
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
-    engine, _ = startup.start_engine(CONFIG, mesh=mesh, progress=False)
+        startup.start_engine(CONFIG, mesh=None, progress=False)
+    engine, _ = startup.start_engine(CONFIG, mesh=mesh_of(data=1, tensor=2), progress=False)
     engine.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "message"),
+    [
+        ({"data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
+        ({"data": 2, "tensor": 2}, {}, "'data' of 2, 'tensor' of 2, .* named 'tensor': 'data' would repeat all"),
+        ({"model": 1}, {}, "mesh has the axes 'model' of 1, but what splits this model are axes named 'tensor'$"),
+        ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, .* named 'tensor': 'expert' would repeat all"),
+        ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
+        ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
+    ],
+)
+def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, message):
+    with pytest.raises(ConfigError, match=message) as failure:
+        startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=mesh_of(**axes), progress=False)
+    assert "\n" not in str(failure.value)
+
+
+def test_meshes_that_fit():
+    experts = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"))
+    for config, axes in [
+        (dataclasses.replace(CONFIG, tensor_parallel_size=2), {"tensor": 2}),
+        (experts, {"expert": 1, "tensor": 2}),
+    ]:
+        engine, _ = startup.start_engine(config, mesh=mesh_of(**axes), progress=False)
+        engine.runner.close()
 
 
 @pytest.mark.parametrize("where", ["set_num_blocks", "allocate"])
