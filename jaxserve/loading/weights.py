@@ -24,7 +24,8 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
         return gguf_config.load_config(path)
     fields = huggingface.load_config(path)
     if orbax_store.is_store(path):
-        fields["tie_word_embeddings"] = "lm_head" not in orbax_store.read_manifest(path).weights
+        arrays = orbax_store.read_manifest(path).arrays
+        fields["tie_word_embeddings"] = not any(name.partition(".")[0] == "lm_head" for name in arrays)
     return fields
 
 

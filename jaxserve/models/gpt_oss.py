@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
@@ -18,6 +19,7 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, router_spec
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.loading.bounds import MAX_WIDTH
 from jaxserve.models import hf_config, hf_rope
 
 YARN = {
@@ -68,7 +70,9 @@ class Config(DecoderConfig):
         """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "hidden_act", "silu")
-        num_layers = hf_config.integer(fields, "num_hidden_layers")
+        width, num_layers = (hf_config.integer(fields, name) for name in ("intermediate_size", "num_hidden_layers"))
+        if width > MAX_WIDTH:  # the order of its rows is listed
+            raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
         window = hf_config.optional_integer(fields, "sliding_window")
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
         says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
