@@ -1,26 +1,43 @@
 """The syntaxes that are known by name: vLLM's names of parsers, so that its options can be taken over.
 
-A row with `signs` is chosen by them where a chat template shows all of them (`model`). Several rows of one name are
-forms of one syntax: any of them reads all, and the one whose signs the template shows is written.
+A row is chosen by its `signs` where a chat template shows all of them (`model`). Several rows of one name are forms of
+one syntax; the one whose signs the template shows is read and written, else the first. Which models write so, and where
+that was read, is told by docs/syntaxes.md.
 """
 
 # ruff: noqa: RUF001 (some marks are spelled with full-width bars)
 
-from jaxserve.server.parsing.syntax import (
-    Calls,
-    Channels,
-    Ids,
-    Object,
-    Tags,
-    Thoughts,
-    Wrapped,
-)
+from dataclasses import replace
 
+from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
+
+_PARAMETERS = Wrapped(arguments="parameters")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
-_DSML = Tags(key=('<｜DSML｜parameter name="', '"'), text_flag=" string=", value=("", "</｜DSML｜parameter>\n"))
-
-_PARAMETER = Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n"))
+_DSML = Calls(
+    arguments=Tags(
+        key=('<｜DSML｜parameter name="', '"'), text_flag=' string="', value=('">', "</｜DSML｜parameter>\n")
+    ),
+    call=("", "</｜DSML｜invoke>\n"),
+    name=('<｜DSML｜invoke name="', '">\n'),
+)
+_QWEN = Calls(
+    arguments=Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
+    call=("<tool_call>\n", "</function>\n</tool_call>"),
+    name=("<function=", ">\n"),
+    separator="\n",
+    signs=("<tool_call>", "<function=", "<parameter="),
+    not_signs=("<seed:tool_call>",),
+)
+_GLM = Calls(
+    arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
+    call=("<tool_call>", "</tool_call>"),
+    name=("", "\n"),
+    separator="\n",
+    signs=("<tool_call>", "<arg_key>", "<arg_value>"),
+    not_signs=("</arg_key><arg_value>",),
+)
+_LIST = Calls(arguments=Wrapped(), is_list=True, separator=", ")
 
 TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
     "hermes": (
@@ -28,23 +45,56 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             arguments=Wrapped(),
             call=("<tool_call>\n", "\n</tool_call>"),
             separator="\n",
-            signs=("<tool_call>", '"arguments'),
-            not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>"),
-            families="Hermes 2 Pro and 3, Qwen 2.5, Qwen 3, QwQ, Granite 4",
-            source="templates",
+            signs=("<tool_call>", "arguments", "</tool_call>"),
+            not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>", "<longcat", "<seed:"),
         ),
     ),
     "llama3_json": (
         Calls(
-            arguments=Wrapped(arguments="parameters"),
+            arguments=_PARAMETERS,
             section=("<|python_tag|>", ""),
             separator="; ",
             is_bare=True,
             is_parallel=False,  # the template refuses to show two
             signs=("<|start_header_id|>", '"parameters": '),
-            not_signs=("<tool_call>",),
-            families="Llama 3.1, 3.2, 3.3",
-            source="templates; vLLM",
+            not_signs=("<tool_call>", "[func_name1("),
+        ),
+    ),
+    "pythonic": (
+        Calls(
+            arguments=PythonCall(),
+            is_list=True,
+            separator=", ",
+            is_bare=True,
+            signs=("<|start_header_id|>", "[func_name1("),
+        ),
+    ),
+    "llama4_pythonic": (
+        Calls(
+            arguments=PythonCall(),
+            section=("<|python_start|>", "<|python_end|>"),
+            is_list=True,
+            separator=", ",
+            is_bare=True,
+            signs=("<|header_start|>", "[func_name1("),
+        ),
+    ),
+    "lfm2": (
+        Calls(
+            arguments=PythonCall(),
+            section=("<|tool_call_start|>", "<|tool_call_end|>"),
+            is_list=True,
+            separator=", ",
+            signs=("<|tool_call_start|>",),
+        ),
+    ),
+    "olmo3": (
+        Calls(
+            arguments=PythonCall(),
+            section=("<function_calls>", "</function_calls>"),
+            separator="\n",
+            signs=("<function_calls>",),
+            not_signs=("<invoke", "DSML"),
         ),
     ),
     "mistral": (
@@ -54,20 +104,8 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             name=("", "[ARGS]"),
             ids=Ids.NINE,
             signs=("[TOOL_CALLS]", "[ARGS]"),
-            families="Mistral Small 3.1 and later, Devstral, Magistral, Ministral 3",
-            source="templates",
         ),
-        Calls(
-            arguments=Wrapped(),
-            section=("[TOOL_CALLS]", ""),
-            separator=", ",
-            is_list=True,
-            ids=Ids.NINE,
-            signs=("[TOOL_CALLS]",),
-            not_signs=("[ARGS]",),
-            families="Mistral 7B v0.3, Nemo, Small 2409",
-            source="templates",
-        ),
+        replace(_LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",), not_signs=("[ARGS]",)),
     ),
     "deepseek_v3": (
         Calls(
@@ -77,8 +115,6 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             name=("function<｜tool▁sep｜>", "\n```json\n"),
             separator="\n",
             signs=(_DEEPSEEK[0], "```json"),
-            families="DeepSeek V3, V3-0324, R1",
-            source="templates",
         ),
     ),
     "deepseek_v31": (
@@ -89,59 +125,249 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             name=("", "<｜tool▁sep｜>"),
             signs=(_DEEPSEEK[0],),
             not_signs=("```json",),
-            families="DeepSeek V3.1",
-            source="template",
         ),
     ),
-    "gpt_oss": (
-        Calls(
-            arguments=Channels(),
-            is_parallel=False,  # a call ends the answer
-            signs=("<|channel|>commentary",),
-            families="gpt-oss",
-            source="template",
+    "deepseek_v32": (
+        replace(
+            _DSML,
+            section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+            signs=("DSML", "function_calls>"),
         ),
     ),
-    "qwen3_coder": (
+    "deepseek_v4": (
+        replace(_DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")),
+    ),
+    "gpt_oss": (Calls(arguments=Channels(), is_parallel=False, signs=("<|channel|>commentary",)),),  # a call is the end
+    "qwen3_coder": (_QWEN,),
+    "seed_oss": (
         Calls(
-            arguments=_PARAMETER,
-            call=("<tool_call>\n", "</function>\n</tool_call>"),
+            arguments=Tags(key=("<parameter=", ">"), value=("", "</parameter>\n")),
+            call=("<seed:tool_call>\n", "</function>\n</seed:tool_call>"),
             name=("<function=", ">\n"),
             separator="\n",
-            signs=("<tool_call>", "<function=", "<parameter="),
-            not_signs=("<seed:tool_call>",),
-            families="Qwen3-Coder, Qwen 3.5, Nemotron 3, MiMo V2, Step 3.5",
-            source="templates",
+            signs=("<seed:tool_call>",),
         ),
     ),
-    "glm45": (
-        Calls(
-            arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
-            call=("<tool_call>", "</tool_call>"),
-            name=("", "\n"),
-            separator="\n",
-            signs=("<tool_call>", "<arg_key>", "<arg_value>"),
-            families="GLM 4.5, 4.6",
-            source="template",
+    "glm45": (_GLM,),
+    "glm47": (
+        replace(
+            _GLM,
+            arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+            name=("", ""),
+            separator="",
+            signs=("<tool_call>", "</arg_key><arg_value>"),
+            not_signs=(),
         ),
+    ),
+    "minimax_m2": (
+        Calls(
+            arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
+            section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+            call=("", "</invoke>\n"),
+            name=('<invoke name="', '">\n'),
+            signs=("<minimax:tool_call>",),
+        ),
+    ),
+    "step3": (
+        Calls(
+            arguments=Tags(key=('<steptml:parameter name="', '">'), value=("", "</steptml:parameter>\n")),
+            section=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+            call=("<｜tool_call_begin｜>", "</steptml:invoke><｜tool_call_end｜>\n"),
+            name=('function<｜tool_sep｜><steptml:invoke name="', '">\n'),
+            signs=("<｜tool_calls_begin｜>",),
+        ),
+    ),
+    "kimi_k2": (
+        Calls(
+            arguments=Object(),
+            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+            name=("functions.", ":{index}<|tool_call_argument_begin|>"),
+            ids=Ids.NUMBERED,
+            signs=("<|tool_calls_section_begin|>",),
+        ),
+    ),
+    "gemma4": (
+        Calls(
+            arguments=Object(quote='<|"|>'),
+            call=("<|tool_call>", "<tool_call|>"),
+            name=("call:", ""),
+            signs=("<|tool_call>", "<tool_call|>"),
+        ),
+    ),
+    "functiongemma": (
+        Calls(
+            arguments=Object(quote="<escape>"),
+            call=("<start_function_call>", "<end_function_call>"),
+            name=("call:", ""),
+            signs=("<start_function_call>",),
+        ),
+    ),
+    "granite": (
+        replace(
+            _LIST, section=("<|tool_call|>", ""), signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'")
+        ),
+        replace(_LIST, section=("<tool_call>", "")),
+    ),
+    "granite-20b-fc": (
+        Calls(arguments=Wrapped(), call=("<function_call> ", ""), separator="\n", signs=("<function_call> ",)),
+    ),
+    "phi4_mini_json": (replace(_LIST, section=("functools", ""), signs=("functools[",)),),
+    "xlam": (replace(_LIST, is_bare=True),),
+    "cohere_command3": (
+        replace(
+            _LIST,
+            arguments=Wrapped(name="tool_name", arguments="parameters", id="tool_call_id"),
+            section=("<|START_ACTION|>", "<|END_ACTION|>"),
+            signs=("<|START_ACTION|>",),
+        ),
+        replace(
+            _LIST,
+            arguments=Wrapped(name="tool_name", arguments="parameters"),
+            section=("Action:\n```json\n", "\n```"),
+            signs=("Action:", "```json", "tool_name"),
+            not_signs=("<|START_ACTION|>",),
+        ),
+    ),
+    "hunyuan_a13b": (replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>[", "<answer>")),),
+    "jamba": (replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>", "<|bom|>")),),
+    "minimax": (
+        Calls(
+            arguments=Wrapped(),
+            section=("<tool_calls>\n", "\n</tool_calls>"),
+            separator="\n",
+            signs=("<tool_calls>\n", "<beginning_of_sentence>"),
+        ),
+    ),
+    "nemotron_json": (replace(_LIST, section=("<TOOLCALL>", "</TOOLCALL>"), signs=("<TOOLCALL>",)),),
+    "ernie45": (
+        Calls(
+            arguments=Wrapped(),
+            call=("<tool_call>\n", "\n</tool_call>\n"),
+            signs=("<tool_call>", "<response>"),
+        ),
+    ),
+    "internlm": (
+        Calls(
+            arguments=_PARAMETERS, call=("<|action_start|><|plugin|>\n", "<|action_end|>"), signs=("<|action_start|>",)
+        ),
+    ),
+    "apertus": (
+        replace(
+            _LIST,
+            arguments=Wrapped(name=""),
+            section=("<|tools_prefix|>", "<|tools_suffix|>"),
+            signs=("<|tools_prefix|>",),
+        ),
+    ),
+    "longcat": (
+        Calls(
+            arguments=Wrapped(),
+            call=("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+            separator="\n",
+            signs=("<longcat_tool_call>",),
+        ),
+    ),
+    "gigachat3": (
+        Calls(arguments=Wrapped(), call=("<|function_call|>", ""), signs=("<|function_call|>",)),
+        Calls(arguments=Wrapped(), call=("function call<|role_sep|>\n", ""), is_parallel=False),
     ),
 }
 
 REASONING_PARSERS: dict[str, Thoughts] = {
-    "deepseek_r1": Thoughts(families="DeepSeek R1 and its distillations", source="template"),
+    "deepseek_r1": Thoughts(),
     "qwen3": Thoughts(
         opening=("<think>\n",),
         closing=("\n</think>\n\n",),
         signs=("</think>",),
-        not_signs=("<response>", "<arg_key>"),
-        families="Qwen 3, QwQ, DeepSeek V3.1",
-        source="templates",
+        not_signs=(
+            "<response>",
+            "<arg_key>",
+            "<|tool_calls_section",
+            "<minimax:",
+            "<answer>",
+            "[THINK]",
+            "function_calls>",
+        ),
     ),
-    "glm45": Thoughts(
+    "glm45": Thoughts(reopens=True, signs=("</think>", "<arg_key>")),
+    "kimi_k2": Thoughts(
+        opening=("<think>", "◁think▷"),
+        closing=("</think>", "◁/think▷"),
         reopens=True,
-        signs=("</think>", "<arg_key>"),
-        families="GLM 4.5, 4.6, 4.7",
-        source="templates",
+        signs=("</think>", "<|tool_calls_section_begin|>"),
     ),
-    "gpt_oss": Thoughts(opening=(), closing=(), signs=("<|channel|>analysis",), families="gpt-oss", source="template"),
+    "olmo3": Thoughts(signs=("<think>", "<function_calls>"), not_signs=("DSML",)),
+    "deepseek_v3": Thoughts(signs=("</think>", "DSML")),
+    "minimax_m2": Thoughts(
+        opening=("<think>\n",),
+        closing=("\n</think>\n\n",),
+        reopens=True,
+        starts_open=True,
+        signs=("</think>", "<minimax:tool_call>"),
+    ),
+    "minimax_m2_append_think": Thoughts(opening=("<think>",), starts_open=True, stay=True),
+    "step3": Thoughts(starts_open=True),
+    "granite": Thoughts(
+        opening=("Here is my thought process:", "Here's my thought process:", "<think>"),
+        closing=("Here is my response:", "Here's my response:", "</think>"),
+        answer=("<response>", "</response>"),
+        signs=("<|start_of_role|>", "thought"),
+        not_signs=("<tool_call>",),
+    ),
+    "cohere_command3": Thoughts(
+        opening=("<|START_THINKING|>",),
+        closing=("<|END_THINKING|>",),
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        signs=("<|START_THINKING|>",),
+    ),
+    "cohere_command4": Thoughts(
+        opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",), answer=("<|START_TEXT|>", "<|END_TEXT|>")
+    ),
+    "mistral": Thoughts(opening=("[THINK]",), closing=("[/THINK]",), calls_end=False, signs=("[THINK]",)),
+    "gemma4": Thoughts(opening=("<|channel>thought\n",), closing=("\n<channel|>",), signs=("<|channel>thought",)),
+    "seed_oss": Thoughts(opening=("<seed:think>",), closing=("</seed:think>",), signs=("<seed:think>",)),
+    "apertus": Thoughts(
+        opening=("<|inner_prefix|>",), closing=("<|inner_suffix|>",), reopens=True, signs=("<|inner_prefix|>",)
+    ),
+    "hunyuan_a13b": Thoughts(
+        opening=("<think>\n",),
+        closing=("\n</think>\n",),
+        answer=("<answer>\n", "\n</answer>"),
+        calls_end=False,
+        signs=("</think>", "<answer>"),
+    ),
+    "ernie45": Thoughts(
+        opening=("<think>\n",),
+        closing=("\n</think>\n\n",),
+        answer=("<response>\n", "\n</response>\n"),
+        starts_open=True,
+        signs=("</think>", "<response>", "<tool_call>"),
+    ),
+    "gpt_oss": Thoughts(opening=(), closing=(), signs=("<|channel|>analysis",)),
+}
+
+# Further names for the same.
+TOOL_PARSERS |= {
+    alias: tuple(replace(row, signs=()) for row in TOOL_PARSERS[name])
+    for alias, name in (
+        ("openai", "gpt_oss"),
+        ("qwen3_xml", "qwen3_coder"),
+        ("nemotron_v3", "qwen3_coder"),
+        ("mimo", "qwen3_coder"),
+        ("step3p5", "qwen3_coder"),
+        ("granite4", "hermes"),
+        ("llama4_json", "llama3_json"),
+        ("cohere_command4", "cohere_command3"),
+    )
+}
+REASONING_PARSERS |= {
+    alias: replace(REASONING_PARSERS[name], signs=())
+    for alias, name in (
+        ("openai_gptoss", "gpt_oss"),
+        ("nemotron_v3", "qwen3"),
+        ("holo2", "qwen3"),
+        ("step3p5", "qwen3"),
+        ("deepseek_v4", "deepseek_v3"),
+    )
 }
