@@ -15,6 +15,23 @@ MAX_WORKERS = 64
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
 
+# fmt: off
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "llama3_json", "pythonic", "llama4_pythonic", "lfm2", "olmo3", "mistral",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "gpt_oss", "qwen3_coder", "seed_oss", "glm45",
+    "glm47", "minimax_m2", "step3", "kimi_k2", "gemma4", "functiongemma", "granite", "granite-20b-fc",
+    "phi4_mini_json", "xlam", "cohere_command3", "hunyuan_a13b", "jamba", "minimax", "nemotron_json", "ernie45",
+    "internlm", "apertus", "longcat", "gigachat3", "openai", "qwen3_xml", "nemotron_v3", "mimo", "step3p5",
+    "granite4", "llama4_json", "cohere_command4"
+]
+ReasoningParser = Literal[
+    "auto", "none", "deepseek_r1", "qwen3", "glm45", "kimi_k2", "olmo3", "deepseek_v3", "minimax_m2",
+    "minimax_m2_append_think", "step3", "granite", "cohere_command3", "cohere_command4", "mistral", "gemma4",
+    "seed_oss", "apertus", "hunyuan_a13b", "ernie45", "gpt_oss", "openai_gptoss", "nemotron_v3", "holo2",
+    "step3p5", "deepseek_v4"
+]
+# fmt: on
+
 
 def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias: str | None = None) -> Any:
     """A field that is a flag: `is_size` takes bytes with a suffix (4GiB), `alias` is the name vLLM has for the same."""
@@ -142,19 +159,10 @@ class ServerConfig:
     chat_template: str | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
     )
-    tool_call_parser: Literal[
-        "auto",
-        "none",
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "deepseek_v3",
-        "deepseek_v31",
-        "gpt_oss",
-        "qwen3_coder",
-        "glm45",
-    ] = _option("auto", "chat", "how the model writes tool calls; auto: read off its chat template")
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "glm45", "gpt_oss"] = _option(
+    tool_call_parser: ToolCallParser = _option(
+        "auto", "chat", "how the model writes tool calls; auto: read off its chat template"
+    )
+    reasoning_parser: ReasoningParser = _option(
         "auto", "chat", "how the model writes its reasoning; auto: read off its chat template"
     )
     disable_additional_properties: bool = _option(

@@ -53,8 +53,10 @@ class HarmonyReader(AnswerReader):
 
     def _say(self, text: str) -> None:
         if self._is_new:
-            if not text.strip() and self._kinds:
-                return  # between two messages
+            if self._kinds and not self._in_message:
+                text = text.lstrip()
+            if not text:
+                return
             if self._kind in self._kinds:
                 text = "\n" + text
             self._kinds.add(self._kind)

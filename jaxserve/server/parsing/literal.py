@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Sequence
 
 import regex
@@ -15,7 +16,10 @@ import regex
 from jaxserve.server.parsing.source import Sink, Source, Steps
 
 _TEXT = regex.compile(r"[^\"'\\\x00-\x1f]*")
-_TEXT_END = regex.compile(r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\[^u]", regex.DOTALL)
+_TEXT_END = regex.compile(
+    r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\U00[01][0-9a-fA-F]{5}|\\[^uxU]", regex.DOTALL
+)
+_AFTER_TEXT = regex.compile(r"\s{0,8}+[,:=)\]}<]")
 _WORD = regex.compile(r"[\w.+-]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "Infinity": "null", "undefined": "null"}
@@ -36,9 +40,10 @@ def _tokens(quote: str) -> regex.Pattern:
 class ValueReader:
     """Reads one value from a source and hands it on as JSON.
 
-    `quote` is one more mark that texts stand between. A value that begins with `(` is the arguments of a call in
-    Python, which become an object; those without a name get the names of `positions`. `converters` finds what makes the
-    value of a text that stands for a key of the outermost object; None: it stays a text.
+    `quote` is one more mark that texts stand between, `stop` a pattern of what begins like a value and ends it. A value
+    that begins with `(` is the arguments of a call in Python, which become an object; those without a name get the
+    names of `positions`. `converters` finds what makes the value of a text that stands for a key of the outermost
+    object; None: it stays a text.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class ValueReader:
         sink: Sink,
         *,
         quote: str = '"',
+        stop: str = "",
         positions: Sequence[str] | None = None,
         converters: Callable[[str], Callable[[str], str] | None] | None = None,
     ):
@@ -54,6 +60,7 @@ class ValueReader:
         self._sink = sink
         self._quote = quote
         self._tokens = _tokens(quote)
+        self._stop = regex.compile(stop) if stop else None
         self._quote_end = regex.compile(regex.escape(quote))
         self._is_call = positions is not None
         self._positions = iter(positions or ())
@@ -74,7 +81,8 @@ class ValueReader:
             elif self._due:
                 self._sink(spaces)
             token = yield from self._source.peek(self._tokens)
-            if token is None:
+            is_stop = token is not None and self._stop and (yield from self._source.peek(self._stop)) is not None
+            if token is None or is_stop:
                 if not (self._source.is_last and self._source.is_cut):
                     self._close(0)
                 return False
@@ -213,7 +221,11 @@ class ValueReader:
             else:
                 end = yield from source.peek(_TEXT_END)
                 mark = source.take(1 if end is None else end.end())
-            if mark == quote:
+            is_end = mark == quote
+            if is_end and quote == "'":  # models do not always escape those inside
+                after = yield from source.peek(_AFTER_TEXT)
+                is_end = after is not None or (source.is_last and not source.buffer.strip())
+            if is_end:
                 sink('"')
                 return True
             sink(_in_text(mark))
@@ -227,7 +239,9 @@ def _in_text(mark: str) -> str:
     """Return a quote, a control character or an escape as JSON has it inside of a text."""
     if mark in ("'", "\\'"):
         return "'"
-    is_json = mark[0] == "\\" and (len(mark) > 2 or mark[1:] in _OWN_ESCAPES)
+    if mark[:2] in ("\\x", "\\U"):
+        return _escaped(chr(min(int(mark[2:], 16), sys.maxunicode)))
+    is_json = mark[0] == "\\" and (len(mark) > 2 or mark[1:] in tuple(_OWN_ESCAPES))
     return mark if is_json else _escaped(mark)
 
 

@@ -42,6 +42,7 @@ class Marks:
         after_name: what stands between the name and the arguments.
         arguments: what the arguments begin or end with, by which an uncertain name is one.
         ends: what ends arguments that are none.
+        stop: the same, where that begins like a value of JSON.
         spare: what is never shown behind a call.
         key, key_end, value, value_end: parts of an argument between tags.
     """
@@ -57,6 +58,7 @@ class Marks:
     after_name: Any
     arguments: Any
     ends: Any
+    stop: str
     spare: Any
     key: Any
     key_end: Any
@@ -90,9 +92,18 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     whole_key = _flexible(tags.key[0]) + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
     starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: _flexible(tags.key[0])}.get(type(calls.arguments), r"[\{\[]")
     return Marks(
-        in_words=_compile([*begins, thinks, unthinks, *answers, closing]),
+        in_words=_compile(
+            [
+                *begins,
+                _group("line", rf"\n{_bare(calls)}" if calls.is_bare else ""),
+                thinks,
+                unthinks,
+                *answers,
+                closing,
+            ]
+        ),
         in_thoughts=_compile([thinks, unthinks, *(begins if thoughts.calls_end else ())]),
-        bare=_bare(calls),
+        bare=regex.compile(_bare(calls)) if calls.is_bare else None,
         opening=_compile(openings),
         section_end=_compile(section_ends) if section_ends else None,
         ending=_compile([_group("end", "|".join(ends)), _NOISE]),
@@ -101,6 +112,7 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
         after_name=_compile(_after_name(calls)),
         arguments=_compile([starts, *section_ends, *ends, *openings]),
         ends=_compile([*section_ends, *ends, *openings]),
+        stop="|".join(mark for mark in map(_flexible, [calls.section[0], calls.call[0]]) if mark.startswith(r"\[")),
         spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
         key=_compile([key, closing, *begins]),
         key_end=regex.compile(rf"{_GAP}(?P<key>[^<>\"\n]{{0,199}}[^<>\"\s]){_GAP}{_key_end(tags)}"),
@@ -116,10 +128,10 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     )
 
 
-def _bare(calls: Calls) -> Any:
+def _bare(calls: Calls) -> str:
     if not calls.is_bare:
-        return None
-    return regex.compile(r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{_GAP})?[\[{{]")
+        return ""
+    return r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{_GAP})?[\[{{]"
 
 
 def _after_name(calls: Calls) -> list[str]:
@@ -135,7 +147,7 @@ def _key_end(tags: Tags) -> str:
     """What stands between a key and its value; `flag` is whether the value is a text."""
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
-        return rf"\"?(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
+        return rf"{_flexible(tags.key[1])}(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
     closing = tags.key[1].strip()
     return _drifting(closing) if closing.startswith("</") else r"[\"']?[^\S\n]{0,8}>" if closing else _NEVER
 

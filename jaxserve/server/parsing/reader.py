@@ -107,6 +107,10 @@ class Reader(AnswerReader):
             if kind in ("section", "call", "begin"):
                 yield from self._read_calls()
                 continue
+            if kind == "line":  # a call without a mark may begin there
+                self._say(source.take(1))
+                yield from self._read_calls()
+                continue
             mark = source.take(len(match[0]))
             if not self._takes(kind):
                 self._say(mark)
@@ -125,7 +129,7 @@ class Reader(AnswerReader):
                 self._in_answer = True
             case "answer_end" if self._in_answer:
                 self._in_answer = False
-                self._spaces = []
+                self._is_trimming = True
             case "end" if self._num_calls and self._is_fresh:
                 self._spaces = []
             case _:
@@ -142,6 +146,7 @@ class Reader(AnswerReader):
         in_section = is_marked = has_words = False
         while True:
             yield from source.spaces()
+            num_taken = len(raw)
             if opening := (yield from source.accept(marks.opening)):
                 in_section |= opening.lastgroup == "section" and marks.section_end is not None
                 is_marked = True
@@ -152,15 +157,18 @@ class Reader(AnswerReader):
                     return self._end_calls([] if self._num_calls > num_before else raw)
             elif (yield from self._read_call(is_marked=is_marked)):
                 source.taken = raw = []
-            elif not in_section or not source.buffer:
+            elif not in_section or (source.is_last and not source.buffer):
                 break
             else:
                 has_words = True
-                source.take(1)
+                if len(raw) == num_taken:
+                    source.take(1)
                 found = yield from source.until(marks.leftover, lambda _: None)
                 if found is None or found.lastgroup in ("section", "closing"):
                     break
         if self._num_calls > num_before:
+            if source.is_last and source.buffer.strip() == "```":
+                source.take(3)
             return self._end_calls([marks.spare.sub("", "".join(raw), count=1)])
         if not raw:
             source.take(1)
@@ -189,7 +197,7 @@ class Reader(AnswerReader):
     def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
         """Read what comes behind a name. Returns False if that is nothing which makes it a call."""
         source, marks = self._source, self._marks
-        is_sure, call_id = head.endswith(">"), None
+        is_sure, call_id = head != name, None
         while True:
             yield from source.spaces()
             between = yield from source.accept(marks.after_name)
@@ -200,7 +208,8 @@ class Reader(AnswerReader):
                 call_id = head + between[0]
             elif between.lastgroup == "id":
                 call_id = between[0].removeprefix("[CALL_ID]")
-        if (not is_sure or isinstance(self._arguments, Tags)) and (yield from source.peek(marks.arguments)) is None:
+        is_sure &= not isinstance(self._arguments, Tags) and bool(source.buffer)
+        if not is_sure and (yield from source.peek(marks.arguments)) is None:
             return False
         self._start_call(name, call_id)
         match self._arguments:
@@ -277,35 +286,28 @@ class Reader(AnswerReader):
 
     def _read_named_value(self) -> Steps:
         """Read the arguments behind a name: an object, or whatever comes before the call's end."""
-        if (yield from self._source.peek(self._marks.arguments)) is not None:
+        is_none = (yield from self._source.peek(self._marks.ends)) is not None
+        if not is_none and (yield from self._source.peek(_BRACKET)) is not None:
             yield from self._read_value(self._argue)
             return
         pieces: list[str] = []
         yield from self._source.until(self._marks.ends, pieces.append)
-        text = "".join(pieces).strip()
-        self._argue(to_json(text) or json.dumps(text, ensure_ascii=False))
+        text = "".join(pieces).strip().removesuffix("```").strip()
+        self._argue(_as_object(to_json(text) or (text and json.dumps(text, ensure_ascii=False))))
 
     def _read_value(self, sink: Sink) -> Steps:
-        """Read the arguments of a call where they are one value: none, or a text of nothing, is an empty object, and a
-        text that spells an object is that object.
-        """
+        """Read the arguments of a call where they are one value."""
         source = self._source
         yield from source.spaces()
         if (yield from source.peek(_BRACKET)) is not None:
             quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
-            yield from ValueReader(source, sink, quote=quote, converters=self._converter).read()
+            stop = self._marks.stop
+            yield from ValueReader(source, sink, quote=quote, stop=stop, converters=self._converter).read()
             return
         pieces: list[str] = []
-        is_complete = yield from ValueReader(source, pieces.append).read()
-        if not is_complete and pieces and not source.buffer:
-            return  # the text has ended
-        value = "".join(pieces)
-        inner = _text(value)
-        if not value or value == "null" or (inner is not None and not inner.strip()):
-            sink("{}")
-        else:
-            spelled = None if inner is None else to_json(inner)
-            sink(spelled if spelled is not None and spelled[0] == "{" else value)
+        yield from ValueReader(source, pieces.append).read()
+        if not source.is_cut or source.buffer:
+            sink(_as_object("".join(pieces)))
 
     def _read_tags(self, tags: Tags, schema: Mapping[str, Any]) -> Steps:
         """Read arguments between tags. What belongs to none is left out."""
@@ -364,6 +366,15 @@ class Reader(AnswerReader):
             source.take(len(match[0]))
             tell("", is_all=not pads)
         self._argue('"' if is_text else json_value("".join(pieces), kind))
+
+
+def _as_object(value: str) -> str:
+    """Return arguments that are no object as one where they mean it: nothing, or a text that spells an object."""
+    inner = _text(value)
+    if value in ("", "null") or (inner is not None and not inner.strip()):
+        return "{}"
+    spelled = None if inner is None else to_json(inner)
+    return spelled if spelled is not None and spelled[0] == "{" else value
 
 
 def _text(value: str) -> str | None:

@@ -1,0 +1,217 @@
+"""Every syntax that is known by name: what is written so is read back, and what went wrong in writing harms nothing."""
+
+import itertools
+import json
+import re
+
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from server.written import Message, loaded, read, reader, rows, thoughts_of, write
+
+from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, Wrapped
+
+ROWS = rows()
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "ok": {"type": "boolean"},
+        "tags": {"type": "array"},
+        "more": {"type": "object"},
+        "note": {"type": ["string", "null"]},
+    },
+}
+TOOLS = {"get_weather": PARAMETERS, "now": {"type": "object", "properties": {}}, "fs.read-file": PARAMETERS}
+DATA = sorted(name for name, row in ROWS.items() if not isinstance(row.arguments, Channels))
+
+# Texts of which no syntax takes any part for a mark: what is written between tags has no escapes.
+WORDS = st.text(
+    st.characters(exclude_characters="<>[]{}()`◁▷|", exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=30
+)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def values(texts):
+    numbers = st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6)
+    scalars = st.none() | st.booleans() | numbers | texts
+    keys = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+    return st.recursive(scalars, lambda each: st.lists(each, max_size=3) | st.dictionaries(keys, each, max_size=3))
+
+
+def arguments(texts):
+    """Arguments of get_weather that fit its schema."""
+    nested = values(texts)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "city": texts,
+            "days": st.integers(-(10**15), 10**15),
+            "ratio": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-5, 5),
+            "ok": st.booleans(),
+            "tags": st.lists(nested, max_size=3),
+            "more": st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), nested, max_size=3),
+            "note": texts.filter(lambda text: text.strip().lower() not in ("null", "none", "nil")),
+        },
+    )
+
+
+def messages(row):
+    texts = (
+        ANY_TEXT if isinstance(row.arguments, Wrapped | PythonCall | Channels) or row.arguments == Object() else WORDS
+    )
+    call = st.tuples(st.sampled_from(["get_weather", "fs.read-file"]), arguments(texts)) | st.just(("now", {}))
+    words = WORDS.map(lambda text: re.sub(r"(?i)functools|function call|action:|here|to=", "", text).strip())
+    most = 3 if row.is_parallel else 1
+    calls = st.lists(call, max_size=most).map(tuple)
+    return st.builds(Message, content=st.just("") if row.is_bare else words, calls=calls, reasoning=words)
+
+
+def cut(text, places):
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+PLACES = st.lists(st.integers(0, 10_000), max_size=10)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(data=st.data())
+def test_what_is_written_is_read_back(name, data):
+    row, thoughts = ROWS[name], thoughts_of(name)
+    message = data.draw(messages(row))
+    text = write(row, thoughts, message)
+    for pieces in ([text], list(text), cut(text, data.draw(PLACES))):
+        assert loaded(read(reader(row, TOOLS, thoughts=thoughts), pieces)) == message
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(data=st.data())
+def test_a_text_that_went_wrong_calls_nothing_else_and_is_read_alike_in_pieces(name, data):
+    """Some characters are left out, doubled or put in: no tool is called that the text does not name."""
+    row, thoughts = ROWS[name], thoughts_of(name)
+    text = write(row, thoughts, data.draw(messages(row)))
+    assume(text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        first = data.draw(st.integers(0, len(text)))
+        last = min(len(text), first + data.draw(st.integers(0, 12)))
+        put = data.draw(st.sampled_from(["", text[first:last] * 2, "<", ">", "\n", '"', "}", "</think>", "x"]))
+        text = text[:first] + put + text[last:]
+    is_cut = data.draw(st.booleans())
+    whole = read(reader(row, TOOLS, thoughts=thoughts), [text], is_cut=is_cut)
+    assert read(reader(row, TOOLS, thoughts=thoughts), list(text), is_cut=is_cut) == whole
+    for called, written in whole.calls:
+        assert called in text
+        assert called in TOOLS
+        if not is_cut:
+            json.loads(written)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_wherever_an_answer_is_cut_no_markup_is_shown(name):
+    row, thoughts = ROWS[name], thoughts_of(name)
+    content = "" if row.is_bare else "I look."
+    calls = (("get_weather", {"city": "Oslo", "days": 2}), ("now", {}))[: 2 if row.is_parallel else 1]
+    message = Message(content, calls, "Hm, so.")
+    text = write(row, thoughts, message)
+    for end in range(len(text)):
+        got = read(reader(row, TOOLS, thoughts=thoughts), [text[:end]], is_cut=True)
+        assert message.content.startswith(got.content.rstrip()), (text[:end], got)
+        assert message.reasoning.startswith(got.reasoning), (text[:end], got)
+        assert [called for called, _ in got.calls] == [called for called, _ in calls][: len(got.calls)]
+        for _, written in got.calls[:-1]:
+            json.loads(written)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_tool_that_is_not_offered_is_not_called_and_nothing_is_lost(name):
+    row = ROWS[name]
+    text = write(row, None, Message("" if row.is_bare else "Hi.", (("launch", {"city": "Oslo"}),)))
+    text += " Good luck!"
+    assert read(reader(row, TOOLS), [text]) == Message(text)
+    assert read(reader(row, TOOLS), list(text)) == Message(text)
+    assert read(reader(row, {}), [text]) == Message(text)
+
+
+def opening(row):
+    return (row.section[0] or row.call[0] or row.name[0]).strip()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in DATA if opening(ROWS[name])))
+def test_a_mark_in_words_is_words(name):
+    mark = opening(ROWS[name])
+    for text in (
+        f"A call begins by {mark} and so on.  \n Good luck!",
+        f"{mark} is how it begins",
+        f"write {mark}name, then",
+        f"twice: {mark} {mark}",
+        f"{mark}now we know",
+    ):
+        assert read(reader(ROWS[name], TOOLS), [text]) == Message(text)
+        assert read(reader(ROWS[name], TOOLS), list(text)) == Message(text)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_call_ends_thoughts_that_are_open_where_models_write_so(name):
+    row, thoughts = ROWS[name], thoughts_of(name)
+    if row.is_bare:
+        return  # nothing marks it
+    text = write(row, None, Message("I look.", (("now", {}),)))
+    got = read(reader(row, TOOLS, thoughts=thoughts, is_open=True), [text])
+    if thoughts.calls_end:
+        assert got == Message("", (("now", "{}"),), "I look.")
+    else:
+        assert got == Message("", (), text)
+    bare = f"I look: {opening(row)} is what I write"
+    assert read(reader(row, TOOLS, thoughts=thoughts, is_open=True), list(bare)).reasoning == bare
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.is_parallel and row.call[0].strip()))
+def test_a_call_that_begins_in_an_unfinished_one_ends_it(name):
+    row = ROWS[name]
+    calls = (("get_weather", {"days": 2}), ("now", {}))
+    first, second = (
+        write(row, None, Message("", (call,))).removeprefix("\n").removeprefix(row.section[0]) for call in calls
+    )
+    cut_off = first[: first.index("2") + 1]
+    got = loaded(read(reader(row, TOOLS), [row.section[0] + cut_off + second]))
+    assert got == Message("", calls)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_section_s_marks_may_be_missing_or_doubled(name):
+    row = ROWS[name]
+    if row.is_bare or not row.section[0].strip() or isinstance(row.arguments, PythonCall):
+        return
+    message = Message("", (("get_weather", {"city": "Oslo"}), ("now", {})))
+    text = write(row, None, message).removeprefix("\n")
+    doubled = row.section[0] + text + row.section[1]
+    assert loaded(read(reader(row, TOOLS), [doubled])) == message
+    unclosed = text.removesuffix(row.section[1])
+    assert loaded(read(reader(row, TOOLS), [unclosed])) == message
+    if row.call[0].strip() or row.name[0].startswith("<"):
+        assert loaded(read(reader(row, TOOLS), [text.removeprefix(row.section[0])])) == message
+
+
+NO_ARGUMENTS = ['""', '"  "', "null", "{}", "{ }", ""]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in DATA if not isinstance(ROWS[name].arguments, Tags | PythonCall))
+)
+@pytest.mark.parametrize("nothing", NO_ARGUMENTS)
+def test_no_arguments_are_an_empty_object(name, nothing):
+    row = ROWS[name]
+    if nothing == "null" and row.name == ("call:", ""):
+        nothing = " null"  # it would belong to the name
+    text = write(row, None, Message("", (("now", {}), ("get_weather", {"days": 3}))[: 2 if row.is_parallel else 1]))
+    text = text.replace("{}", nothing, 1)
+    got = read(reader(row, TOOLS), list(text.removeprefix("\n")))
+    assert (got.calls[0][0], json.loads(got.calls[0][1])) == ("now", {})
+    assert [json.loads(written) for _, written in got.calls[1:]] == [{"days": 3}][: len(got.calls) - 1]
+    assert len(got.calls) == (2 if row.is_parallel else 1)
+    assert got.content == ""

@@ -1,0 +1,126 @@
+"""Answers as models write them: what a chat template of a syntax makes of an assistant's message."""
+
+import json
+from typing import NamedTuple
+
+from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
+from jaxserve.server.parsing.harmony import HarmonyReader
+from jaxserve.server.parsing.reader import Reader
+from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Syntax, Tags, Wrapped
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+
+
+class Message(NamedTuple):
+    content: str = ""
+    calls: tuple = ()  # pairs of a name and arguments
+    reasoning: str = ""
+
+
+def rows():
+    """Every form of every syntax of calls, by name."""
+    return {
+        name if index == 0 else f"{name}-{index}": row
+        for name, forms in TOOL_PARSERS.items()
+        for index, row in enumerate(forms)
+    }
+
+
+def thoughts_of(name):
+    """The thoughts that a model with these calls writes."""
+    name = name.partition("-")[0]
+    return REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
+
+
+def reader(calls, tools, *, thoughts=None, **options):
+    if isinstance(calls.arguments, Channels):
+        return HarmonyReader(tools, **{name: value for name, value in options.items() if name != "is_open"})
+    return Reader(Syntax(calls, thoughts), tools, **options)
+
+
+def read(parser, pieces, *, is_cut=False):
+    """What is told of a text in pieces, as a message; arguments as they are."""
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(is_cut=is_cut)
+    texts = {Content: "", Reasoning: ""}
+    calls = []
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+        else:
+            texts[type(event)] += event.text
+    return Message(texts[Content], tuple(calls), texts[Reasoning])
+
+
+def loaded(message):
+    """The message with arguments as values."""
+    return message._replace(calls=tuple((name, json.loads(arguments)) for name, arguments in message.calls))
+
+
+def write(calls, thoughts, message):
+    if isinstance(calls.arguments, Channels):
+        return _write_channels(message)
+    text = thoughts.opening[0] + message.reasoning + thoughts.closing[0] if message.reasoning else ""
+    opening, closing = thoughts.answer if thoughts and message.reasoning and message.content else ("", "")
+    text += opening + message.content + closing
+    if not message.calls:
+        return text
+    written = [_write_call(calls, name, arguments, index) for index, (name, arguments) in enumerate(message.calls)]
+    body = calls.separator.join(written)
+    body = f"[{body}]" if calls.is_list else body
+    opening = "" if calls.is_bare else calls.section[0]
+    return f"{text}\n{opening}{body}{calls.section[1] if opening else ''}"
+
+
+def _write_call(calls, name, arguments, index):
+    head = calls.name[0] + name + calls.name[1].replace("{index}", str(index))
+    match calls.arguments:
+        case Wrapped(name=""):
+            body = dumps({name: arguments})
+        case Wrapped(name=key, arguments=arguments_key, id=id_key):
+            body = dumps(({id_key: str(index)} if id_key else {}) | {key: name, arguments_key: arguments})
+        case Object(quote='"'):
+            body = head + dumps(arguments)
+        case Object(quote=quote):
+            body = head + own(arguments, quote)
+        case PythonCall():
+            body = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        case Tags() as tags:
+            body = head + "".join(_write_tag(tags, key, value) for key, value in arguments.items())
+    return calls.call[0] + body + calls.call[1]
+
+
+def _write_tag(tags, key, value):
+    text = value if isinstance(value, str) else dumps(value)
+    flag = tags.text_flag + ("true" if isinstance(value, str) else "false") if tags.text_flag else ""
+    return tags.key[0] + key + tags.key[1] + flag + tags.value[0] + text + tags.value[1]
+
+
+def _write_channels(message):
+    parts = []
+    if message.reasoning:
+        parts.append(f"<|channel|>analysis<|message|>{message.reasoning}<|end|>")
+    if message.content:
+        channel = "commentary" if message.calls else "final"
+        parts.append(f"<|channel|>{channel}<|message|>{message.content}<|end|>")
+    for name, arguments in message.calls:
+        head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        parts.append(f"{head}{dumps(arguments)}<|call|>")
+    return "<|start|>assistant".join(parts)
+
+
+def dumps(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def own(value, quote):
+    """A value in a syntax with quotes of its own, and keys without any."""
+    match value:
+        case str():
+            return quote + value + quote
+        case dict():
+            return "{" + ",".join(f"{key}:{own(each, quote)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(own(each, quote) for each in value) + "]"
+        case _:
+            return json.dumps(value)
