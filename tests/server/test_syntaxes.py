@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pathlib
 import re
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from server.written import Message, loaded, read, reader, rows, thoughts_of, write
 
+import jaxserve
 from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, Wrapped
+from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 
 ROWS = rows()
 PARAMETERS = {
@@ -215,3 +218,11 @@ def test_no_arguments_are_an_empty_object(name, nothing):
     assert [json.loads(written) for _, written in got.calls[1:]] == [{"days": 3}][: len(got.calls) - 1]
     assert len(got.calls) == (2 if row.is_parallel else 1)
     assert got.content == ""
+
+
+def test_the_page_of_syntaxes_names_all_of_them():
+    page = (pathlib.Path(jaxserve.__file__).parents[1] / "docs" / "syntaxes.md").read_text(encoding="utf-8")
+    calls, thoughts = page.split("## Tool calls")[1].split("## How")[0].split("## Thoughts")
+    for table, names in ((calls, TOOL_PARSERS), (thoughts, REASONING_PARSERS)):
+        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert sorted(re.findall("`(.*?)`", "".join(rows))) == sorted(names)
