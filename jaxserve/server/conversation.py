@@ -25,6 +25,7 @@ _NAMES = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 
 
@@ -165,10 +166,15 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
             for tool in body.tools
         ]
     choice = body.tool_choice
-    if isinstance(choice, ToolChoiceFunction):
-        choice = {"type": choice.type, "function": {"name": choice.name}}
-    chat["tool_choice"] = choice
+    chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ToolChoiceFunction) else choice
     return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest, "")
+
+
+def _tool_choice(choice: ToolChoiceFunction) -> dict[str, Any]:
+    if choice.type != "allowed_tools":
+        return {"type": choice.type, "function": {"name": choice.name}}
+    tools = [{"type": tool.get("type"), "function": {"name": tool.get("name")}} for tool in choice.tools or ()]
+    return {"type": choice.type, "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
 
 
 def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:

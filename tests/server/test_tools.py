@@ -382,3 +382,52 @@ def test_real_clients(forced):
     ]
     assert calls[0] == calls[1]
     assert calls[0]
+
+
+def allowed(*names, mode="auto", route="chat"):
+    """tool_choice with these tools, as the route has it."""
+    functions = [{"type": "function", **({"function": {"name": n}} if route == "chat" else {"name": n})} for n in names]
+    inner = {"mode": mode, "tools": functions}
+    return {"type": "allowed_tools", **({"allowed_tools": inner} if route == "chat" else inner)}
+
+
+class TestAllowedTools:
+    """A choice of some of the tools: the model reads of all, and calls no others."""
+
+    @pytest.mark.parametrize(
+        ("names", "called"), [(["now"], True), (["get_weather", "now"], True), (["get_weather"], False)]
+    )
+    def test_only_they_may_be_called(self, serve, names, called):
+        server = serve('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', tool_call_parser="hermes")
+        body = {"messages": [USER], "tools": TOOLS, "tool_choice": allowed(*names)}
+        (choice,) = server.post(CHAT, body).json()["choices"]
+        assert bool(choice["message"].get("tool_calls")) == called
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        body = {"input": "hello", "tools": tools, "tool_choice": allowed(*names, route="responses")}
+        response = server.post("/v1/responses", body).json()
+        assert any(item["type"] == "function_call" for item in response["output"]) == called
+        assert response["tool_choice"] == body["tool_choice"]
+
+    @pytest.mark.parametrize(("mode", "is_forced"), [("auto", False), ("required", True)])
+    def test_required_means_one_of_them(self, serve, mode, is_forced):
+        server = serve("x", tool_call_parser="hermes")
+        server.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": allowed("now", mode=mode)})
+        grammar = server.client.submitted[0].grammar
+        assert ("now" in grammar) == is_forced
+        assert "get_weather" not in grammar
+
+    @pytest.mark.parametrize(
+        ("choice", "param"),
+        [
+            (allowed("nobody"), "tool_choice"),
+            (allowed(), "tool_choice"),
+            (allowed("now", mode="sometimes"), "tool_choice.allowed_tools.mode"),
+            ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+            ({"type": "function"}, "tool_choice.function"),
+            ({"type": "allowed_tools", "function": {"name": "now"}}, "tool_choice.function"),
+        ],
+        ids=str,
+    )
+    def test_refused(self, serve, choice, param):
+        server = serve("x", tool_call_parser="hermes")
+        assert_error(server.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": choice}), 400, param)

@@ -221,7 +221,7 @@ FIELDS: tuple[Field, ...] = (
     Field("tools", "functions that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     Field(
         "tool_choice",
-        "none, auto, required, or a function",
+        "none, auto, required, a function, or allowed_tools",
         Refused(_NEEDS_CHAT.word, (None, "none", "auto")),
         FOLLOWED,
         FOLLOWED,

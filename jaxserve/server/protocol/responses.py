@@ -55,11 +55,13 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolChoiceFunction(msgspec.Struct, kw_only=True):
-    """The function that the model must call."""
+class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The function that the model must call, or with the type allowed_tools those that it may call."""
 
     type: str
     name: str | None = None
+    mode: str | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class ResponsesRequest(AnswerRequest, kw_only=True):

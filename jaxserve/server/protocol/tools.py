@@ -38,11 +38,45 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
-    """This function must be called."""
+class AllowedFunction(msgspec.Struct, kw_only=True):
+    """One of the functions that may be called."""
 
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """Some of the tools that are offered: no others may be called. With the mode "required" one of them must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[AllowedFunction]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """This function must be called, or these may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the functions that may be called."""
+        if self.allowed_tools is not None:
+            return [tool.function.name for tool in self.allowed_tools.tools]
+        return [] if self.function is None else [self.function.name]
+
+
+def must_call(choice: str | ToolChoice | None) -> bool:
+    """Return whether the answer has to be a call."""
+    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ToolChoice)
+
+
+def is_chosen(choice: str | ToolChoice | None) -> bool:
+    """Return whether the client has named the one function that is to be called."""
+    return isinstance(choice, ToolChoice) and choice.function is not None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -91,10 +125,15 @@ def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | N
             raise InvalidRequest(f"{param}: there are two tools of the name {name!r}", param=param)
         names.add(name)
     if isinstance(choice, ToolChoice):
-        if choice.function.name not in names:
-            raise InvalidRequest(
-                f"tool_choice names {choice.function.name[:64]!r}, which is not in tools", param="tool_choice"
-            )
+        for name, value in (("function", choice.function), ("allowed_tools", choice.allowed_tools)):
+            if (value is None) == (choice.type == name):
+                what = "is required" if value is None else f"contradicts its type {choice.type!r}"
+                raise InvalidRequest(f"tool_choice.{name} {what}", param=f"tool_choice.{name}")
+        if not choice.names:
+            raise InvalidRequest("tool_choice.allowed_tools.tools must not be empty", param="tool_choice")
+        for name in choice.names:
+            if name not in names:
+                raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
     elif choice == "required" and not tools:
         raise InvalidRequest("tool_choice 'required' needs tools", param="tool_choice")
 
@@ -118,7 +157,7 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
     """The tools that the model may call."""
     if choice == "none":
         return []
-    chosen = choice.function.name if isinstance(choice, ToolChoice) else None
+    chosen = choice.names if isinstance(choice, ToolChoice) else [tool.function.name for tool in tools]
     return [
         Tool(
             tool.function.name,
@@ -126,5 +165,5 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
             is_strict=bool(tool.function.strict),
         )
         for tool in tools
-        if chosen in (None, tool.function.name)
+        if tool.function.name in chosen
     ]

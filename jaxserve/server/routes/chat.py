@@ -32,7 +32,7 @@ from jaxserve.server.protocol.chat import (
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
-from jaxserve.server.protocol.tools import ToolChoice, callable_tools
+from jaxserve.server.protocol.tools import callable_tools, is_chosen, must_call
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
@@ -56,7 +56,7 @@ async def create(request: Request) -> Response:
 
 def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
     """The field that the answer's grammar is made of; None if the answer is free."""
-    if _must_call(body):
+    if must_call(body.tool_choice):
         return "tools"
     if body.wish_field is not None:
         return body.wish_field
@@ -66,10 +66,6 @@ def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
 
 def _thinks_first(state: ServerState, body: ChatRequest, prompt: str) -> bool:
     return thinks_first(state.frontend.tokenizer, state.message_style, body, prompt=prompt, syntax=state.syntax)
-
-
-def _must_call(body: ChatRequest) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
 
 
 async def prepare(
@@ -84,7 +80,7 @@ async def prepare(
         tools = _callable_tools(state, body)
         wish = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
-        if wish is not None and not _must_call(body):
+        if wish is not None and not must_call(body.tool_choice):
             answer = await grammars.answer_grammar(state, wish, field=body.wish_field)
         written = await grammars.with_checked_parameters(
             state,
@@ -107,7 +103,7 @@ async def prepare(
 
 def _bound_tools(state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_wish: bool) -> dict[str, str]:
     """Names of the tools whose parameters the answer's grammar holds, with those of the fields that have these."""
-    is_all = _must_call(body) or has_wish
+    is_all = must_call(body.tool_choice) or has_wish
     if not is_all and not state.syntax.follows_strict(tools):
         return {}
     params = {tool.function.name: f"tools[{index}].function.parameters" for index, tool in enumerate(body.tools or ())}
@@ -130,7 +126,7 @@ def _prepare(
     grammar = state.syntax.grammar(
         tools,
         is_open=_thinks_first(state, body, text),
-        must_call=_must_call(body),
+        must_call=must_call(body.tool_choice),
         is_parallel=_is_parallel(body),
         answer=answer,
     )
@@ -152,7 +148,7 @@ def _prepare(
 def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
     """The tools that the answer may call. Raises InvalidRequest where its calls would not be understood."""
     tools = callable_tools(body.tools or [], body.tool_choice)
-    if tools and not _must_call(body) and not state.syntax.knows_tools:
+    if tools and not must_call(body.tool_choice) and not state.syntax.knows_tools:
         raise InvalidRequest(
             "it is not known how this model calls tools: start the server with --tool-call-parser, or force a call by "
             "tool_choice",
@@ -163,7 +159,7 @@ def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
 
 
 def _is_parallel(body: ChatRequest) -> bool:
-    return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolChoice)
+    return body.parallel_tool_calls is not False and not is_chosen(body.tool_choice)
 
 
 class Chat:
@@ -307,7 +303,7 @@ class Chat:
 
     @property
     def _is_chosen(self) -> bool:
-        return isinstance(self._body.tool_choice, ToolChoice)
+        return is_chosen(self._body.tool_choice)
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if self._body.num_logprobs is None:
