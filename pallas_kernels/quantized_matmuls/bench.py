@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_matmuls.conversions import Code
-from pallas_kernels.quantized_matmuls.matrix import PACKED_CODES, QuantizedMatrix, pack_matrix
+from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
+from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
 from pallas_kernels.quantized_matmuls.op import Implementation, QuantizedWeights, quantized_layer_matmuls
 from pallas_kernels.timing import Row, floor, measure, on_gpu
 
@@ -20,8 +20,8 @@ _CALLS = 24
 _FORMATS: tuple[tuple[Code, int | None], ...] = (
     ("int4", 128),
     ("e2m1", 32),
-    ("e4m3", None),
-    ("e4m3", 128),
+    ("fp8", None),
+    ("fp8", 128),
     ("int8", None),
 )
 
@@ -69,13 +69,13 @@ def _weights(sizes: tuple[int, int, int], code: Code, group: int | None, seed: i
 def _matrix(key: jax.Array, outputs: tuple[int, ...], depth: int, code: Code, group: int | None) -> QuantizedMatrix:
     """Random codes, and scales that make a product about as large as its rows."""
     scales = jnp.full((*outputs, 1 if group is None else depth // group), depth**-0.5, jnp.float32)
-    if code in PACKED_CODES:
-        codes = jax.random.bits(key, (*outputs, depth), jnp.uint8) & jnp.uint8(15)
-        return pack_matrix(codes, scales / 4, code=code)
+    if codes_per_byte(code) == 2:
+        codes = jax.random.bits(key, (*outputs, depth // 2), jnp.uint8)
+        return QuantizedMatrix(codes=codes, scales=(scales / 4).astype(jnp.bfloat16), code=code)
     values = jax.random.normal(key, (*outputs, depth), jnp.float32)
-    stored = jnp.round(values * 32).astype(jnp.int8) if code == "int8" else values.astype(jnp.float8_e4m3fn)
-    scales = scales / 32 if code == "int8" else scales
-    return QuantizedMatrix(values=stored, scales=scales, code=code, is_gated=len(outputs) == 2)
+    if code == "int8":
+        return QuantizedMatrix(codes=jnp.round(values * 32).astype(jnp.int8), scales=scales / 32, code=code)
+    return QuantizedMatrix(codes=values.astype(jnp.float8_e4m3fn), scales=scales, code=code)
 
 
 def _dtype() -> jnp.dtype:

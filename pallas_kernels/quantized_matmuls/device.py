@@ -17,9 +17,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.quantized_matmuls.product import OUTPUTS
 from pallas_kernels.registers import row_and_quarter
 
-OUTPUTS = 64
 COLUMNS = 8
 """Rows of the product that are finished at a time."""
 

@@ -18,22 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layer_matmuls.device import clear, signal, wait
-from pallas_kernels.quantized_matmuls import conversions, device
-from pallas_kernels.quantized_matmuls.packing import BLOCK_COLUMNS, BLOCK_OUTPUTS, CODE_ROWS
-from pallas_kernels.quantized_matmuls.small_mma import add_product
+from pallas_kernels.quantized_matmuls import device
+from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, add_product
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""
-TILE = NUM_COMPUTE * BLOCK_OUTPUTS
+TILE = NUM_COMPUTE * OUTPUTS
 COMPUTE_REGISTERS, COPY_REGISTERS = 104, 32
 """Of the 480 for each thread of the six warpgroups that a block of 768 threads is launched with."""
-MAX_ROWS_OF_MMA = 16
-"""With more rows wgmma is faster, and scaling the weights costs less than scaling the sums of each group."""
-
-_int = jnp.int32
-
+MAX_ROWS_IN_REGISTERS = 16
+"""With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
 PARTS_AT_A_TIME = 12
 """Parts of a tile that are loaded before the first is added, as registers allow."""
+
+_int = jnp.int32
 
 
 class Norm(NamedTuple):
@@ -57,16 +56,12 @@ class Matmul(NamedTuple):
     depth: int
     outputs: int
     """Outputs of the weight, gate and up together."""
-    code: conversions.Code
-    scale_rows: int
-    """Rows of scales behind a block's codes; 0 if the weight is plain."""
-    block_k: int
-    """Columns of K a step."""
+    code: Code
+    num_scales: int
+    """Scales of an output."""
     is_gated: bool
-    scale: str | None
-    """Name of the scales [outputs, K / 128 or 1], if they do not lie behind the codes."""
-    has_scaled_blocks: bool
-    """Whether there is such a scale for each 128 of K."""
+    zeros: bool
+    """Whether scales have zero points."""
     bias: str | None
     norm: Norm | None
     squares: str | None
@@ -75,14 +70,29 @@ class Matmul(NamedTuple):
     """Thread blocks that have units."""
 
     @property
-    def is_packed(self) -> bool:
-        """Whether codes have 4 bits."""
-        return self.code in ("int4", "e2m1")
+    def block_k(self) -> int:
+        """Columns of K a step."""
+        return BYTES * codes_per_byte(self.code)
+
+    @property
+    def scales(self) -> str:
+        """Name of the scales [outputs, num_scales]."""
+        return f"scales_{self.name}"
+
+    @property
+    def zero_points(self) -> str:
+        """Name of the zero points, as `scales`."""
+        return f"zeros_{self.name}"
+
+    @property
+    def scales_of_block(self) -> int:
+        """Scales of the columns of a step; 0 if an output has only one, which its sum is multiplied by."""
+        return 0 if self.num_scales == 1 else self.block_k * self.num_scales // self.depth
 
     @property
     def up(self) -> int | None:
-        """Where the outputs of up begin, if gate and up lie one after the other."""
-        return self.outputs // 2 if self.is_gated and not self.is_packed else None
+        """Where the outputs of up begin, if the weight is gate and up."""
+        return self.outputs // 2 if self.is_gated else None
 
     @property
     def steps(self) -> int:
@@ -122,7 +132,7 @@ class Matmul(NamedTuple):
 
     def num_pieces(self, num_chunks: int) -> int:
         """Return how many pieces (64 outputs by 8 rows) have to be finished."""
-        return self.outputs // BLOCK_OUTPUTS * num_chunks
+        return self.outputs // OUTPUTS * num_chunks
 
 
 class Problem(NamedTuple):
@@ -245,14 +255,7 @@ def _copy_weights(block: _Block, matmul: Matmul, first: Any) -> Any:
         tile, k = lax.div(unit, _int(matmul.steps)), lax.rem(unit, _int(matmul.steps))
         ring, full = smem.weights.at[slot], smem.w_full.at[slot]
         half = TILE // 2  # two copies a step, whatever the matmul, since they arrive at the same barrier
-        if matmul.is_packed:
-            groups = matmul.block_k // BLOCK_COLUMNS
-            for part in range(2):
-                blocks = pl.ds(tile * NUM_COMPUTE + part * (NUM_COMPUTE // 2), NUM_COMPUTE // 2)
-                own = ring.at[pl.ds(part * (NUM_COMPUTE // 2), NUM_COMPUTE // 2)]
-                plgpu.copy_gmem_to_smem(weight.at[blocks, pl.ds(k * groups, groups)], own, full)
-            return
-        columns = pl.ds(k * matmul.block_k, matmul.block_k)
+        columns = pl.ds(k * BYTES, BYTES)
         for part in range(2):
             if matmul.is_gated:
                 source = weight.at[part, pl.ds(tile * half, half), columns]
@@ -324,7 +327,7 @@ def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
     first_tile = lax.div(start, steps)
     num_tiles = lax.div(end + (matmul.steps - 1), steps) - first_tile
     max_parts, num_chunks = matmul.max_parts, block.problem.num_chunks
-    finishes_in_registers = block.problem.rows <= MAX_ROWS_OF_MMA  # of more rows there are too few
+    finishes_in_registers = block.problem.rows <= MAX_ROWS_IN_REGISTERS
     fewest_parts = 1 if finishes_in_registers else 0
     parts, counters = block.gmem[f"parts_{matmul.name}"], block.gmem["counters"]
 
@@ -396,7 +399,7 @@ def _sum_of_parts(parts: Any, first: Any, number: Any, chunk: Any) -> Any:
         place = first + start * NUM_COMPUTE
         return total + device.load_sum(parts, place, own, chunk, stride=NUM_COMPUTE, most=PARTS_AT_A_TIME)
 
-    zeros = plgpu.layout_cast(jnp.zeros((device.OUTPUTS, device.COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+    zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, device.COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
     return lax.fori_loop(_int(0), lax.div(number + (PARTS_AT_A_TIME - 1), _int(PARTS_AT_A_TIME)), add, zeros)
 
 
@@ -407,81 +410,41 @@ def _wait_and_clear(counter: Any, value: Any) -> None:
 
 def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any, num_steps: Any) -> Any:
     """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
-    problem, smem = block.problem, block.smem
-    rows, groups = problem.rows, range(matmul.block_k // BLOCK_COLUMNS)
-    is_few = rows <= MAX_ROWS_OF_MMA
-    scales_words = matmul.scale_rows == 1 and is_few
-    piece = lax.min(tile * NUM_COMPUTE + block.warpgroup, _int(matmul.outputs // BLOCK_OUTPUTS - 1))
+    problem, smem, gmem = block.problem, block.smem, block.gmem
+    piece = _piece(block, matmul, tile)
+    num_scales = matmul.scales_of_block
+    has_zeros = matmul.zeros
+    add = add_product(
+        matmul.code,
+        rows=problem.rows,
+        is_gated=matmul.is_gated,
+        num_scales=num_scales,
+        has_zeros=has_zeros,
+    )
 
-    def operand(slot, group, factors=None):
-        if not matmul.is_packed:
-            slot, warpgroup = (jnp.full((128,), value, jnp.int32) for value in (slot, block.warpgroup))
-            scales = () if factors is None else (factors,)
-            convert = conversions.from_bytes(matmul.code, is_gated=matmul.is_gated, is_scaled=factors is not None)
-            return convert(smem.weights, slot, warpgroup, *scales)
-        weights = smem.weights.at[slot, block.warpgroup]
-        layout = plgpu.Layout.WG_STRIDED((CODE_ROWS, 32), vec_size=4)
-        words = plgpu.load(weights.at[group, pl.ds(0, CODE_ROWS)], layout=layout, optimized=False)
-        if scales_words:
-            return conversions.from_words(matmul.code, scale_rows=0)(words)
-        scales = weights.at[group, pl.ds(CODE_ROWS, matmul.scale_rows)]
-        return conversions.from_words(matmul.code, scale_rows=matmul.scale_rows)(words, scales)
-
-    def slots_of(step):
-        w_slot, x_slot = lax.rem(step, _int(problem.w_slots)), lax.rem(step, _int(problem.x_slots))
+    def step(number, sums):
+        vectors = []
+        for name in (matmul.scales, *((matmul.zero_points,) if has_zeros else ())):
+            for index in range(num_scales):
+                column = lax.min((first_k + number) * num_scales + index, _int(matmul.num_scales - 1))
+                vectors.append(device.outputs_vector(gmem[name], piece, column, up=matmul.up))
+        position = first + number
+        w_slot, x_slot = lax.rem(position, _int(problem.w_slots)), lax.rem(position, _int(problem.x_slots))
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         plgpu.barrier_wait(smem.x_full.at[x_slot])
-        return w_slot, x_slot
-
-    def free(w_slot, x_slot):
+        slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
+        sums = add(sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *vectors)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
+        return sums
 
-    def factors_of(number):
-        """Of a step's 128 of K, if they have scales of their own."""
-        if matmul.scale is None or not matmul.has_scaled_blocks:
-            return None
-        return device.outputs_vector(block.gmem[matmul.scale], piece, first_k + number, up=matmul.up)
+    zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, problem.rows), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(_int(0), num_steps, step, zeros)
 
-    def step_of_few_rows(number, total):
-        """By mma.sync, with the sums of a group scaled."""
-        factors = factors_of(number)
-        w_slot, x_slot = slots_of(first + number)
-        slot = jnp.full((128,), x_slot, jnp.int32)
-        for group in groups:
-            product = add_product(rows, group * BLOCK_COLUMNS)
-            if factors is not None:
-                sums = product(zeros, operand(w_slot, group), smem.rows, slot)
-                total = conversions.add_scaled_by(rows)(total, sums, factors)
-            elif scales_words:
-                sums = product(zeros, operand(w_slot, group), smem.rows, slot)
-                scales = smem.weights.at[w_slot, block.warpgroup, group, CODE_ROWS]
-                total = conversions.add_scaled(rows)(total, sums, scales)
-            else:
-                total = product(total, operand(w_slot, group), smem.rows, slot)
-        free(w_slot, x_slot)
-        return total
 
-    if is_few:
-        zeros = plgpu.layout_cast(jnp.zeros((device.OUTPUTS, rows), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(_int(0), num_steps, step_of_few_rows, zeros)
-
-    def run(acc):
-        """By wgmma, with the weights of a group scaled."""
-
-        def step(number, _):
-            factors = factors_of(number)
-            w_slot, x_slot = slots_of(first + number)
-            for group in groups:
-                x = smem.rows.at[x_slot, :, pl.ds(group * BLOCK_COLUMNS, BLOCK_COLUMNS)].transpose((1, 0))
-                plgpu.wgmma(acc, operand(w_slot, group, factors), x)
-                plgpu.wgmma_wait(0)  # the next conversion writes into the same registers
-            free(w_slot, x_slot)
-
-        lax.fori_loop(_int(0), num_steps, step, None)
-        return lax.optimization_barrier(acc[...])
-
-    return pl.run_scoped(run, plgpu.ACC((device.OUTPUTS, rows), jnp.float32))
+def _piece(block: _Block, matmul: Matmul, tile: Any) -> Any:
+    """Return which 64 of the outputs are this warpgroup's of a tile: of those past the last one, the last 64."""
+    return lax.min(tile * NUM_COMPUTE + block.warpgroup, _int(matmul.outputs // OUTPUTS - 1))
 
 
 class _Operands(NamedTuple):
@@ -497,13 +460,13 @@ class _Operands(NamedTuple):
 def _load_operands(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any) -> _Operands:
     """Load what a piece needs beside its sums, where outputs are past the last one of what is there."""
     gmem, norm = block.gmem, matmul.norm
-    piece = lax.min(tile * NUM_COMPUTE + block.warpgroup, _int(matmul.outputs // BLOCK_OUTPUTS - 1))
-    scale = None if matmul.has_scaled_blocks else matmul.scale
+    piece = _piece(block, matmul, tile)
+    has_scale = not matmul.scales_of_block
     return _Operands(
-        scale=None if scale is None else device.outputs_vector(gmem[scale], piece, up=matmul.up),
+        scale=device.outputs_vector(gmem[matmul.scales], piece, up=matmul.up) if has_scale else None,
         factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
         bias=None if matmul.bias is None else device.outputs_vector(gmem[matmul.bias], piece, up=matmul.up),
-        residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * BLOCK_OUTPUTS, chunk),
+        residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * OUTPUTS, chunk),
         gain=None if norm is None else device.outputs_vector(gmem[norm.gain], piece),
     )
 
@@ -512,7 +475,7 @@ def _finish(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any, su
     """Make 64 outputs of 8 rows of their sums: what comes after the product."""
     gmem, norm = block.gmem, matmul.norm
     piece = tile * NUM_COMPUTE + block.warpgroup
-    first = piece * BLOCK_OUTPUTS
+    first = piece * OUTPUTS
 
     @pl.when(first < matmul.outputs)
     def _():

@@ -9,14 +9,14 @@ from jaxtyping import Array, Float
 from pallas_kernels.layer_matmuls.op import Weights as DenseWeights
 from pallas_kernels.layer_matmuls.op import layer_matmuls
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.sm90 import layer_sm90, matmul_sm90, why_not_layer, why_not_matrix, why_not_rows
+from pallas_kernels.quantized_matmuls.sm90 import layer_sm90, matmul_sm90, why_not_matrix, why_not_rows
 from pallas_kernels.small_matmul import matmul
 
 Implementation = Literal["xla", "sm90"]
 
 
 class QuantizedWeights(NamedTuple):
-    """The weights of the four matmuls between two attentions, all of one code and group size."""
+    """The weights of the four matmuls between two attentions, each in a format of its own."""
 
     o: QuantizedMatrix
     """[E, A], from the heads' outputs to the residual stream."""
@@ -35,7 +35,8 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
 
 def why_no_layer(heads: Any, weights: QuantizedWeights) -> str | None:
     """Return why "sm90" cannot compute such a layer, or None if it can: arrays, or their shapes."""
-    return why_not_rows(heads) or why_not_layer([weight for weight in weights if weight is not None])
+    reasons = (why_not_matrix(weight) for weight in weights if weight is not None)
+    return why_not_rows(heads) or next((reason for reason in reasons if reason), None)
 
 
 def quantized_matmul(
@@ -57,7 +58,7 @@ def quantized_matmul(
     that do not fit together, NotImplementedError with the reason of `why_not` for what "sm90" cannot do.
     """
     _check_implementation(implementation)
-    outputs = _outputs(weight)
+    outputs = weight.shape[:-1]
     if x.ndim != 2 or x.shape[1] != weight.depth:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of {weight.depth} columns")
     if weight.is_gated != (activation is not None):
@@ -100,10 +101,6 @@ def quantized_layer_matmuls(
     if reason := why_no_layer(heads, weights):
         raise NotImplementedError(reason)
     return layer_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
-
-
-def _outputs(weight: QuantizedMatrix) -> tuple[int, ...]:
-    return (2, weight.num_outputs // 2) if weight.is_gated else (weight.num_outputs,)
 
 
 def _check_implementation(implementation: str) -> None:

@@ -1,24 +1,25 @@
 """Matmuls of quantized weights and few rows for Hopper (sm_90a), in Mosaic GPU, one after the other in one kernel.
 
-Weights are operand A of wgmma, converted to bfloat16 in registers; rows, which lie in shared memory, are operand B. So
-the product is [outputs, rows], and rows are padded to a multiple of 8 only.
+Weights are operand A of mma.sync, converted to bfloat16 in registers; rows, which lie in shared memory, are operand B.
+So the product is [outputs, rows], and rows are padded to a multiple of 8 only.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
+from pallas_kernels.quantized_matmuls.codes import codes_per_byte
 from pallas_kernels.quantized_matmuls.kernel import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared, kernel
-from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, as_bytes
-from pallas_kernels.quantized_matmuls.packing import BLOCK_COLUMNS, BLOCK_OUTPUTS, CODE_ROWS
+from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, UNIT
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4
@@ -39,26 +40,22 @@ class Product(NamedTuple):
 def cut(product: Product) -> Matmul:
     """Return how a matmul is cut into units, of 32 KiB of codes each."""
     weight = product.weight
-    outputs, depth = weight.num_outputs, weight.depth
-    block_k = 256 if weight.is_packed else 128
-    units = -(-outputs // TILE) * -(-depth // block_k)
-    num_ctas = min(NUM_SMS, units)
+    block_k = BYTES * codes_per_byte(weight.code)
+    units = -(-weight.num_outputs // TILE) * -(-weight.depth // block_k)
     return Matmul(
         name=product.name,
         x=product.x,
         y=product.y,
-        depth=depth,
-        outputs=outputs,
+        depth=weight.depth,
+        outputs=weight.num_outputs,
         code=weight.code,
-        scale_rows=weight.scale_rows,
-        block_k=block_k,
+        num_scales=weight.scales.shape[-1],
+        zeros=weight.zeros is not None,
         is_gated=weight.is_gated,
-        scale=None if weight.scales is None else f"scale_{product.name}",
-        has_scaled_blocks=weight.scales is not None and weight.scales.shape[-1] > 1,
         bias=product.bias,
         norm=product.norm,
         squares=product.squares,
-        num_ctas=num_ctas,
+        num_ctas=min(NUM_SMS, units),
     )
 
 
@@ -74,26 +71,22 @@ def run_products(
     """Return what one kernel writes for the products, of what is there before it, by the names of arrays."""
     rows = -(-num_rows // 8) * 8
     matmuls = tuple(cut(product) for product in products)
-    [(is_packed, scale_rows)] = {(product.weight.is_packed, product.weight.scale_rows) for product in products}
-    block_k = matmuls[0].block_k
-    slot_shape: tuple[int, ...] = (TILE, block_k)
-    if is_packed:
-        slot_shape = NUM_COMPUTE, block_k // BLOCK_COLUMNS, CODE_ROWS + scale_rows, 32
-    slot_bytes = math.prod(slot_shape) * (4 if is_packed else 1)
+    block_k = max(matmul.block_k for matmul in matmuls)
     x_bytes = rows * block_k * 2
     x_slots = max(2, min(MAX_X_SLOTS, 64 * 1024 // x_bytes))
-    w_slots = (SHARED_MEMORY - 2048 - x_slots * x_bytes) // slot_bytes
+    w_slots = (SHARED_MEMORY - 2048 - x_slots * x_bytes) // (TILE * BYTES)
     problem = Problem(matmuls=matmuls, rows=rows, w_slots=w_slots, x_slots=x_slots, activation=activation, eps=eps)
 
     inputs: dict[str, Any] = {}
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     for product, matmul in zip(products, matmuls, strict=True):
         weight = product.weight
-        values = values | {matmul.name: weight.values if is_packed else as_bytes(weight.values)}
-        if matmul.scale is not None:
-            assert weight.scales is not None
-            values[matmul.scale] = weight.scales.reshape(matmul.outputs, -1)
-        names = [matmul.x, matmul.name, matmul.scale, matmul.bias, matmul.squares]
+        vectors = {matmul.scales: weight.scales, matmul.zero_points: weight.zeros}
+        values = values | {matmul.name: lax.bitcast_convert_type(weight.codes, jnp.int8)}
+        values |= {name: x.reshape(matmul.outputs, -1) for name, x in vectors.items() if x is not None}
+        names = [matmul.x, matmul.name, matmul.scales, matmul.bias, matmul.squares]
+        if matmul.zeros:
+            names.append(matmul.zero_points)
         if matmul.norm is not None:
             names += [matmul.norm.residual, matmul.norm.gain]
         inputs |= {name: values[name] for name in names if name is not None and name not in outputs}
@@ -102,7 +95,7 @@ def run_products(
         outputs[matmul.y] = jax.ShapeDtypeStruct((num_rows, width), output_dtype if is_last else jnp.bfloat16)
         if matmul.norm is not None:
             outputs[matmul.norm.normed] = jax.ShapeDtypeStruct((num_rows, width), jnp.bfloat16)
-            outputs[matmul.norm.squares] = jax.ShapeDtypeStruct((matmul.outputs // BLOCK_OUTPUTS, rows), jnp.float32)
+            outputs[matmul.norm.squares] = jax.ShapeDtypeStruct((matmul.outputs // OUTPUTS, rows), jnp.float32)
         num_parts = matmul.num_tiles * matmul.max_parts * NUM_COMPUTE
         outputs[f"parts_{matmul.name}"] = jax.ShapeDtypeStruct((num_parts, problem.num_chunks, 128, 4), jnp.float32)
     inputs["counters"] = jnp.zeros((problem.counters_of(len(matmuls)),), jnp.int32)
@@ -119,7 +112,7 @@ def run_products(
         kernel_name="quantized_matmuls",
         out_type=tuple(outputs.values()),
         scratch_types=(
-            *_shared_memory(problem, slot_shape, is_packed),
+            *_shared_memory(problem, block_k),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=2),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),
             plgpu.Barrier(num_barriers=x_slots),
@@ -137,15 +130,10 @@ def run_products(
     return dict(zip(outputs, results, strict=True))
 
 
-def _shared_memory(problem: Problem, slot_shape: tuple[int, ...], is_packed: bool) -> tuple[Any, ...]:
-    block_k = problem.matmuls[0].block_k
+def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
     # Any: pyright takes them for abstract classes.
     tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
-    shape = problem.w_slots, *slot_shape
-    if is_packed:
-        ring = plgpu.SMEM(shape, jnp.int32)
-    else:
-        ring = plgpu.SMEM(shape, jnp.int8, transforms=(tiling((8, 128)), swizzle))
+    ring = plgpu.SMEM((problem.w_slots, TILE, BYTES), jnp.int8, transforms=(tiling((8, 128)), swizzle))
     rows = plgpu.SMEM((problem.x_slots, problem.rows, block_k), jnp.bfloat16, transforms=(tiling((8, 64)), swizzle))
     factors = plgpu.SMEM((len(problem.matmuls), problem.rows), jnp.float32)
     return ring, rows, factors, plgpu.SMEM((NUM_COMPUTE + 1, 4, device.COLUMNS), jnp.float32)
@@ -224,18 +212,10 @@ def why_not_rows(x: Any) -> str | None:
 
 def why_not_matrix(weight: QuantizedMatrix) -> str | None:
     """Return why the kernel cannot multiply by such a weight, or None if it can."""
-    if weight.num_outputs % BLOCK_OUTPUTS or weight.depth % 16:
-        return f"outputs in multiples of 64 and K of 16, got {weight.num_outputs} and {weight.depth}"
-    if weight.scales is not None and weight.scales.shape[-1] not in (1, weight.depth // BLOCK_COLUMNS):
-        return f"a scale for each output, or each 128 of K, got {weight.scales.shape[-1]} for {weight.depth}"
-    if weight.is_gated and weight.is_packed and weight.scales is not None:
-        return "scales behind the codes of packed gate and up"
+    columns = BYTES * codes_per_byte(weight.code)
+    if weight.num_outputs % OUTPUTS or weight.depth % columns:
+        return f"outputs in multiples of {OUTPUTS} and K of {columns}, got {weight.num_outputs} and {weight.depth}"
+    group, block = weight.group_size, BYTES * codes_per_byte(weight.code)
+    if group != weight.depth and (group % UNIT or block % group):
+        return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"
     return None
-
-
-def why_not_layer(weights: Sequence[QuantizedMatrix]) -> str | None:
-    """Return why one kernel cannot have all of these weights, or None if it can."""
-    formats = {(weight.is_packed, weight.scale_rows) for weight in weights}
-    if len(formats) > 1:
-        return "weights of one code and group size in one kernel"
-    return next((reason for reason in map(why_not_matrix, weights) if reason), None)

@@ -1,0 +1,79 @@
+"""Codes of 8 and 4 bits: what they stand for, and how registers of them become pairs of bfloat16.
+
+bfloat16 holds every code exactly. Codes of 4 bits lie two in a byte, the first of them in the lower half.
+"""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import llvm
+from jax.experimental.mosaic.gpu import utils
+from jaxtyping import Array, Float
+
+Code = Literal["int8", "fp8", "int4", "uint4", "e2m1"]
+"""fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has a zero point for each scale."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_REGISTERS = "{ .reg .b32 a, m, s; "
+# PTX that makes a pair of bfloat16, $0, of two codes of 4 bits in a, at the bottom of its halves.
+_NIBBLES = {
+    # 128 + code has the code in its lowest bits: less 136, or 128 + the zero point ($2), that is exact.
+    "int4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m; }",
+    "uint4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; sub.bf16x2 $0, a, $2; }",
+    # Sign, then exponent and mantissa at the bottom of bfloat16's exponent: times 2^126, its bias less that of e2m1.
+    "e2m1": "and.b32 a, a, 0x000f000f; shl.b32 s, a, 12; and.b32 s, s, 0x80008000; shl.b32 a, a, 6; "
+    "lop3.b32 a, a, 0x01c001c0, s, 0xea; mov.b32 m, 0x7e807e80; mul.bf16x2 $0, a, m; }",
+}
+# The same of the first or the last two bytes of $1.
+_BYTES = {
+    # In the high bytes of two halves: sign and the other 7 bits, then times 2^120.
+    "fp8": "prmt.b32 a, $1, 0, {high}; and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea; "
+    "mov.b32 m, 0x7b807b80; mul.bf16x2 $0, a, m; }}",
+    # In the low bytes: 128 + the lowest 7 bits, less 128 or, if the sign is set, 256.
+    "int8": "prmt.b32 a, $1, 0, {low}; lop3.b32 m, a, 0x00800080, 0x43004300, 0xea; "
+    "lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea; sub.bf16x2 $0, a, m; }}",
+}
+
+
+def codes_per_byte(code: Code) -> int:
+    """Return how many codes share a byte."""
+    return 1 if code in _BYTES else 2
+
+
+def values_of(codes: Array, code: Code) -> Float[Array, "..."]:
+    """Return what stored codes stand for in float32, without scales and zero points."""
+    if codes_per_byte(code) == 1:
+        return codes.astype(jnp.float32)
+    halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
+    halves = halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    if code == "e2m1":
+        return jnp.asarray((*E2M1, *(-value for value in E2M1)), jnp.float32)[halves]
+    return halves.astype(jnp.float32) - (8 if code == "int4" else 0)
+
+
+def pair_of_nibbles(word: Any, index: int, code: Code, minus: Any = None) -> Any:
+    """Return in a register the values of codes `index` and `index + 4` of a word of eight; `minus` is 128 + zero."""
+    text = _REGISTERS + (f"shr.u32 a, $1, {4 * index}; " if index else "mov.b32 a, $1; ") + _NIBBLES[code]
+    return _asm([word] if minus is None else [word, minus], text)
+
+
+def pair_of_bytes(word: Any, index: int, code: Code) -> Any:
+    """Return in a register the values of codes `2 * index` and `2 * index + 1` of a word of four."""
+    high, low = (("0x1404", "0x4140"), ("0x3424", "0x4342"))[index]
+    return _asm([word], _REGISTERS + _BYTES[code].format(high=high, low=low))
+
+
+def rearranged(first: Any, second: Any, selector: str) -> Any:
+    """Return bytes of two words, as prmt selects them."""
+    return _asm([first, second], f"prmt.b32 $0, $1, $2, {selector};")
+
+
+def times(pair: Any, factors: Any) -> Any:
+    """Return in a register the products of two pairs of bfloat16, rounded."""
+    return _asm([pair, factors], "mul.bf16x2 $0, $1, $2;")
+
+
+def _asm(operands: list[Any], text: str) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [utils.bitcast(x, i32) for x in operands], text, "=r" + ",r" * len(operands))
