@@ -23,7 +23,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.weight import Dense, Weight, partition_specs
-from pallas_kernels import all_reduce, layer_matmuls, small_matmul
+from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
@@ -45,10 +45,24 @@ def supports(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch, *, 
         layer.keys() == PARTS
         and layer["attention"].keys() <= ATTENTION_PARTS
         and layer["mlp"].keys() == MLP_PARTS
-        and all(_supports_share(name, weight, x) for name, weight in _weights(layer).items())
-        and _supports_sums(layer, x, batch)
+        and (_supports_quantized(layer, x) or _supports_plain(layer, x, batch))
         for layer in layers
     )
+
+
+def _supports_quantized(layer: Params, x: Float[Array, "T E"]) -> bool:
+    """Whether one kernel multiplies by all of a layer's weights, whose codes it converts."""
+    weights = _weights(layer)
+    matrices = _quantized_matrices(weights, weights["qkv"])
+    if matrices is None:
+        return False
+    heads = jax.ShapeDtypeStruct((x.shape[0], matrices.o.depth), x.dtype)
+    return quantized_matmuls.why_no_layer(heads, matrices) is None
+
+
+def _supports_plain(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
+    weights = _weights(layer).items()
+    return all(_supports_share(name, weight, x) for name, weight in weights) and _supports_sums(layer, x, batch)
 
 
 def _supports_share(name: str, weight: Weight, x: Float[Array, "T E"]) -> bool:
@@ -118,7 +132,7 @@ def _is_one_kernel(
     """Whether the layer needs nothing that the kernel of whole layers has not."""
     if not batch.is_decode_only or sliding_window is not None or layer["attention"].keys() != {"qkv", "out"}:
         return False
-    if any(_spec(pools[0])):
+    if any(_spec(pools[0])) or any(weight.why_not_plain() for weight in _weights(layer).values()):
         return False
     matrices = _as_matrices(_weights(layer), None if following is None else _weights(following)["qkv"])
     return layer_matmuls.supports_attention(qkv, pools[0], matrices, half=rotation[0].shape[1])
@@ -190,6 +204,7 @@ def _after_attention(
     qkv = None if following is None else _weights(following)["qkv"]
     gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     axes = {name: weights[name].spec[1] for name in ("o", "down")}
+    is_quantized = _quantized_matrices(weights, qkv) is not None
 
     def run(
         heads: Array,
@@ -213,6 +228,13 @@ def _after_attention(
             return all_reduce.all_reduce_add_rms_norm(x, part, gain, peers, axis_name=axes[name], **norm)
 
         heads = heads.reshape(len(heads), -1)
+        if is_quantized:
+            quantized = _quantized_matrices(weights, qkv)
+            assert quantized is not None
+            x, y = quantized_matmuls.quantized_layer_matmuls(
+                heads, x, quantized, gains, activation=activation, eps=eps, implementation=kernels
+            )
+            return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
         matrices = _as_matrices(weights, qkv)
         if all(axis is None for axis in axes.values()) and layer_matmuls.supports(heads, matrices):
             x, y = layer_matmuls.layer_matmuls(
@@ -248,6 +270,18 @@ def _after_attention(
 def _weights(layer: Params) -> dict[str, Weight]:
     attention, mlp = layer["attention"], layer["mlp"]
     return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
+
+
+def _quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:
+    """Of a layer, and the next one's qkv; None if a weight is plain, or devices have shards of one."""
+    if any(weight.is_split for weight in weights.values()):
+        return None
+    o = weights["o"].quantized_matrix(weights["o"].ndim - 1)
+    gate_up, down = (weights[name].quantized_matrix(1) for name in ("gate_up", "down"))
+    following = None if qkv is None else qkv.quantized_matrix(1)
+    if o is None or gate_up is None or down is None or (following is None) != (qkv is None):
+        return None
+    return quantized_matmuls.QuantizedWeights(o, gate_up, down, following)
 
 
 def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
-from pallas_kernels import small_matmul
+from pallas_kernels import quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers
 
 
@@ -57,10 +57,13 @@ def linear_of_few_rows(
     kernels: Kernels,
     output_dtype: jnp.dtype | None = None,
 ) -> Float[Array, " T *outputs"]:
-    """`linear` of vectors by the kernel for few rows, where that takes them.
+    """`linear` of vectors by the kernels for few rows, where they take them.
 
     XLA's are up to 2% faster, but for each shape it tries out dozens: most of what the start of an 8B model compiled.
     """
+    quantized = None if weight.is_split else weight.quantized_matrix(1)
+    if kernels == "sm90" and quantized is not None and quantized_matmuls.why_not(x, quantized) is None:
+        return _quantized_linear(x, weight, quantized, output_dtype=output_dtype)
     shard = weight.shard
     matrix = jax.ShapeDtypeStruct((math.prod(shard.shape[:-1]), shard.shape[-1]), shard.dtype)
     if (
@@ -84,3 +87,22 @@ def linear_of_few_rows(
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
     return multiply(x, weight.array())
+
+
+def _quantized_linear(
+    x: Float[Array, " T inputs"],
+    weight: Weight,
+    matrix: quantized_matmuls.QuantizedMatrix,
+    *,
+    output_dtype: jnp.dtype | None,
+) -> Float[Array, " T *outputs"]:
+    """Multiply by a weight whose codes the kernel converts; each device has all of it."""
+
+    def multiply(x: Array, matrix: quantized_matmuls.QuantizedMatrix) -> Array:
+        y = quantized_matmuls.quantized_matmul(x, matrix, output_dtype=output_dtype, implementation="sm90")
+        return y.reshape(len(x), *weight.shape[:-1])
+
+    if not weight.mesh.empty:
+        everywhere = PartitionSpec()
+        multiply = jax.shard_map(multiply, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return multiply(x, matrix)

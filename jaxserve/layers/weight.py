@@ -6,6 +6,7 @@ the host, partition specs. Layers ask it to multiply or for rows, and never look
 
 import abc
 import dataclasses
+import math
 from typing import Any, override
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.quantization.scheme import Parts, Scheme
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 
 class Weight(abc.ABC):
@@ -50,6 +52,13 @@ class Weight(abc.ABC):
     @abc.abstractmethod
     def why_not_plain(self) -> str | None:
         """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
+
+    @abc.abstractmethod
+    def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
+        """Return codes and scales as kernels for quantized matrices take them, or None if the weight is plain.
+
+        The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
+        """
 
     @property
     def ndim(self) -> int:
@@ -153,6 +162,10 @@ class Dense(Weight):
     def why_not_plain(self) -> None:
         return None
 
+    @override
+    def quantized_matrix(self, num_inputs: int) -> None:
+        return None
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +214,15 @@ class Quantized(Weight):
     @override
     def why_not_plain(self) -> str:
         return f"it is stored as {self.scheme}"
+
+    @override
+    def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
+        if self.scheme.codes == "nf4":  # a table, which the kernels have not
+            return None
+        outputs = self.shape[: self.ndim - num_inputs]
+        rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
+        codes, scales, zeros = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
+        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=self.scheme.codes)
 
 
 def partition_specs(tree: Any) -> Any:

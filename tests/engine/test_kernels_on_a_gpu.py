@@ -89,6 +89,13 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs)
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("max_num_seqs", [12, 32])
+@pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
+def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, quantization, max_num_seqs):
+    compare_with_xla(tmp_path, SHAPES["llama"], max_num_seqs=max_num_seqs, quantization=quantization)
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 32), ("many heads", 12), ("experts", 32)])
 def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, max_num_seqs):
@@ -97,13 +104,16 @@ def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, sh
     )
 
 
-def compare_with_xla(tmp_path, shape, *, max_num_seqs, tensor_parallel_size=1, max_num_batched_tokens=256):
+def compare_with_xla(
+    tmp_path, shape, *, max_num_seqs, tensor_parallel_size=1, max_num_batched_tokens=256, quantization=None
+):
     folder = str(write_config(byte_level(tmp_path / "model"), SMALL | shape))
     rng = random.Random(0)
     shared = [rng.randrange(1000) for _ in range(40)]
     prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]
     prompts += [shared + prompt for prompt in prompts[:10]]
     options = {"load_format": "dummy", "max_num_batched_tokens": max_num_batched_tokens, "warmup": False}
+    options |= {"quantization": quantization}
     options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 
     with LLM(folder, kernels="sm90", tensor_parallel_size=tensor_parallel_size, **options) as llm:
