@@ -8,6 +8,7 @@ SIGTERM or SIGINT closes the door (503 for new requests, /health too) and lets w
 
 import asyncio
 import logging
+import os
 import pathlib
 import socket
 import time
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
 DEATH_NOTICE = 0.5  # seconds in which /health says that the engine is dead, before nobody answers
 POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
+DESCRIPTORS_LOG_INTERVAL = 60.0  # seconds between two lines that say that there are no file descriptors
 KEEPALIVE_SECONDS = 15  # of silence on a connection, until its other end is asked whether it is there, and again
 BACKLOG = 2048  # connections that wait to be taken
 
@@ -161,6 +163,7 @@ class Server:
         self._config = config
         self._is_stopping = False
         self._has_engine_died = False
+        self._quiet_until = 0.0  # about descriptors
         self._app = create_app(self.state, config)
         is_debug = config.log_level == "debug"
         tls = ssl_context(config)
@@ -236,6 +239,7 @@ class Server:
             await asyncio.sleep(POLL_INTERVAL)
         on_serving()
         while not self.state.is_draining and self._is_engine_alive():
+            self._look_for_descriptors()
             await asyncio.sleep(POLL_INTERVAL)
         self.state.is_draining = True
         if self._is_engine_alive():
@@ -259,6 +263,15 @@ class Server:
             if time.monotonic() >= deadline or not is_patient():
                 return
             await asyncio.sleep(POLL_INTERVAL)
+
+    def _look_for_descriptors(self) -> None:
+        """Say so when there are none: the event loop closes the connections that it has none for, without a word."""
+        try:
+            os.close(os.dup(self._listener.fileno()))
+        except OSError as error:
+            if (now := time.monotonic()) >= self._quiet_until:
+                self._quiet_until = now + DESCRIPTORS_LOG_INTERVAL
+                logger.error("connections are turned away: %s; raise the limit (ulimit -n)", error.strerror)
 
     def _is_engine_alive(self) -> bool:
         self._has_engine_died |= not self.state.frontend.client.is_alive()

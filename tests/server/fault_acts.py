@@ -17,7 +17,9 @@ from server.faults import (
 )
 from waiting import PATIENCE
 
-LONG = {"max_tokens": 100, "max_output_tokens": 100, "ignore_eos": True}
+
+def long(path):
+    return {"max_output_tokens" if path == RESPONSES else "max_tokens": 100, "ignore_eos": True}
 
 
 def announced(path, length):
@@ -77,7 +79,7 @@ async def leave_in_the_body(wire, random):
 
 async def leave_before_the_answer(wire, random):
     path = random.choice(list(GOOD))
-    await wire.send(post(path, GOOD[path] | ({} if path == EMBEDDINGS else LONG)))
+    await wire.send(post(path, GOOD[path] | ({} if path == EMBEDDINGS else long(path))))
     await asyncio.sleep(random.random() * 0.05)
     random.choice([wire.close, wire.reset])()
 
@@ -85,7 +87,7 @@ async def leave_before_the_answer(wire, random):
 async def leave_in_the_stream(wire, random):
     path = random.choice([COMPLETIONS, CHAT, RESPONSES])
     number = {} if path == RESPONSES else {"n": random.choice([1, 3])}
-    await wire.send(post(path, GOOD[path] | LONG | number | {"stream": True}))
+    await wire.send(post(path, GOOD[path] | long(path) | number | {"stream": True}))
     async with asyncio.timeout(PATIENCE):
         assert (await wire.reader.readline()).startswith(b"HTTP/1.1 200")
         for _ in range(random.randint(0, 20)):
@@ -94,7 +96,7 @@ async def leave_in_the_stream(wire, random):
 
 
 async def a_reader_who_does_not_read(wire, _random):
-    await wire.send(post(COMPLETIONS, GOOD[COMPLETIONS] | LONG | {"stream": True, "n": 4, "logprobs": 5}))
+    await wire.send(post(COMPLETIONS, GOOD[COMPLETIONS] | long(COMPLETIONS) | {"stream": True, "n": 4, "logprobs": 5}))
     await asyncio.sleep(0.3)
     wire.reset()
 

@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,14 +56,19 @@ class Serving:
 
     def wait_for_children(self, number):
         def are_there():
-            self.children = psutil.Process(self.process.pid).children(recursive=True)
-            return len(self.children) == number
+            parent = psutil.Process(self.process.pid)
+            self.children = parent.children(recursive=True)
+            return len(parent.children()) == number  # workers have children of their own
 
         wait_until(are_there)
 
     def child(self, module):
         (found,) = [child for child in self.children if any(part.endswith(module) for part in child.cmdline())]
         return found
+
+    @property
+    def workers(self):
+        return [child for child in self.children if "jaxserve.server.worker" in child.cmdline()]
 
     @property
     def engine(self):
@@ -154,7 +160,7 @@ async def metric(http, url, name):
 def test_workers_share_an_engine_and_are_replaced_and_drain(start):
     """SIGTERM under load, and kill -9 of an API worker before."""
     server = start("--api-workers", "2", "--shutdown-timeout", str(PATIENCE)).wait_until_serving()
-    workers = [child for child in server.children if child.pid != server.engine.pid]
+    workers = server.workers
     assert len(workers) == 2
 
     unwatched = []
@@ -211,7 +217,9 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
 
     async def replaced():
         server.children = psutil.Process(server.process.pid).children(recursive=True)
-        ready = [child for child in server.children if child.status() != psutil.STATUS_ZOMBIE]
+        ready = [
+            child for child in psutil.Process(server.process.pid).children() if child.status() != psutil.STATUS_ZOMBIE
+        ]
         return len(ready) == 3 and all(child.net_connections("tcp") for child in ready if child != server.engine)
 
     async def refused():
@@ -236,7 +244,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 def test_the_end_of_the_engine(start, how):
     server = start().wait_until_serving()
     assert server.folder.stat().st_mode & 0o777 == 0o700
-    (worker,) = [child for child in server.children if child != server.engine]
+    (worker,) = server.workers
     loaded = {pathlib.Path(each.path).name for each in worker.memory_maps()}
     assert any("zmq" in name for name in loaded)
     assert not any("jaxlib" in name or "libjax" in name for name in loaded)
@@ -336,7 +344,7 @@ def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
 
 def test_a_signal_while_a_worker_is_being_replaced(start):
     server = start("--shutdown-timeout", str(10 * PATIENCE)).wait_until_serving()
-    (worker,) = [child for child in server.children if child != server.engine]
+    (worker,) = server.workers
     worker.kill()
     wait_until(lambda: not worker.is_running())
     server.wait_for_children(2)
@@ -463,3 +471,25 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     log = server.rest_of_log()
     assert "database or disk is full" in log or "No space left on device" in log
     assert "Traceback" not in log
+
+
+def test_too_few_file_descriptors_are_told(start):
+    server = start().wait_until_serving()
+    (worker,) = server.workers
+    limit = worker.num_fds() + 8
+    worker.rlimit(psutil.RLIMIT_NOFILE, (limit, limit))
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port()), PATIENCE))
+        server.read_log_until("connections are turned away: Too many open files")
+
+    async def answered():
+        async with client() as http:
+            with contextlib.suppress(httpx.TransportError):
+                return await stream(http, server.url, max_tokens=3) == (200, "aaa", None)
+        return False
+
+    asyncio.run(until(answered))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "turned away" not in server.rest_of_log().partition("turned away")[2]
