@@ -79,7 +79,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.scheme == "https" or not self._is_answering:  # TLS ends both sides at once
             return False
         self._has_ended = True
-        self._drop_unfinished()
+        if not self._unread:
+            self._drop_unfinished()
         self._keep_asking()
         return not self.transport.is_closing()
 

@@ -47,7 +47,7 @@ BODIES = {
     "negative integer": flat(*(fields(name, -2, -(10**6)) for name in ("max_tokens", "n", "min_tokens"))),
     "number out of range": [
         *fields("temperature", 101.0),
-        *fields("top_p", 1.5, 0),
+        *fields("top_p", 1.5, -0.5),
         *fields("frequency_penalty", 9),
         *fields("min_p", -1),
         *fields("top_k", -5),
@@ -106,7 +106,7 @@ BODIES = {
     "mixed prompts": [
         body(path, GOOD[path] | {INPUT[path]: value}, INPUT[path])
         for path in (COMPLETIONS, EMBEDDINGS)
-        for value in (["a", 1], [[1], "a"], [1, 2.5], [True], [None], [[1], 2], [{}], [[]], [])
+        for value in (["a", 1], [1, 2.5], [True], [None], [[1], 2], [{}], [[]], [])
     ],
     "too many choices": [*fields("n", 129, 0), *fields("prompt", ["a"] * 1025, paths=[COMPLETIONS])],
     "too many logprobs": [*fields("logprobs", 21, paths=[COMPLETIONS]), *fields("prompt_logprobs", 99)],
@@ -117,7 +117,7 @@ BODIES = {
             ("hello", "messages"),
             ([USER] * 4097, "messages"),
             (["hello"], "messages[0]"),
-            ([USER, {"role": "wizard", "content": "a"}], "messages[1].role"),
+            ([USER, {"role": "", "content": "a"}], "messages[1].role"),
             ([{"role": "user", "content": 5}], "messages[0].content"),
             ([{"content": "a"}], "messages[0].role"),
         )
@@ -142,7 +142,7 @@ BODIES = {
     ],
     "variables for the template": fields(
         "chat_template_kwargs",
-        *({"messages": []}, {"__class__": "x"}, {"enable_thinking": {}}, {"tools": "x"}),
+        *({"messages": []}, {"__class__": "x"}, {"tools": "x"}),
         paths=[CHAT],
     ),
     "contradictions": [

@@ -4,6 +4,7 @@ import contextlib
 import re
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -278,6 +279,23 @@ def test_who_ends_only_his_side_has_his_answers(server, step_by_step, monkeypatc
     assert received.replace(http.CONTINUE, b"").startswith(b"HTTP/1.1 200 ")
     assert received.count(b"data: [DONE]" if is_stream else b'"text":"ab"') == number
     wait_until(lambda: server.client.num_running == server.server.state.num_inside == 0)
+
+
+@pytest.mark.parametrize("size", [10_000, 100_000, 1_000_000])
+def test_who_ends_his_side_has_the_answer_to_a_large_request_too(server, step_by_step, size):
+    large = post(b"", b'{"prompt": "ab", "max_tokens": 2, "user": "%b"}' % (b"x" * size))
+    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+        connection.sendall(post())
+        wait_until(lambda: server.client.num_running == 1)
+        sending = threading.Thread(
+            target=lambda: (connection.sendall(large + post()), connection.shutdown(socket.SHUT_WR))
+        )
+        sending.start()
+        time.sleep(0.05)
+        step_by_step.set()
+        received = b"".join(iter(lambda: connection.recv(2**16), b""))
+        sending.join()
+    assert received.count(b'"text":"ab"') == 3
 
 
 @pytest.mark.parametrize("path", [b"/live", b"/health", b"/version", b"/metrics"])
