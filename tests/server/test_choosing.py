@@ -1,20 +1,27 @@
 """Which syntax a model's answers are read in: by option, checkpoint, marks, or read off its chat template."""
 
 import dataclasses
+import json
+import random
+import re
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import tokenizers
 import transformers
+from llguidance import LLMatcher
 from server.chat_templates import KNOWN, UNKNOWN
 from server.reading import message_of
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.choosing.choice import choose
 from jaxserve.server.choosing.derive import derive
+from jaxserve.server.message_style import message_style
+from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.parsing.syntax import Syntax, Tags
 from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.parsing.tools import Tool
 from jaxserve.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
@@ -48,7 +55,7 @@ def tokenizer_with(template, response_template=None):
     return Tokenizer(fast)
 
 
-def written(tokenizer, *, thoughts="", words="", calls=()):
+def written(tokenizer, *, thoughts="", words="", calls=(), header="<|turn|>assistant\n"):
     """Return what the model writes in such a turn, by its chat template: what follows the header of a turn."""
     message = {"role": "assistant", "content": words}
     if thoughts:
@@ -59,7 +66,7 @@ def written(tokenizer, *, thoughts="", words="", calls=()):
             for index, (name, arguments) in enumerate(calls)
         ]
     text = tokenizer.render_chat_template([QUESTION, message], tools=TOOLS, add_generation_prompt=False)
-    return text.rpartition("<|turn|>assistant\n")[2].removesuffix("<|end|>\n")
+    return text.rpartition(header)[2].removesuffix("<|end|>\n")
 
 
 def bare(row):
@@ -192,6 +199,31 @@ def test_a_template_that_shows_no_syntax(template):
     if syntax.calls is not None:
         assert '"tool_calls"' in template or "tojson" in template
     assert syntax.thoughts is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_broken_template_yields_a_syntax_that_reads_it_or_none(seed):
+    """Some of a template's statements are lost, or stand there twice."""
+    chance = random.Random(seed)
+    parts = re.split(
+        r"(\{[{%].*?[}%]\})", (KNOWN | UNKNOWN)[chance.choice(sorted(KNOWN | UNKNOWN))].template(), flags=re.DOTALL
+    )
+    tokenizer = tokenizer_with("".join(part * chance.choices([0, 1, 2], [4, 93, 3])[0] for part in parts))
+    syntax = derive(tokenizer)
+    if syntax.calls is None or syntax.calls.is_bare:  # what stands before a bare call is not known here
+        return
+    arguments = {"city": "Bern", "days": 3}
+    shown = json.dumps(arguments) if message_style(tokenizer).arguments_are_text else arguments
+    text = written(tokenizer, calls=[("get_weather", shown)], header=QUESTION["content"])
+    assert message_of(syntax, text, TOOLS)[2] == [("get_weather", arguments)], text
+
+
+@pytest.mark.parametrize("name", KNOWN | UNKNOWN)
+def test_calls_can_be_forced_in_a_derived_syntax(name, tokenizer):
+    derived = ModelSyntax(tokenizer, _derived(name, tokenizer_with((KNOWN | UNKNOWN)[name].template())))
+    tools = [Tool(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
+    grammar = derived.grammar(tools, is_open=False, must_call=True, is_parallel=True, answer=None)
+    assert LLMatcher.validate_grammar(grammar) == ""
 
 
 # The order of choosing.

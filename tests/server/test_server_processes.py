@@ -240,6 +240,16 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
 
 
+def test_the_first_lines_say_once_how_answers_are_read(start):
+    chat = ("--tool-call-parser", "hermes", "--chat-template", "{{ messages[0].content }}")
+    server = start("--api-workers", "2", *chat).wait_until_serving()
+    server.process.terminate()
+    assert server.wait() == 0
+    log = server.rest_of_log()
+    assert log.count("tool calls: hermes, by the option") == 1
+    assert log.count("thoughts: none, no syntax found") == 1
+
+
 @pytest.mark.parametrize("how", ["kill", "exception"])
 def test_the_end_of_the_engine(start, how):
     server = start().wait_until_serving()
