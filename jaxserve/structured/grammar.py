@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
 from jaxserve.structured.deep_stack import STACK_BYTES, with_stack
+from jaxserve.structured.disjoint import types
 from jaxserve.structured.schemas import Unfollowable, describes_object, followable
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -123,8 +124,7 @@ def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:
     if rewritten is True:
         rewritten = {}
     if not describes_object(rewritten):
-        given = rewritten.get("type", "object") if isinstance(rewritten, dict) else ()
-        if "object" not in ([given] if isinstance(given, str) else given):
+        if "object" not in types(rewritten):
             raise InvalidRequest(f"{param}: the arguments of a call are an object", param=param)
         rewritten = {**rewritten, "type": "object"}
     entry = _with_options(rewritten, options)
@@ -242,7 +242,7 @@ def _with_followable_schemas(lark: str, param: str) -> str:
                 raise InvalidRequest(
                     f"{param}: %json is not followed by a JSON schema: {error}", param=param
                 ) from error
-            schema = _followable(lark[position:end], f"{param}: %json", is_closed=False)
+            schema = _followable(lark[position:end], param, is_closed=False)
             if isinstance(given, dict) and isinstance(schema, dict) and "x-guidance" in given:
                 options = given["x-guidance"]
                 kept = {name: options[name] for name in _ENGINE_OPTIONS if name in options}

@@ -13,7 +13,9 @@ from typing import Any, TypeGuard
 
 _EXACT = 2**53  # integers up to here are doubles, and so are their neighbours
 _LIMIT = 2**63
-_MAX_COEFFICIENT = 2**32 - 1
+_MAX_UNSIGNED = 2**32 - 1
+_MAX_REMAINDERS = 200_000  # two seconds
+_MAX_INTEGER = 10**7
 
 
 class Literal(float):
@@ -80,15 +82,17 @@ def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
 
 
 def multiple_of(number: float) -> Fraction:
-    """The value of `multipleOf`. Raises ValueError unless it can be held, as a 32-bit integer over a power of ten."""
-    coefficient, exponent = abs(float(number)), 0
+    """The value of `multipleOf`. Raises ValueError unless it can be held, as an integer over a power of ten, and the
+    grammar engine can divide by it, in 32 bits.
+    """
+    coefficient, exponent = float(min(abs(number), _LIMIT)), 0
     while coefficient % 1:  # by the grammar engine's own steps, which round as these do
         coefficient *= 10
         exponent += 1
     value = abs(Fraction(exact(number)))
     if not value:
         raise ValueError("multipleOf must be greater than 0")
-    if coefficient > _MAX_COEFFICIENT or Fraction(int(coefficient), 10**exponent) != value:
+    if not _can_divide(int(coefficient), 10**exponent) or Fraction(int(coefficient), 10**exponent) != value:
         raise ValueError(f"multipleOf: {show(number)} has too many digits to be followed")
     return value
 
@@ -102,7 +106,19 @@ def can_be_combined(multiples: Iterable[Fraction]) -> bool:
     while any((number * scale).denominator != 1 for number in numbers):
         scale *= 10
     integers = [int(number * scale) for number in numbers]
-    return math.lcm(*integers) * max(integers) <= _MAX_COEFFICIENT
+    multiple = math.lcm(*integers)
+    return multiple * max(integers) <= _MAX_UNSIGNED and _can_divide(multiple, scale)
+
+
+def _can_divide(coefficient: int, scale: int) -> bool:
+    """Whether a division digit by digit stays within 32 bits: a remainder times ten, and a digit. Where all digits are
+    those of integers, the grammar engine looks at all remainders, but those that a factor of ten rules out.
+    """
+    num_remainders = coefficient
+    while scale == 1 and num_remainders and num_remainders % 10 == 0:
+        num_remainders //= 10
+    is_quick = scale > 1 or (num_remainders <= _MAX_REMAINDERS and coefficient <= _MAX_INTEGER)
+    return is_quick and 10 * coefficient + 9 * scale <= _MAX_UNSIGNED
 
 
 def _is_held_as_value(number: float) -> bool:
@@ -112,7 +128,7 @@ def _is_held_as_value(number: float) -> bool:
 
 
 def _is_held(number: float) -> bool:
-    return Decimal(repr(float(number))) == exact(number)
+    return abs(number) < _LIMIT and Decimal(repr(float(number))) == exact(number)
 
 
 def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_integer: bool) -> float:

@@ -257,6 +257,8 @@ def _rewrite_unevaluated(schema: dict[str, Any], keyword: str, additional: str, 
         return
     if schema[keyword] is True or schema[keyword] == {}:
         del schema[keyword]
+        if additional == "additionalProperties":
+            schema.setdefault(additional, True)  # it has been spoken of
     elif not any(name in schema for name in (*_IN_PLACE, *beside)):
         rest = schema.pop(keyword)
         schema.setdefault(additional, rest)
