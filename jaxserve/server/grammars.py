@@ -5,11 +5,14 @@ import concurrent.futures
 import json
 from collections.abc import Mapping, Sequence
 
+from starlette.types import Receive
+
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.request import StructuredOutputs
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.state import ServerState
+from jaxserve.server.streaming import while_wanted
 from jaxserve.structured.grammar import JsonOptions
 from jaxserve.structured.pool import JOB_SECONDS
 
@@ -17,35 +20,42 @@ QUEUE_SECONDS = 10.0
 """How long a grammar may wait for those before it."""
 
 
-async def answer_grammar(state: ServerState, wish: StructuredOutputs, *, field: str | None) -> str:
+async def answer_grammar(state: ServerState, wish: StructuredOutputs, *, field: str | None, receive: Receive) -> str:
     """The grammar text of a wish, which is the request's `field`.
 
-    Raises InvalidRequest, naming the field, for what cannot be followed; QueueFull when its turn does not come.
+    Raises InvalidRequest, naming the field, for what cannot be followed; QueueFull when its turn does not come; and as
+    `while_wanted` does when nobody waits for it any more.
     """
     try:
-        return await _made(state.frontend.grammars.answer(wish, is_closed=state.closes_objects))
+        return await _made(state, state.frontend.grammars.answer(wish, is_closed=state.closes_objects), receive)
     except InvalidRequest as error:
         blame(error, field)
         raise
 
 
 async def with_checked_parameters(
-    state: ServerState, tools: Sequence[Tool], *, params: Mapping[str, str], options: JsonOptions
+    state: ServerState, tools: Sequence[Tool], *, params: Mapping[str, str], options: JsonOptions, receive: Receive
 ) -> list[Tool]:
     """The tools. Those that `params` names, with the fields that their parameters are from, have such as a grammar can
     follow.
 
-    Raises InvalidRequest, naming the field, and QueueFull.
+    Raises as `answer_grammar` does.
     """
     if not params:
         return list(tools)
     schemas = [(params[tool.name], tool.parameters) for tool in tools if tool.name in params]
-    made = iter(json.loads(await _made(state.frontend.grammars.arguments(schemas, options=options))))
+    made = iter(json.loads(await _made(state, state.frontend.grammars.arguments(schemas, options=options), receive)))
     return [tool._replace(parameters=next(made)) if tool.name in params else tool for tool in tools]
 
 
-async def _made(future: "concurrent.futures.Future[str]") -> str:
-    """The result. Being cancelled, as when the client leaves, takes the grammar out of the queue."""
+async def _made(state: ServerState, future: "concurrent.futures.Future[str]", receive: Receive) -> str:
+    """The result. When the client leaves, the grammar is taken out of the queue."""
+    if future.done():
+        return future.result()
+    return await while_wanted(_in_time(future), receive=receive, stopping=state.stopping)
+
+
+async def _in_time(future: "concurrent.futures.Future[str]") -> str:
     try:
         async with asyncio.timeout(QUEUE_SECONDS + JOB_SECONDS):
             return await asyncio.wrap_future(future)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -187,6 +188,12 @@ def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
     refused = server.post(CHAT, {"messages": [USER], "max_tokens": 2} | FORMS["json"])
     assert_error(refused, 429, None, "rate_limit_error")
     assert slow_grammars.waiting[0].cancelled(), "it waits no longer"
+
+
+def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_grammars):
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{CHAT}", json={"messages": [USER]} | FORMS["json"], timeout=0.5)
+    wait_until(lambda: slow_grammars.waiting[0].cancelled())
 
 
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):

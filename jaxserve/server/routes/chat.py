@@ -81,12 +81,13 @@ async def prepare(
         wish = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
         if wish is not None and not must_call(body.tool_choice):
-            answer = await grammars.answer_grammar(state, wish, field=body.wish_field)
+            answer = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=receive)
         written = await grammars.with_checked_parameters(
             state,
             tools,
             params=_bound_tools(state, body, tools, has_wish=wish is not None),
             options=arguments_options(body.structured_outputs, is_closed=state.closes_objects),
+            receive=receive,
         )
         return await generation.prepare(
             state,

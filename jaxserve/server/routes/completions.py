@@ -38,7 +38,7 @@ async def create(request: Request) -> Response:
     wish = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
     if wish is not None and not body.is_score_only:  # once, for all prompts
-        grammar = await grammars.answer_grammar(state, wish, field=body.wish_field)
+        grammar = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=request.receive)
     groups = await generation.prepare(state, lambda: _prepare(state, body, grammar), size=size, receive=request.receive)
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     completion = _Completion(state, body, groups, answer_id=answer_id)
