@@ -43,7 +43,15 @@ def test_chat_with_the_async_openai_client(server):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
-@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        {"include_usage": True},
+        {"continuous_usage_stats": True},
+        {"include_usage": True, "continuous_usage_stats": True},
+    ],
+)
 def test_grammar_of_chat(server, n, tokens_per_step, options):
     server.says("naïve 🙂 text", tokens_per_step=tokens_per_step)
     body = {"messages": [USER], "stream": True, "n": n, "stream_options": options}
@@ -52,11 +60,14 @@ def test_grammar_of_chat(server, n, tokens_per_step, options):
         *chunks, last = chunks
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == n * len("naïve 🙂 text".encode())
-        assert all(chunk["usage"] is None for chunk in chunks)
-    elif options:
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts)
-        assert counts[-1] == n * len("naïve 🙂 text".encode())
+        if options.get("continuous_usage_stats"):
+            roles = [chunk for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
+            assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in roles)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk not in roles]
+            assert counts == sorted(counts)
+            assert counts[-1] == n * len("naïve 🙂 text".encode())
+        else:
+            assert all(chunk["usage"] is None for chunk in chunks)
     else:
         assert all("usage" not in chunk for chunk in chunks)
     for index in range(n):
