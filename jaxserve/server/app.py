@@ -19,7 +19,18 @@ from jaxserve.server import errors
 from jaxserve.server.keys import admin_keys, client_keys
 from jaxserve.server.middleware import Authentication, Door, Faults, Limits, Syntax
 from jaxserve.server.observation import QUIET_PATHS, Observation
-from jaxserve.server.routes import admin, chat, completions, embeddings, models, openapi, playground, responses, utility
+from jaxserve.server.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    invocations,
+    models,
+    openapi,
+    playground,
+    responses,
+    utility,
+)
 from jaxserve.server.state import ServerState, lifespan_state
 from jaxserve.server.tracing import Traces
 
@@ -32,6 +43,7 @@ ROUTES = (
     Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
     Route("/v1/responses/{response_id}/input_items", responses.show_input, methods=["GET"]),
+    Route("/invocations", invocations.create, methods=["POST"]),
     Route("/v1/models", models.index, methods=["GET"]),
     Route("/v1/models/{model:path}", models.show, methods=["GET"]),
     Route("/tokenize", utility.tokenize, methods=["POST"]),

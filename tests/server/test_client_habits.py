@@ -201,3 +201,37 @@ def test_the_first_chunk_of_a_call_has_no_content(tokenizer, text, content, stre
             for choice in chunk["choices"]:
                 firsts.setdefault(choice["index"], choice["delta"])
         assert list(firsts.values()) == [{"role": "assistant", "content": content}] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [({"messages": [USER]}, "chat.completion"), ({"prompt": "a"}, "text_completion"), ({"input": "a"}, "list")],
+)
+def test_invocations_are_what_their_body_says(server, body, kind):
+    assert server.post("/invocations", body).json()["object"] == kind
+    assert_error(server.post("/invocations", {"temperature": 1}), 400, "messages")
+    if kind != "list":
+        assert frames(server.post("/invocations", body | {"stream": True}))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a", "logprobs": -1}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHAT, {"messages": [USER], "prompt_logprobs": -1}, "prompt_logprobs"),
+        (
+            RESPONSES,
+            {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": -1},
+            "top_logprobs",
+        ),
+    ],
+)
+def test_all_log_probabilities_are_too_many(server, path, body, param):
+    """The error names the limit, and how many there are."""
+    answer = server.post(path, body)
+    assert_error(answer, 400, param)
+    message = answer.json()["error"]["message"]
+    assert "at most 20" in message
+    assert str(server.tokenizer.vocab_size) in message

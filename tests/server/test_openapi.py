@@ -51,6 +51,7 @@ REQUESTS = {
     "/v1/chat/completions": {"messages": [USER], "logprobs": True, "top_logprobs": 1, "max_tokens": 3},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/responses": {"input": "a", "include": ["message.output_text.logprobs"]},
+    "/invocations": {"messages": [USER], "max_tokens": 3},
     "/tokenize": {"prompt": "a", "return_token_strs": True},
     "/detokenize": {"tokens": [5]},
 }

@@ -71,7 +71,7 @@ def test_one_that_cannot_be_stored_takes_no_room(server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ResponseStore, "begin", begin)
-        assert_error(server.post(PATH, BODY), 500, None, "internal_error")
+        assert_error(server.post(PATH, BODY), 503, None, "service_unavailable_error")
     wait_until(lambda: not server.server.state.background)
     assert not server.client.submitted
 

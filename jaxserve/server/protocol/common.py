@@ -117,14 +117,18 @@ class GenerationRequest(AnswerRequest, kw_only=True):
         return bool(self.return_token_ids or counts)
 
 
+def given_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, their values as they stand. Raises InvalidRequest for anything else."""
+    return _decoded(body, dict[str, msgspec.Raw])
+
+
 def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     """Return the JSON `body` as `kind`, and the names of its fields that nobody knows.
 
     Raises InvalidRequest as `decode_body` does, and for a field that the route refuses.
     """
-    given: dict[str, msgspec.Raw] = _decoded(body, dict[str, msgspec.Raw])
     unknown = []
-    for name, value in given.items():
+    for name, value in given_fields(body).items():
         cell = fields.cell(kind.route, name)
         if isinstance(cell, fields.Refused):
             fields.refuse(name, cell, _decoded(bytes(value), Any))
@@ -266,7 +270,20 @@ def check_choices(num_prompts: int, n: int | None) -> None:
         )
 
 
+def resolve_logprobs(body: GenerationRequest, *names: str, vocab_size: int) -> None:
+    """Write the number of all tokens where a field says -1. Raises InvalidRequest, naming it, for too many."""
+    for name in names:
+        if getattr(body, name) != -1:
+            continue
+        if vocab_size > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"{name}=-1 asks for all {vocab_size} tokens of the vocabulary, at most {MAX_LOGPROBS} are allowed",
+                param=name,
+            )
+        setattr(body, name, vocab_size)
+
+
 def check_num_logprobs(name: str, value: int) -> None:
     """Raises InvalidRequest when `value` most likely tokens are too many."""
-    if not 0 <= value <= MAX_LOGPROBS:
-        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {value}", param=name)
+    if not -1 <= value <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], or -1 for all, got {value}", param=name)

@@ -63,6 +63,7 @@ class Field(NamedTuple):
 _NOT = Refused()
 _UNLESS_NULL = (None,)
 _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
+_NOT_THOUGHTS = Refused("max_tokens limits thoughts and answer together", (None,))
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
 _WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
@@ -137,6 +138,7 @@ FIELDS: tuple[Field, ...] = (
         Refused("a response has no prompt_logprobs", _UNLESS_NULL),
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
+    _everywhere("logprob_token_ids", "log probabilities of these tokens", Refused("logprobs has the most likely ones")),
     Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", *_ANSWERS),
     Field(
         "echo",
@@ -243,6 +245,7 @@ FIELDS: tuple[Field, ...] = (
         _NO_VECTOR,
         FOLLOWED,
     ),
+    _everywhere("thinking_token_budget", "the most tokens of thoughts", _NOT_THOUGHTS),
     Field("reasoning", "reasoning_effort as {'effort': ...}", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     *(
         _everywhere(name, "thinking is a variable of the chat template", Refused(word, _UNLESS_NULL))

@@ -29,7 +29,7 @@ from jaxserve.server.protocol.chat import (
     Delta,
     check_chat_request,
 )
-from jaxserve.server.protocol.common import rename, sampling_params
+from jaxserve.server.protocol.common import rename, resolve_logprobs, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
 from jaxserve.server.protocol.tools import callable_tools, is_chosen, must_call
@@ -77,6 +77,7 @@ async def prepare(
     """
     try:
         check_chat_request(body)
+        resolve_logprobs(body, "top_logprobs", "prompt_logprobs", vocab_size=state.frontend.client.info.vocab_size)
         tools = _callable_tools(state, body)
         wish = structured_outputs(body.response_format, body.structured_outputs)
         answer = None

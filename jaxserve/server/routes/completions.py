@@ -16,7 +16,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation, grammars
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, show
-from jaxserve.server.protocol.common import rename, sampling_params
+from jaxserve.server.protocol.common import rename, resolve_logprobs, sampling_params
 from jaxserve.server.protocol.completions import (
     CompletionChoice,
     CompletionRequest,
@@ -62,6 +62,7 @@ def _prepare(state: ServerState, body: CompletionRequest, grammar: str) -> list[
 def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
+    resolve_logprobs(body, "logprobs", "prompt_logprobs", vocab_size=state.frontend.client.info.vocab_size)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
     if body.echo and body.logprobs is not None:
         num_prompt_logprobs.append(body.logprobs)

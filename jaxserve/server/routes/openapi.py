@@ -46,6 +46,9 @@ _OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatResponse, True),
     _Operation("post", "/v1/embeddings", "Vectors of texts or token ids", EmbeddingRequest, EmbeddingResponse),
     _Operation("post", "/v1/responses", "Answer, and remember", ResponsesRequest, ResponseBody, True),
+    _Operation(
+        "post", "/invocations", "A chat, a completion or embeddings: what is sent", ChatRequest, ChatResponse, True
+    ),
     _Operation("get", "/v1/responses/{response_id}", "A stored response", None, ResponseBody),
     _Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", None, DeletedResponse),
     _Operation("post", "/v1/responses/{response_id}/cancel", "Stop one in the background", None, ResponseBody),
