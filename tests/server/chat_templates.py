@@ -201,7 +201,10 @@ KNOWN = {
         gap="",
         thoughts=("<think>\n", "\n</think>\n"),
     ),
-    "internlm": Written("{{- '<|action_start|><|plugin|>\\n' }}" + _NAMED + "{{- '<|action_end|>' }}", gap=""),
+    "internlm": Written(
+        "{{- '<|action_start|><|plugin|>\\n{\"name\": ' + name | tojson + ', \"parameters\": ' + args | tojson + '}<|action_end|>' }}",
+        gap="",
+    ),
     "apertus": Written(
         "{{- '{' + name | tojson + ': ' + args | tojson + '}' }}",
         begin="<|tools_prefix|>[",

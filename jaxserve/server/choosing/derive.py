@@ -241,7 +241,7 @@ def _form(gaps: Sequence[str], after: str) -> tuple[Tags | PythonCall | Object, 
     value_end = common_prefix(next_key[: len(next_key) - len(key_begin)], after)
     flag = re.fullmatch(r"([\"'])( \w+=)\"(\w+)\"(.*)", before_text, re.DOTALL)
     if flag is not None and before_number != before_text:
-        tags = Tags(key=(key_begin, flag[1]), value=(flag[4].removeprefix(">"), value_end), text_flag=flag[2])
+        tags = Tags(key=(key_begin, flag[1]), value=(f'"{flag[4]}', value_end), text_flag=f'{flag[2]}"')
     else:
         key_end, value_begin = split_key(before_text)
         tags = Tags(key=(key_begin, key_end), value=(value_begin, value_end))
