@@ -97,6 +97,7 @@ NO_JAX = (
     "jaxserve.metrics",
     "jaxserve.parse",
     "jaxserve.progress",
+    *(f"jaxserve.quantization.{name}" for name in ("awq", "declared", "gptq", "packed", "plain", "stored")),
     "jaxserve.request",
     "jaxserve.scheduling",
     "jaxserve.server",

@@ -14,17 +14,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading import partial_files, quantization_files
+from jaxserve.loading import partial_files
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.partial_files import no_bar
 from jaxserve.loading.pickles import why_not_read
-from jaxserve.loading.quantization_files import check_storage
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
-    *quantization_files.NAMES,
+    *("*quant*.json", "smash_config.json", "adapter_config.json"),
 )
 """What serving reads of a repository besides weights, as patterns; none of it lies in a subfolder."""
 
@@ -59,13 +58,15 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
     config and tokenizer alone. `is_offline` looks into the cache only. Raises CheckpointError if there is no such
     model, or it is out of reach.
     """
+    from jaxserve.loading.quantization_files import stored_formats  # with NumPy, for those who use the hub
+
     with _explained(name):
         if name.file is not None:
             return _gguf_file(name, name.file, progress=progress, is_offline=is_offline)
         folder = _snapshot(name, SMALL_FILES, ignored="*/*", is_offline=is_offline)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
-        check_storage(folder, read_object(folder / "config.json"))  # before the weights are downloaded
+        stored_formats(folder, read_object(folder / "config.json"))  # before the weights are downloaded
         if with_weights:
             commit = dataclasses.replace(name, revision=folder.name)
             _add_weights(commit, folder, progress=progress, is_offline=is_offline)

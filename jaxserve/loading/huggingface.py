@@ -6,6 +6,7 @@ On the host there is never more than the tensors of one weight.
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
@@ -25,15 +27,18 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
-from jaxserve.loading.quantization_files import check_storage
+from jaxserve.loading.quantization_files import stored_formats
+from jaxserve.loading.quantized import QuantizedMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.scheme import Parts
+from jaxserve.quantization.stored import Format
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
 
 # Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
-# LM head where it equals the embedding (where it does not, the family declares it and it is no extra).
+# LM head where it equals the embedding (where it does not, the family declares it and it is no extra). Scales of
+# attention are for a KV cache of 8 bits; here it has 16.
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -42,6 +47,7 @@ KNOWN_EXTRAS = (
     ".attention.masked_bias",
     "lm_head.weight",
     "embed_out.weight",
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
 
 
@@ -69,8 +75,11 @@ class _Stored:
 
     file: Any
     name: str
+    path: pathlib.Path
 
     def read(self) -> np.ndarray:
+        if self.header().get_dtype() == "F8_E4M3":  # which safetensors do not know as NumPy's
+            return read_bytes(self.path, self.name).view(ml_dtypes.float8_e4m3fn)
         return self.file.get_tensor(self.name)
 
     def header(self) -> Any:
@@ -95,7 +104,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
     fields = read_object(directory / "config.json")
-    check_storage(directory, fields)
+    stored_formats(directory, fields)
     is_tied = fields.get("tie_word_embeddings")
     if (is_tied is None or is_tied is True) and has_own_head(directory):
         fields["tie_word_embeddings"] = False
@@ -201,7 +210,7 @@ def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: 
 class _Opened:
     """The tensors of a directory, each in its open file; what is wrong with files; and the tensors lost with them."""
 
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor]
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix]
     problems: list[str]
     lost: set[str]
 
@@ -225,15 +234,29 @@ def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: conte
         except (OSError, SafetensorError) as error:
             unreadable[name] = f"{name} ({_describe_failure(directory / name, error)})"
             continue
-        found = {tensor: _Stored(file, tensor) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
+        found = {tensor: _Stored(file, tensor, directory / name) for tensor in file.keys()}  # noqa: SIM118 (no dictionary)
         twice |= tensors.keys() & found.keys()
         tensors |= found
     problems = [f"cannot read {', '.join(unreadable.values())}"] if unreadable else []
     if twice:
         problems.append(f"in several files: {', '.join(sorted(twice))}")
-    return _Opened(
-        mxfp4.join_pairs(tensors), problems, {tensor for tensor, file in shard_of.items() if file in unreadable}
-    )
+    lost = {tensor for tensor, file in shard_of.items() if file in unreadable}
+    return _Opened(join_parts(mxfp4.join_pairs(tensors), _formats(directory)), problems, lost)
+
+
+def _formats(directory: pathlib.Path) -> tuple[Format, ...]:
+    path = directory / "config.json"
+    return stored_formats(directory, read_object(path)) if path.is_file() else ()
+
+
+def read_bytes(path: pathlib.Path, name: str) -> np.ndarray:
+    """Return a tensor of one byte a value, as uint8, from a file that safetensors have opened before."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+        start, end = entry["data_offsets"]
+        file.seek(8 + length + start)
+        return np.frombuffer(file.read(end - start), np.uint8).reshape(entry["shape"])
 
 
 def _describe_failure(path: pathlib.Path, error: Exception) -> str:
@@ -281,14 +304,18 @@ def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, 
 def _check(
     directory: pathlib.Path,
     expected: Mapping[str, tuple[int, ...]],
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor],
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix],
     opened: _Opened,
 ) -> None:
     """Raises CheckpointError with everything that is wrong; a tensor lost with its file is not called missing too."""
     found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
     missing = [name for name in expected if name not in found]
     further_layers = _further_layers(directory)
-    unexpected = [name for name in tensors if name not in expected and not _is_extra(name, further_layers)]
+    unexpected = [
+        name
+        for name in tensors
+        if name not in expected and not _is_extra(name, further_layers) and not _is_bias_of_zeros(name, tensors)
+    ]
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
@@ -308,6 +335,13 @@ def _is_extra(name: str, further_layers: range) -> bool:
     """Whether checkpoints carry such a tensor though no model reads it."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return name.endswith(KNOWN_EXTRAS) or (layer is not None and int(layer[1]) in further_layers)
+
+
+def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether this is such a bias as GPTQ's packages write for every matrix, whether the model has it or not."""
+    module, _, leaf = name.rpartition(".")
+    is_quantized = isinstance(tensors.get(f"{module}.weight"), QuantizedMatrix)
+    return leaf == "bias" and is_quantized and not tensors[name].read().any()
 
 
 def source_shapes(specs: Params) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
+from jaxserve.quantization.declared import formats_of
+from jaxserve.quantization.stored import Format
 
 FILES = {
     "hf_quant_config.json": "modelopt",
@@ -25,40 +27,42 @@ FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors
 """The same for fields of config.json."""
 ADAPTER = "adapter_config.json"
 
-NAMES = (*FILES, ADAPTER)
-"""Every file that is looked for."""
 
+def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[Format, ...]:
+    """Return the formats that matrices may have, none if all are floats. `fields` are those of config.json.
 
-def check_storage(directory: pathlib.Path, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, naming file and field, for weights that need something done to them that is not served.
-
-    `fields` are those of config.json.
+    Raises CheckpointError, naming file and field, for weights that need something done to them that is not served, and
+    where two places contradict each other.
     """
     if (directory / ADAPTER).is_file():
         raise CheckpointError(
             f"{directory / ADAPTER}: adapters are not supported: merge it into its base model, for example by "
             "merge_and_unload() of peft, and save that"
         )
-    for where, method in declared_methods(directory, fields).items():
+    found: dict[str, tuple[Format, ...]] = {}
+    for where, (method, content) in _declared(directory, fields).items():
         if method == "mxfp4" and fields.get("model_type") == "gpt_oss":
             continue
-        raise CheckpointError(
-            f"{directory}: quantized checkpoints are not supported, other than gpt_oss in mxfp4: quant_method of "
-            f"{where} is {method!r:.100}"
-        )
+        try:
+            found[where] = formats_of(method, content, where)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"{directory}: {' and '.join(found)} contradict each other")
+    return next(iter(found.values()), ())
 
 
-def declared_methods(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The method of quantization that each file or field is about, by their names in words."""
-    found: dict[str, Any] = {}
+def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The method and the object of each file or field that is about quantization, by their names in words."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
     for name, method in FIELDS.items():
         content = fields.get(name)
         if content is not None and not isinstance(content, dict):
             raise CheckpointError(f"{directory / 'config.json'}: {name} must be an object, got {content!r:.100}")
         if content:
-            found[f"{name} in its config.json"] = content.get("quant_method") or method
+            found[f"{name} in its config.json"] = content.get("quant_method") or method, content
     for name, method in FILES.items():
         if (directory / name).is_file():
             content = read_object(directory / name)
-            found[name] = method or content.get("quant_method")
+            found[name] = method or content.get("quant_method"), content
     return found

@@ -207,7 +207,7 @@ def test_a_broken_config_is_named_before_weights_are_downloaded(server):
     assert not any("model-1.safetensors" in str(request) for request in server.requests)
 
 
-@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "adapter_config.json"])
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantization_map.json", "adapter_config.json"])
 def test_what_is_not_served_is_named_before_weights_are_downloaded(server, name):
     server.repos["org/quantized"] = Repo({NEW: FILES | {name: b"{}"}}, {"main": NEW})
     with pytest.raises(CheckpointError, match=name):

@@ -233,8 +233,8 @@ def test_load_config(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     assert load_config(tmp_path) == {"quantization_config": None}
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    with pytest.raises(CheckpointError, match=r"quantized checkpoints .* mxfp4: quant_method of .* is 'awq'"):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "hqq"}}')
+    with pytest.raises(CheckpointError, match=r"quantized checkpoints .* mxfp4: quant_method of .* is 'hqq'"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert load_config(str(tmp_path)) == {"model_type": "llama"}

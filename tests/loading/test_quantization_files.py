@@ -12,11 +12,11 @@ from jaxserve.loading.huggingface import load_config
 from jaxserve.overview import needs
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
 FILES = [
-    ("hf_quant_config.json", MODELOPT, "hf_quant_config.json is 'modelopt'"),
-    ("quantize_config.json", {"bits": 4, "group_size": 128}, "quantize_config.json is 'gptq'"),
-    ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "quant_config.json is 'awq'"),
+    ("hf_quant_config.json", MODELOPT, "hf_quant_config.json: quant_algo 'NVFP4' is not supported, only FP8"),
+    ("quantize_config.json", {"bits": 3, "group_size": 128}, "quantize_config.json: bits 3 is not supported"),
+    ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),
     ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),
     ("quantization_map.json", {"lm_head": "qint8"}, "quantization_map.json is 'quanto'"),
     ("adapter_config.json", {"peft_type": "LORA"}, "adapter_config.json: adapters are not supported: merge it"),
@@ -24,8 +24,8 @@ FILES = [
 FIELDS = [
     ("quantization_config", {"quant_method": "aqlm"}, "quantization_config in its config.json is 'aqlm'"),
     ("quantization_config", {"bits": 4}, "quantization_config in its config.json is None"),
-    ("quantization_config", {"quant_method": "mxfp4"}, "other than gpt_oss in mxfp4: .* is 'mxfp4'"),
-    ("compression_config", {"format": "x"}, "compression_config in its config.json is 'compressed-tensors'"),
+    ("quantization_config", {"quant_method": "mxfp4"}, "and gpt_oss in mxfp4: .* is 'mxfp4'"),
+    ("compression_config", {"format": "x"}, "compression_config in its config.json: config_groups must be an object"),
     ("quantization", {"bits": 4, "group_size": 64}, "quantization in its config.json is 'mlx'"),
     ("quantization", "int4", "quantization must be an object, got 'int4'"),
 ]

@@ -1,0 +1,47 @@
+"""Matrices as AutoAWQ writes them in its version GEMM: words along the outputs, [inputs, outputs / 8].
+
+Within a word, outputs are in an order that suits its kernel.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.quantization.stored import Codes, Header, unpack
+
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where, from the lowest bits on, the word has each of eight outputs."""
+_REQUIRED = ("qweight", "qzeros", "scales")
+
+
+@dataclasses.dataclass(frozen=True)
+class AWQ:
+    """Unsigned integers of 4 bits with zero points."""
+
+    def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
+        """Return the names of codes, zero points and scales."""
+        return tuple(name for name in _REQUIRED if name in leaves) if "qweight" in leaves else None
+
+    def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
+        """Return the shape that the words have room for."""
+        if missing := [name for name in _REQUIRED if name not in headers]:
+            raise CheckpointError(f"{module}: tensors missing beside qweight: {', '.join(missing)}")
+        (dtype, words), scales, zeros = headers["qweight"], headers["scales"].shape, headers["qzeros"].shape
+        fits = dtype == "I32" and len(words) == len(scales) == 2 and scales[1] == 8 * words[1]
+        if not fits or zeros != (scales[0], words[1]) or words[0] % scales[0]:
+            raise CheckpointError(
+                f"{module}: qweight {dtype} {list(words)}, qzeros {list(zeros)} and scales {list(scales)} do not fit"
+            )
+        return 8 * words[1], words[0]
+
+    def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
+        """Return the codes with outputs first."""
+        values, zeros = (_unpack(tensors[name]) for name in ("qweight", "qzeros"))
+        return Codes(values=values, scales=tensors["scales"].T, zeros=zeros)
+
+
+def _unpack(words: np.ndarray) -> np.ndarray:
+    codes = unpack(words, 4, axis=1).reshape(len(words), -1, 8)[:, :, ORDER]
+    return codes.reshape(len(words), -1).T

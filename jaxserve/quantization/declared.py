@@ -1,0 +1,129 @@
+"""From what a checkpoint says about its quantization to the formats that its matrices are read by.
+
+What is not served is refused here by name, from the config alone: before a download.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.quantization.awq import AWQ
+from jaxserve.quantization.gptq import GPTQ
+from jaxserve.quantization.packed import Packed
+from jaxserve.quantization.plain import Plain
+from jaxserve.quantization.stored import Format
+
+Config = Mapping[str, Any]
+
+
+def formats_of(method: Any, config: Config, where: str) -> tuple[Format, ...]:
+    """Return the formats that matrices of a checkpoint may have.
+
+    `config` is the object that `where`, in words, has about the `method`. Raises CheckpointError, naming what is not
+    served.
+    """
+    if not isinstance(method, str) or method not in _READERS:
+        raise CheckpointError(
+            f"quantized checkpoints are not supported, other than {', '.join(_READERS)} and gpt_oss in mxfp4: "
+            f"quant_method of {where} is {method!r:.100}"
+        )
+    return _READERS[method](config, where)
+
+
+def _fp8(config: Config, where: str) -> tuple[Format, ...]:
+    _require(config, where, fmt=(None, "e4m3", "float8_e4m3fn"), activation_scheme=(None, "dynamic", "static"))
+    return (Plain(block=_block(config.get("weight_block_size"), where)),)
+
+
+def _fbgemm_fp8(config: Config, where: str) -> tuple[Format, ...]:  # noqa: ARG001 (as all have)
+    return (Plain(),)
+
+
+def _modelopt(config: Config, where: str) -> tuple[Format, ...]:
+    described = config.get("quantization", config)
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{where}: quantization must be an object, got {described!r:.100}")
+    _require(described, where, quant_algo=("FP8",))
+    return (Plain(),)
+
+
+def _compressed_tensors(config: Config, where: str) -> tuple[Format, ...]:
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"{where}: sparsity_config {sparsity!r:.100} is not supported")
+    _require(config, where, quantization_status=(None, "compressed", "frozen"), transform_config=(None, {}))
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{where}: config_groups must be an object, got {groups!r:.100}")
+    return tuple(dict.fromkeys(_group(name, group, config, where) for name, group in groups.items()))
+
+
+def _group(name: str, group: Any, config: Config, where: str) -> Format:
+    """Return the format of one of compressed-tensors' groups, each of which may have its own."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{where}: config_groups.{name} must have an object of weights, got {group!r:.100}")
+    where = f"config_groups.{name} of {where}"
+    if group.get("output_activations"):
+        raise CheckpointError(f"{where}: output_activations are not supported")
+    kind = group.get("format") or config.get("format")
+    bits, number = weights.get("num_bits"), weights.get("type")
+    match kind, number, bits:
+        case "float-quantized" | "naive-quantized", "float", 8:
+            return Plain(block=_block(weights.get("block_structure"), where))
+        case "int-quantized" | "naive-quantized", "int", 8:
+            return Plain()
+        case "pack-quantized", "int", 2 | 4 | 8:
+            return Packed(bits=bits)
+    raise CheckpointError(f"{where}: {kind!r:.100} of {number!r:.100} weights of {bits!r:.20} bits is not supported")
+
+
+def _gptq(config: Config, where: str) -> tuple[Format, ...]:
+    _require(config, where, bits=(2, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
+    dynamic = config.get("dynamic") or {}
+    # Modules that are left in floats ("-:" and a pattern) show by their tensors.
+    if not isinstance(dynamic, dict) or not all(pattern.startswith("-:") for pattern in dynamic):
+        raise CheckpointError(f"{where}: dynamic {dynamic!r:.100} is not supported: modules must be quantized alike")
+    is_symmetric = config.get("sym", True)
+    if not isinstance(is_symmetric, bool):
+        raise CheckpointError(f"{where}: sym must be true or false, got {is_symmetric!r:.100}")
+    is_version_2 = config.get("checkpoint_format") == "gptq_v2"
+    return (GPTQ(bits=config["bits"], is_symmetric=is_symmetric, is_version_2=is_version_2),)
+
+
+def _awq(config: Config, where: str) -> tuple[Format, ...]:
+    bits = "w_bit" if "w_bit" in config else "bits"
+    version = config.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise CheckpointError(f"{where}: version {version!r:.100} is not supported, only gemm")
+    _require(config, where, zero_point=(None, True), **{bits: (4,)})
+    return (AWQ(),)
+
+
+def _block(value: Any, where: str) -> tuple[int, int] | None:
+    """Return the outputs and inputs of a block, None if scales are of no blocks."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
+        raise CheckpointError(f"{where}: the size of a block must be two positive integers, got {value!r:.100}")
+    return value[0], value[1]
+
+
+def _require(config: Config, where: str, **served: tuple[Any, ...]) -> None:
+    """Raise CheckpointError for a field that has none of the values that are served."""
+    for name, values in served.items():
+        found = config.get(name)
+        if isinstance(found, float) or found not in values:
+            known = ", ".join(str(value) for value in values if value is not None)
+            raise CheckpointError(f"{where}: {name} {found!r:.100} is not supported, only {known}")
+
+
+_READERS = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+}
+"""What reads the config of each method."""

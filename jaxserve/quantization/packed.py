@@ -1,0 +1,67 @@
+"""Matrices of 4- and 8-bit integers in 32-bit words as compressed-tensors writes them: pack-quantized.
+
+Codes lie along the inputs of an output, the first in the lowest bits, 8 or 128 more than what they stand for. Zero
+points are packed in the same way along the outputs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.quantization.stored import UNUSED, Codes, Header, unpack
+
+_REQUIRED = ("weight_packed", "weight_scale", "weight_shape")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Integers of so many bits."""
+
+    bits: int
+
+    def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
+        """Return the names of codes, scales, shape, zero points and the order of groups."""
+        if "weight_packed" not in leaves:
+            return None
+        return tuple(name for name in (*_REQUIRED, "weight_zero_point", "weight_g_idx", *UNUSED) if name in leaves)
+
+    def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
+        """Return the shape that the words and scales have room for."""
+        if missing := [name for name in _REQUIRED if name not in headers]:
+            raise CheckpointError(f"{module}: tensors missing beside weight_packed: {', '.join(missing)}")
+        (dtype, words), scales = headers["weight_packed"], headers["weight_scale"]
+        if dtype != "I32" or len(words) != 2 or len(scales.shape) != 2 or scales.shape[0] != words[0]:
+            raise CheckpointError(
+                f"{module}: weight_packed {dtype} {list(words)} and weight_scale {list(scales.shape)} do not fit"
+            )
+        outputs, inputs = words[0], words[1] * (32 // self.bits)
+        groups = scales.shape[1]
+        if inputs % groups:
+            raise CheckpointError(f"{module}: {inputs} inputs are not in {groups} equal groups")
+        expected = {"weight_zero_point": (-(-outputs // (32 // self.bits)), groups), "weight_g_idx": (inputs,)}
+        for name, shape in expected.items():
+            if name in headers and headers[name].shape != shape:
+                raise CheckpointError(f"{module}.{name} is {list(headers[name].shape)} and not {list(shape)}")
+        return outputs, inputs
+
+    def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
+        """Return the codes less their offset."""
+        offset = 2 ** (self.bits - 1)
+        values = _signed(unpack(tensors["weight_packed"], self.bits, axis=1), offset)
+        if tuple(tensors["weight_shape"].tolist()) != values.shape:
+            raise CheckpointError(f"{module}.weight_shape {tensors['weight_shape'].tolist()} is not {values.shape}")
+        zeros, groups = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
+        if zeros is not None:
+            zeros = _signed(unpack(zeros, self.bits, axis=0)[: len(values)], offset)
+        num_groups = tensors["weight_scale"].shape[1]
+        if groups is not None and (groups < 0).all():  # as it is initialised where the order is that of the inputs
+            groups = None
+        if groups is not None and not ((groups >= 0) & (groups < num_groups)).all():
+            raise CheckpointError(f"{module}.weight_g_idx names groups that are not there")
+        return Codes(values=values, scales=tensors["weight_scale"], zeros=zeros, groups=groups)
+
+
+def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
+    return (codes.astype(np.int16) - offset).astype(np.int8)

@@ -1,0 +1,69 @@
+"""Matrices of 8-bit codes that lie as the matrix does, [outputs, inputs], with scales beside them.
+
+`fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which multiply all the same),
+`fbgemm_fp8`, FP8 of modelopt, and float-quantized and int-quantized of compressed-tensors.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.quantization.stored import UNUSED, Codes, Header
+
+SCALES = ("weight_scale", "weight_scale_inv")
+TYPES = ("F8_E4M3", "I8")
+SCALE_TYPES = ("F32", "BF16", "F16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+    """8-bit codes with a scale a tensor, an output, a run of inputs or a block."""
+
+    block: tuple[int, int] | None = None
+    """Outputs and inputs of a block, where scales are those of blocks."""
+
+    def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
+        """Return the names of codes, scale, zero point and what is not used."""
+        if "weight" not in leaves or leaves["weight"].dtype not in TYPES:
+            return None
+        return tuple(name for name in ("weight", *SCALES, "weight_zero_point", *UNUSED) if name in leaves)
+
+    def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
+        """Return the shape of the codes."""
+        shape = headers["weight"].shape
+        scales = [headers[name] for name in SCALES if name in headers]
+        if len(shape) != 2 or len(scales) != 1:
+            raise CheckpointError(f"{module}: 8-bit codes need two axes and one of {' and '.join(SCALES)}")
+        if "weight_zero_point" in headers:
+            raise CheckpointError(f"{module}.weight_zero_point: zero points of 8-bit weights are not supported")
+        [(dtype, found)] = scales
+        if dtype not in SCALE_TYPES or self._per_group(found, shape) is None:
+            raise CheckpointError(f"{module}: scales are {dtype} {list(found)}, which fits no codes of {list(shape)}")
+        return shape[0], shape[1]
+
+    def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
+        """Return the codes, with a row of scales for each output."""
+        [scales] = [tensors[name] for name in SCALES if name in tensors]
+        codes = tensors["weight"]
+        outputs, inputs = codes.shape
+        per_group = self._per_group(scales.shape, codes.shape)
+        assert per_group is not None
+        grid = scales.reshape(-(-outputs // per_group[0]), -(-inputs // per_group[1]))
+        rows = np.repeat(grid, per_group[0], axis=0)[:outputs]
+        return Codes(values=codes, scales=rows, groups=np.arange(inputs) // per_group[1])
+
+    def _per_group(self, scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return how many outputs and inputs have a scale in common, None if scales of such a shape fit no matrix."""
+        outputs, inputs = shape
+        if scales in ((), (1,), (1, 1)):
+            return outputs, inputs
+        if scales in ((outputs,), (outputs, 1)):
+            return 1, inputs
+        if self.block is not None:
+            grid = tuple(-(-size // count) for size, count in zip(shape, self.block, strict=True))
+            return self.block if scales == grid else None
+        if len(scales) == 2 and scales[0] == outputs and scales[1] and inputs % scales[1] == 0:
+            return 1, inputs // scales[1]
+        return None

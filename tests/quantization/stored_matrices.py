@@ -1,0 +1,91 @@
+"""Packers of random matrices as checkpoints store them, written from the formats' descriptions, code by code."""
+
+import ml_dtypes
+import numpy as np
+
+BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+AWQ_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack(codes, bits, *, axis):
+    """Words of 32 bits, one code after the other from the lowest bits on, padded with zeros."""
+    per_word = 32 // bits
+    codes = np.moveaxis(codes, axis, -1)
+    padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per_word)]).astype(np.int64)
+    words = np.zeros((*padded.shape[:-1], padded.shape[-1] // per_word), np.int64)
+    for index in range(padded.shape[-1]):
+        words[..., index // per_word] |= padded[..., index] << bits * (index % per_word)
+    return np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32)
+
+
+def product(difference, scales):
+    """What every package computes: an exact difference of codes times its scale, rounded to the scale's type."""
+    return difference.astype(scales.dtype) * scales
+
+
+def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, block=(128, 128)):
+    codes = rng.normal(size=(outputs, inputs)).astype(F8)
+    shape = {
+        "tensor": (),
+        "one": (1,),
+        "channel": (outputs, 1),
+        "flat": (outputs,),
+        "block": (-(-outputs // block[0]), -(-inputs // block[1])),
+    }[scheme]
+    scales = rng.uniform(0.01, 0.1, size=shape).astype(dtype)
+    if scheme == "block":
+        each = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:outputs, :inputs]
+    else:
+        each = np.broadcast_to(scales.reshape(-1, 1), (outputs, inputs))
+    return {"weight": codes, leaf: scales}, product(codes, each)
+
+
+def int8(rng, outputs, inputs, *, dtype=BF16):
+    codes = rng.integers(-128, 128, size=(outputs, inputs)).astype(np.int8)
+    scales = rng.uniform(0.001, 0.01, size=(outputs, 1)).astype(dtype)
+    return {"weight": codes, "weight_scale": scales}, product(codes, np.broadcast_to(scales, codes.shape))
+
+
+def packed(rng, outputs, inputs, *, bits=4, group=None, has_zeros=False, has_order=False, dtype=BF16):
+    group = group or inputs
+    codes = rng.integers(0, 2**bits, size=(outputs, inputs))
+    groups = rng.permutation(np.arange(inputs) // group) if has_order else np.arange(inputs) // group
+    scales = rng.uniform(0.01, 0.1, size=(outputs, inputs // group)).astype(dtype)
+    zeros = rng.integers(0, 2**bits, size=scales.shape) if has_zeros else np.full(scales.shape, 2 ** (bits - 1))
+    tensors = {
+        "weight_packed": pack(codes, bits, axis=1),
+        "weight_scale": scales,
+        "weight_shape": np.array([outputs, inputs], np.int64),
+    }
+    tensors |= {"weight_zero_point": pack(zeros, bits, axis=0)} if has_zeros else {}
+    tensors |= {"weight_g_idx": groups.astype(np.int32)} if has_order else {}
+    return tensors, product(codes - zeros[:, groups], scales[:, groups])
+
+
+def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, is_symmetric=False):
+    codes = rng.integers(0, 2**bits, size=(inputs, outputs))
+    groups = rng.permutation(np.arange(inputs) // group) if has_order else np.arange(inputs) // group
+    scales = rng.uniform(0.01, 0.1, size=(inputs // group, outputs)).astype(np.float16)
+    zeros = rng.integers(0, 2**bits, size=scales.shape)
+    zeros = np.full_like(zeros, 2 ** (bits - 1)) if is_symmetric else zeros
+    tensors = {
+        "qweight": pack(codes, bits, axis=0),
+        "qzeros": pack((zeros - (version == 1)) % 2**bits, bits, axis=1),
+        "scales": scales,
+        "g_idx": groups.astype(np.int32),
+    }
+    return tensors, product(codes - zeros[groups], scales[groups]).T
+
+
+def awq(rng, outputs, inputs, *, group=8):
+    codes = rng.integers(0, 16, size=(inputs, outputs))
+    zeros = rng.integers(0, 16, size=(inputs // group, outputs))
+    scales = rng.uniform(0.01, 0.1, size=zeros.shape).astype(np.float16)
+
+    def words(values):
+        in_order = values.reshape(len(values), -1, 8)[:, :, AWQ_OUTPUT_OF_NIBBLE]
+        return pack(in_order.reshape(len(values), -1), 4, axis=1)
+
+    groups = np.arange(inputs) // group
+    tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    return tensors, product(codes - zeros[groups], scales[groups]).T
