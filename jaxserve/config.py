@@ -155,6 +155,9 @@ class ServerConfig:
     allowed_origins: Sequence[str] = _option(
         (), "security", "web origin whose pages may read answers (CORS), '*' for any; repeatable"
     )
+    root_path: str = _option(
+        "", "server", "path under which a proxy offers the server and which it leaves in requests, such as /llm"
+    )
     served_model_name: str | None = _option(None, "server", "name of the model in the API; default: the model argument")
     chat_template: str | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
@@ -206,6 +209,8 @@ class ServerConfig:
         _convert_fields(self, _SERVER_RULES)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with '/' and not end with it, got {self.root_path!r}")
         for name in ("shutdown_timeout", "keep_alive_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

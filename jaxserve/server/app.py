@@ -19,6 +19,7 @@ from jaxserve.server import errors
 from jaxserve.server.keys import admin_keys, client_keys
 from jaxserve.server.middleware import Authentication, Door, Faults, Limits, Syntax
 from jaxserve.server.observation import QUIET_PATHS, Observation
+from jaxserve.server.root_path import RootPath
 from jaxserve.server.routes import (
     admin,
     chat,
@@ -109,6 +110,8 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
     if state.tracing is not None:
         middleware.insert(0, Middleware(Traces, tracing=state.tracing, routes=routes, quiet_paths=QUIET_PATHS))
     middleware.insert(0, Middleware(Observation, logs=config.access_log))
+    if config.root_path:
+        middleware.insert(0, Middleware(RootPath, root_path=config.root_path))
     return Starlette(
         routes=routes,
         middleware=middleware,

@@ -4,6 +4,9 @@ import pytest
 from engine.fake_client import Script
 from server.serving import assert_error, frames, running
 
+from jaxserve.config import ServerConfig
+from jaxserve.errors import ConfigError
+
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 COMPLETIONS, CHAT, RESPONSES, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"
@@ -235,3 +238,21 @@ def test_all_log_probabilities_are_too_many(server, path, body, param):
     message = answer.json()["error"]["message"]
     assert "at most 20" in message
     assert str(server.tokenizer.vocab_size) in message
+
+
+def test_a_server_behind_a_proxy_that_keeps_its_path(tokenizer):
+    with running(tokenizer, root_path="/llm/a", api_key=["secret"]) as server:
+        key = {"x-api-key": "secret"}
+        for root in ("", "/llm/a"):
+            assert server.get(f"{root}/live").status_code == 200
+            assert server.get(f"{root}/v1/models").status_code == 401
+            assert server.get(f"{root}/v1/models", headers=key).json()["data"][0]["id"] == "fake"
+            assert server.post(f"{root}{CHAT}", {"messages": [USER], "max_tokens": 1}, headers=key).status_code == 200
+        assert server.get("/llm/ab/live", headers=key).status_code == 404
+        assert server.get("/llm/live", headers=key).status_code == 404
+
+
+@pytest.mark.parametrize("root_path", ["llm", "/", "/llm/"])
+def test_a_root_path_that_is_none(root_path):
+    with pytest.raises(ConfigError, match="root_path"):
+        ServerConfig(root_path=root_path)
