@@ -163,10 +163,10 @@ class ServerConfig:
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
     )
     tool_call_parser: ToolCallParser = _option(
-        "auto", "chat", "how the model writes tool calls; auto: read off its chat template"
+        "auto", "chat", "how the model writes tool calls; auto: as the checkpoint or its chat template says"
     )
     reasoning_parser: ReasoningParser = _option(
-        "auto", "chat", "how the model writes its reasoning; auto: read off its chat template"
+        "auto", "chat", "how the model writes its reasoning; auto: as the checkpoint or its chat template says"
     )
     disable_additional_properties: bool = _option(
         True,

@@ -265,6 +265,15 @@ def test_then_what_the_checkpoint_says():
     assert choice.calls.by == choice.thoughts.by == "as the checkpoint's response_template says"
 
 
+def test_what_the_checkpoint_says_is_spaced_as_its_template_does():
+    """Patterns allow for any white space; a call that is forced is written as the model has learned it."""
+    spec = OWN | {"fields": {"content": {}, "tool_calls": CALLS | {"open": "<tool_call>", "close": "</tool_call>"}}}
+    choice = choose(tokenizer_with(KNOWN["hermes"].template(), spec))
+    assert choice.calls == ("", "as the checkpoint's response_template says")
+    assert choice.syntax.calls.call == ("<tool_call>\n", "\n</tool_call>")
+    assert choice.syntax.calls.separator == "\n"
+
+
 def test_what_the_checkpoint_says_and_cannot_be_followed_is_told():
     broken = OWN | {"fields": OWN["fields"] | {"tool_calls": CALLS | {"content": "kv-lines"}}}
     choice = choose(tokenizer_with(KNOWN["hermes"].template(), broken))

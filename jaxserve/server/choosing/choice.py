@@ -87,9 +87,9 @@ class _Finder:
         if name == "none":
             return None, Origin(name, _BY_OPTION)
         if self._own.calls is not None:
-            return self._own.calls, Origin("", _BY_CHECKPOINT)
+            return _spaced_like(self._own.calls, self._derived.calls), Origin("", _BY_CHECKPOINT)
         rows = [(found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template)]
-        if len(rows) == 1:
+        if len({found for found, _ in rows}) == 1:
             return rows[0][1], Origin(rows[0][0], _BY_MARKS)
         calls = self._derived.calls
         return calls, Origin("none", _UNKNOWN) if calls is None else Origin("", _BY_TURNS)
@@ -135,6 +135,16 @@ def _shows(row: Any, template: str) -> bool:
     """Return whether a chat template has the marks of a row, if this can be known by marks."""
     has_marks = bool(row.signs) and all(sign in template for sign in row.signs)
     return has_marks and not any(sign in template for sign in row.not_signs)
+
+
+def _spaced_like(own: Calls, derived: Calls | None) -> Calls:
+    """Return the checkpoint's own calls with white space as its chat template has it: patterns allow for any."""
+
+    def marks(calls: Calls) -> list[str]:
+        texts = [*calls.section, *calls.call, *calls.name, repr(calls.arguments).replace(r"\n", ""), str(calls.is_list)]
+        return ["".join(text.split()) for text in texts]
+
+    return derived if derived is not None and marks(derived) == marks(own) else own
 
 
 def _has_channels(calls: Calls | None) -> bool:
