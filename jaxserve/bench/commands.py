@@ -108,6 +108,10 @@ def add_commands(parser: Parser) -> None:
     _add_number(masks, "--num-steps", 100, "steps to measure", at_least=2)
     _add_number(masks, "--seed", 0, "seed of the texts", at_least=0)
 
+    reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
+    reading.add_flag("workload", "--syntax", nargs="+", default=(), metavar="NAME", help="default: all of them")
+    _add_number(reading, "--num-characters", 32000, "characters of each input")
+
     serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
     add_config_flags(serving, ServingOptions)
     serving.add_flag(
@@ -217,6 +221,12 @@ def _grammar(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     print(report)
+
+
+def _parsing(args: argparse.Namespace) -> None:
+    from jaxserve.bench import parsing_cost  # the server is too heavy for `--help`
+
+    print(parsing_cost.run(names=args.syntax, num_characters=args.num_characters))
 
 
 def _load(args: argparse.Namespace) -> None:

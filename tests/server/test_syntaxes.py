@@ -3,16 +3,22 @@
 import itertools
 import json
 import pathlib
+import random
 import re
 
+import jsonschema
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from server.written import Message, loaded, read, reader, rows, thoughts_of, write
 
 import jaxserve
 from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, Wrapped
 from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.parsing.writer import call_rules, literal
+from jaxserve.structured.grammar import lark_grammar
 
 ROWS = rows()
 PARAMETERS = {
@@ -226,3 +232,45 @@ def test_the_page_of_syntaxes_names_all_of_them():
     for table, names in ((calls, TOOL_PARSERS), (thoughts, REASONING_PARSERS)):
         rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
         assert sorted(re.findall("`(.*?)`", "".join(rows))) == sorted(names)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_grammar_lets_a_model_write_is_read_back(name, seed):
+    """A call that is forced is a call, and follows its schema: whatever of what is allowed a model chooses."""
+    row = ROWS[name]
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Oslo", "Z\u00fcrich"]},
+            "days": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [Tool("get_weather", schema), Tool("now", {"type": "object", "additionalProperties": False})]
+    rules = call_rules(row, tools, spell=literal, is_parallel=True)
+    text = sentence(lark_grammar(f"start: calls\n{rules}", param="tools"), random.Random(seed))
+    got = loaded(read(reader(row, {tool.name: tool.parameters for tool in tools}), list(text)))
+    assert got.calls, text
+    assert not got.content.strip(), text
+    for called, written in got.calls:
+        jsonschema.validate(written, schema if called == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+def sentence(grammar, choose):
+    """Some text that a grammar allows: digits and white space are unlikely, so that it ends."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    text = bytearray()
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+        if matcher.is_accepting() and (not allowed or choose.random() < 0.5):
+            break
+        likely = [byte for byte in allowed if chr(byte) not in "0123456789 \n\t"]
+        byte = choose.choice(likely if likely and choose.random() < 0.8 else allowed)
+        assert matcher.consume_token(byte), matcher.get_error()
+        text.append(byte)
+        assert len(text) < 5000
+    return text.decode()

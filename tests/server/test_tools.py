@@ -178,6 +178,35 @@ def test_reasoning(serve, opens):
     assert finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "What does <think> mean?"}],
+        [{"role": "system", "content": "<think>"}, USER],
+        [{"role": "user", "content": "<think>\n"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b"}, USER],
+    ],
+)
+def test_a_mark_of_thoughts_in_a_message_opens_none(serve, messages):
+    server = serve("Yes.", reasoning_parser="qwen3")
+    message, _ = ask(server, messages=messages, chat_template_kwargs={"enable_thinking": False})
+    assert message["content"] == "Yes."
+    assert "reasoning" not in message
+    body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True}}
+    server.says("Hm.</think>Yes.")
+    message = server.post(CHAT, body).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+
+
+def test_an_assistant_s_message_that_is_continued_opens_thoughts_as_an_answer_does(serve):
+    server = serve("so.</think>Yes.", reasoning_parser="qwen3")
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    for prefix, expected in (("<think>Hm,", ("so.", "Yes.")), ("The tag <think> is", (None, "so.</think>Yes."))):
+        messages = [USER, {"role": "assistant", "content": prefix}]
+        message = server.post(CHAT, {"messages": messages, **options}).json()["choices"][0]["message"]
+        assert (message.get("reasoning"), message["content"]) == expected
+
+
 def test_reasoning_that_does_not_end(serve):
     message, _ = ask(serve("<think>I wonder", reasoning_parser="qwen3"))
     assert message["reasoning"] == "I wonder"

@@ -187,7 +187,8 @@ def _loaded(text: str) -> Any:
     """Return the value that a text spells, in JSON or in Python; `_NOTHING` if it is none that can be sent."""
     try:
         value = json.loads(to_json(text) or "")
-        return value if _dumped(value) else _NOTHING
+        is_known = value is not None or text.strip() in ("null", "None")  # NaN has become null
+        return value if is_known and _dumped(value) else _NOTHING
     except (ValueError, RecursionError):
         return _NOTHING
 

@@ -1,0 +1,24 @@
+"""`jaxserve bench parsing`, on short inputs; what it must not grow with is their length."""
+
+import pytest
+
+from jaxserve.bench import parsing_cost
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.parsing.table import TOOL_PARSERS
+
+
+def test_a_report_of_some_syntaxes():
+    report = parsing_cost.run(names=["hermes", "gpt_oss", "qwen3_coder"], num_characters=400).splitlines()
+    assert [line.split("|")[1].strip() for line in report[2:]] == ["hermes", "gpt_oss", "qwen3_coder"]
+    with pytest.raises(InvalidRequest, match="no syntax 'x'"):
+        parsing_cost.run(names=["x"], num_characters=400)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder", "gpt_oss", "pythonic", "gemma4"])
+def test_reading_takes_time_in_proportion_to_the_text(name):
+    """A text of eight times the length would take 64 times as long if it was looked at again with each character."""
+    calls = TOOL_PARSERS[name][0]
+    for text in parsing_cost._worst_inputs(calls).values():
+        short, long = ((text * length)[:length] for length in (500, 4000))
+        once = min(parsing_cost._seconds(calls, short, piece=1) for _ in range(3))
+        assert parsing_cost._seconds(calls, long, piece=1) < 30 * once + 0.05
