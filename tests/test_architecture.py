@@ -68,6 +68,7 @@ NO_JAX = (
     "jaxserve.engine.client",
     "jaxserve.engine.embedding",
     "jaxserve.engine.frontend",
+    "jaxserve.engine.memory",
     "jaxserve.engine.output",
     "jaxserve.engine.process",
     "jaxserve.engine.prompts",

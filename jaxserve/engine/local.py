@@ -21,6 +21,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, OutputSink
 from jaxserve.engine.departures import Departures
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.memory import give_memory_back
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
 from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.request import EngineOutput, EngineRequest
@@ -203,6 +204,7 @@ class LocalEngineClient(EngineClient):
                 is_first, self._is_freed = not self._is_freed, True
             if is_first:
                 self._engine.close()
+                give_memory_back()
 
     def _check_process(self) -> None:
         if self.is_copy:

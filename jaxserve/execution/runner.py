@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -276,8 +277,10 @@ class Runner:
                     return made
 
     def close(self) -> None:
-        """Free the device memory now instead of when the last reference goes."""
+        """Free the device memory and the programs now instead of when the last reference goes."""
         self._close_lowering()
+        self.steps.clear()
+        self._admissions.clear()
         for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots, self._peers, self._no_admissions)):
             leaf.delete()
 
@@ -340,7 +343,8 @@ class Runner:
     def _lower_admission(self, key: str | int) -> jax.stages.Lowered:
         function = {"scalars": admit, "extras": _admit_extras}[key] if isinstance(key, str) else allow
         with self.builder.on_mesh():
-            return jax.jit(function, donate_argnums=0).lower(
+            # jax keeps what it compiles for a function as long as that lives: for one of this runner, not of a module.
+            return jax.jit(functools.partial(function), donate_argnums=0).lower(
                 self.builder.slots, *jax.tree.map(self.builder.replicate, self._empty_admission(key))
             )
 

@@ -1,13 +1,13 @@
 """From the prompts of one HTTP request to what is new for each of them; completions and chat share it."""
 
 import asyncio
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
+from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RequestTimeout
@@ -29,8 +29,6 @@ MIN_TEXT_LIMIT = 2**20
 
 TEXT_BYTES_PER_TOKEN = 16
 """Bytes of one text that are tokenized for each token of the context: three times what texts have."""
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
 async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, receive: Receive) -> T:
@@ -70,8 +68,7 @@ def _give_memory_back[T](work: Callable[[], T]) -> T:
     try:
         return work()
     finally:
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        give_memory_back()
 
 
 def check_text_length(text: str, state: ServerState, *, may_exceed: bool = False, param: str = "prompt") -> None:
