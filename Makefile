@@ -48,15 +48,18 @@ goldens:
 parity: install
 	$(BIN)/python tests/golden_models.py
 
-# Clients in the wild against a real server, in a virtual environment of their own; openai-node needs node and npm.
+# Clients in the wild against a real server, in virtual environments of their own; those of JavaScript need node and npm.
 CLIENTS := .venv-clients
 clients: install $(CLIENTS)/.installed
 	cd tests/clients && ../../$(CLIENTS)/bin/python -m pytest
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-aiperf.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
-	npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0
+	$(PYTHON) -m venv $(CLIENTS)/aiperf
+	$(CLIENTS)/aiperf/bin/python -m pip install --quiet -r tests/clients/requirements-aiperf.txt
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0 ai@6.0.326 \
+		@ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 	@touch $@
 
 # JSON Schema's own test suite, which the sources of jsonschema carry, through the engine.

@@ -6,8 +6,10 @@ from typing import Literal
 import pydantic
 import pytest
 from conftest import MODEL
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from openai import BadRequestError
 
 
 @tool
@@ -72,3 +74,13 @@ def test_embeddings(url):
     )
     assert [len(vector) for vector in embeddings.embed_documents(["the sea", "a hill"])] == [192, 192]
     assert len(embeddings.embed_query("the sea")) == 192
+
+
+def test_what_does_not_fit_is_told_apart_from_other_refusals(url):
+    """LangChain tells by the text of the message that a prompt is too long, and raises an error of its own then."""
+    model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0)
+    with pytest.raises(ContextOverflowError):
+        model.invoke("sea " * 5000)
+    with pytest.raises(BadRequestError) as caught:
+        model.bind(temperature=-1).invoke("a")
+    assert not isinstance(caught.value, ContextOverflowError)
