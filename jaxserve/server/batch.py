@@ -252,7 +252,7 @@ class _Batch:
                 await self._app({**scope, "state": state}, receive, send)
 
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 yield http
 
     async def _answer(self, http: httpx.AsyncClient, text: bytes) -> Result:

@@ -97,7 +97,7 @@ def test_every_endpoint(files):
         ({"custom_id": 5, "url": "/v1/completions", "body": {}}, "invalid_line"),
         (line("x", method="GET"), "invalid_method"),
         (line("x", url="/v1/models"), "invalid_url"),
-        (line("x", url="https://example.com/v1/completions"), "invalid_url"),
+        (line("x", url="https://example.org/v1/completions"), "invalid_url"),
         (line("x", {**COMPLETION, "stream": True}), "invalid_request"),
         (line("x", {"input": "a", "background": True}, "/v1/responses"), "invalid_request"),
     ],
