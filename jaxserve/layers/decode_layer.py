@@ -69,7 +69,7 @@ def _supports_share(name: str, weight: Weight, x: Float[Array, "T E"]) -> bool:
     if weight.why_not_plain() is not None:
         return False
     matrix = jax.eval_shape(functools.partial(_as_matrix, name), Dense(weight.shard))
-    return small_matmul.supports(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
+    return small_matmul.why_not(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix) is None
 
 
 def _supports_sums(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
@@ -77,7 +77,7 @@ def _supports_sums(layer: Params, x: Float[Array, "T E"], batch: Batch) -> bool:
     weights = _weights(layer)
     if all(weights[name].spec[1] is None for name in ("o", "down")):
         return True
-    return all_reduce.supports(x, batch.peers)
+    return all_reduce.why_not(x, batch.peers) is None
 
 
 def decode_layers(
@@ -135,7 +135,7 @@ def _is_one_kernel(
     if any(_spec(pools[0])) or any(weight.why_not_plain() for weight in _weights(layer).values()):
         return False
     matrices = _as_matrices(_weights(layer), None if following is None else _weights(following)["qkv"])
-    return layer_matmuls.supports_attention(qkv, pools[0], matrices, half=rotation[0].shape[1])
+    return layer_matmuls.why_not_attention(qkv, pools[0], matrices, half=rotation[0].shape[1]) is None
 
 
 def _whole_layer(
@@ -236,7 +236,7 @@ def _after_attention(
             )
             return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
         matrices = _as_matrices(weights, qkv)
-        if all(axis is None for axis in axes.values()) and layer_matmuls.supports(heads, matrices):
+        if all(axis is None for axis in axes.values()) and layer_matmuls.why_not(heads, matrices) is None:
             x, y = layer_matmuls.layer_matmuls(
                 heads, x, matrices, gains, activation=activation, eps=eps, implementation=kernels
             )

@@ -183,7 +183,7 @@ def decoder(
 
 def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
     """Whether what devices have of a sum is left to `add_rms_norm`, which has a kernel for that."""
-    if batch.peers is None or not all_reduce.supports(x, batch.peers):
+    if batch.peers is None or all_reduce.why_not(x, batch.peers) is not None:
         return False
     return all(
         layer.keys() == {*PRE_NORMS, "attention", "mlp"}

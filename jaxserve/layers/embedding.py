@@ -34,7 +34,7 @@ def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
         if axis is None:
             return table.take(batch.token_ids)
         found = jax.ShapeDtypeStruct((len(batch.token_ids), table.shape[1]), table.dtype)
-        sends = batch.peers is not None and all_reduce.supports(found, batch.peers)
+        sends = batch.peers is not None and all_reduce.why_not(found, batch.peers) is None
         return jax.shard_map(
             functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
             in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(table.mesh)),
@@ -91,7 +91,7 @@ def gathered(
         return logits
     axis = sharding.spec[1]
     shard = jax.ShapeDtypeStruct(sharding.shard_shape(logits.shape), logits.dtype)
-    if peers is None or not all_gather.supports(shard, peers):
+    if peers is None or all_gather.why_not(shard, peers) is not None:
         return jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec(None, None)))
     return jax.shard_map(
         functools.partial(all_gather.all_gather, axis_name=axis, implementation=kernels),

@@ -70,7 +70,7 @@ def linear_of_few_rows(
         kernels != "sm90"
         or weight.why_not_plain() is not None
         or shard.shape[-1] != weight.shape[-1]
-        or not small_matmul.supports(x, matrix)
+        or small_matmul.why_not(x, matrix) is not None
     ):
         return linear(x, weight, output_dtype=output_dtype)
 

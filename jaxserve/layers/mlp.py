@@ -138,7 +138,7 @@ def _gated_linear_unit(
         or not (isinstance(activation, str) and activation in FUSED_ACTIVATIONS)
         or bias is not None
         or weight.why_not_plain() is not None
-        or not fused.supports(x, weight.shard)
+        or fused.why_not(x, weight.shard) is not None
     ):
         gate_up = linear(x, weight, bias)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])

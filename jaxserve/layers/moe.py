@@ -21,7 +21,7 @@ from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight, partition_specs
-from pallas_kernels.expert_routing import Routing, expert_routing, why_unsupported
+from pallas_kernels.expert_routing import Routing, expert_routing, why_not
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.peers import PeerBuffers
 
@@ -277,7 +277,7 @@ def _run_local_experts(
 @functools.cache  # said once, not for each layer of each step
 def _routing_kernels(num_tokens: int, routing: Routing, kernels: Kernels) -> Kernels:
     """What routes the tokens of a step."""
-    reason = None if kernels == "xla" else why_unsupported(num_tokens, routing)
+    reason = None if kernels == "xla" else why_not(num_tokens, routing)
     if reason is None:
         return kernels
     logger.warning("tokens are routed to experts by XLA's kernels, a dozen instead of one: %s", reason)

@@ -74,7 +74,7 @@ def add_rms_norm(
                 out_specs=everywhere,
                 check_vma=False,
             )(x, update, weight, peers)
-    if kernels == "xla" or not fused.supports(x.shape[1], x.dtype):
+    if kernels == "xla" or fused.why_not(x.shape[1], x.dtype) is not None:
         total = x + update
         return total, rms_norm(total, weight, eps)
     with jax.named_scope("norm"):

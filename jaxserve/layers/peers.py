@@ -62,8 +62,8 @@ def abstract_peers(
         dtype=jnp.float32,
         num_pieces=all_gather.num_pieces(share, jnp.float32),
     )
-    takes_sums = all_reduce.supports(jax.ShapeDtypeStruct((1, hidden_size), dtype), sums)
-    takes_logits = all_gather.supports(jax.ShapeDtypeStruct((1, share), jnp.float32), logits)
+    takes_sums = all_reduce.why_not(jax.ShapeDtypeStruct((1, hidden_size), dtype), sums) is None
+    takes_logits = all_gather.why_not(jax.ShapeDtypeStruct((1, share), jnp.float32), logits) is None
     return Peers(sums if takes_sums else None, logits if takes_logits and vocab_size % num_devices == 0 else None)
 
 
@@ -72,7 +72,7 @@ def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernel
     sharding = jax.typeof(x).sharding
     if not sharding.spec.unreduced:
         return x
-    if peers is None or not all_reduce.supports(x, peers):
+    if peers is None or all_reduce.why_not(x, peers) is not None:
         return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
     return jax.shard_map(
         functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=kernels),

@@ -20,18 +20,22 @@ MAX_VALUES_PER_THREAD = 128  # float32, two of them at a time: more would not fi
 def add_rms_norm_sm90(
     x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], *, eps: float
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """See `add_rms_norm`. Raises NotImplementedError for what `supports` does not."""
-    if not supports(x.shape[1], x.dtype) or update.dtype != x.dtype:
-        raise NotImplementedError(
-            f"rows must be bfloat16 or float16, of a multiple of {THREADS} and up to "
-            f"{THREADS * MAX_VALUES_PER_THREAD} values, got {x.shape[1]} in {x.dtype} and {update.dtype}"
-        )
+    """See `add_rms_norm`. Raises NotImplementedError with the reason of `why_not`, or for types that differ."""
+    if (reason := why_not(x.shape[1], x.dtype)) is not None:
+        raise NotImplementedError(reason)
+    if update.dtype != x.dtype:
+        raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
     return _kernel(x, update, weight, eps=eps)
 
 
-def supports(size: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernel takes rows of `size` values of this dtype."""
-    return dtype in (jnp.bfloat16, jnp.float16) and size % THREADS == 0 and size <= THREADS * MAX_VALUES_PER_THREAD
+def why_not(size: int, dtype: jnp.dtype) -> str | None:
+    """Return why the kernel does not take rows of `size` values of this dtype, or None if it does."""
+    if dtype in (jnp.bfloat16, jnp.float16) and size % THREADS == 0 and size <= THREADS * MAX_VALUES_PER_THREAD:
+        return None
+    return (
+        f"rows must be bfloat16 or float16, of a multiple of {THREADS} and up to {THREADS * MAX_VALUES_PER_THREAD} "
+        f"values, got {size} in {dtype}"
+    )
 
 
 @functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel

@@ -22,23 +22,24 @@ def num_pieces(size: int, dtype: jax.typing.DTypeLike) -> int:
     return math.ceil(size * jax.numpy.dtype(dtype).itemsize / device.PIECE)
 
 
-def supports(part: Shaped[Array | jax.ShapeDtypeStruct, "T C"], peers: PeerBuffers) -> bool:
-    """Whether the kernel takes such columns, with these buffers: arrays, or their shapes."""
+def why_not(part: Shaped[Array | jax.ShapeDtypeStruct, "T C"], peers: PeerBuffers) -> str | None:
+    """Return why the kernel does not take such columns, arrays or their shapes, with these buffers; None if it does."""
     *_, num_rows, size = peers.inbox.shape
     fits = part.shape[0] <= num_rows and part.shape[1] == size and part.dtype == peers.inbox.dtype
     is_cut = peers.calls.shape[-1] == num_pieces(size, part.dtype)
-    return fits and is_cut and size * part.dtype.itemsize % device.UNIT == 0
+    if fits and is_cut and size * part.dtype.itemsize % device.UNIT == 0:
+        return None
+    return (
+        f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, in {peers.calls.shape[-1]} "
+        f"pieces, got {part.shape[0]} of {part.shape[1]} in {part.dtype}; rows are of a multiple of {device.UNIT} "
+        "bytes"
+    )
 
 
 def all_gather_sm90(part: Shaped[Array, "T C"], peers: PeerBuffers) -> Shaped[Array, "T columns"]:
-    """See `all_gather`. Raises NotImplementedError for what `supports` does not."""
-    if not supports(part, peers):
-        *_, num_rows, size = peers.inbox.shape
-        raise NotImplementedError(
-            f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, in {peers.calls.shape[-1]} "
-            f"pieces, got {part.shape[0]} of {part.shape[1]} in {part.dtype}; rows are of a multiple of {device.UNIT} "
-            "bytes"
-        )
+    """See `all_gather`. Raises NotImplementedError with the reason of `why_not`."""
+    if (reason := why_not(part, peers)) is not None:
+        raise NotImplementedError(reason)
     return _kernel(part, peers)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.add_rms_norm import supports as add_rms_norm_supports
+from pallas_kernels.add_rms_norm import why_not as why_not_normed
 from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
 from pallas_kernels.peers import PeerBuffers
 
@@ -54,13 +54,16 @@ def all_reduce_add_rms_norm(
     return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps, implementation=implementation)
 
 
-def supports(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | None) -> bool:
-    """Whether "sm90" takes such rows, with these buffers: arrays, or their shapes."""
-    if peers is None:
-        return add_rms_norm_supports(x.shape[1], x.dtype)
-    *_, num_rows, size = peers.inbox.shape
-    fits = x.shape[0] <= num_rows and x.shape[1] == size and x.dtype == peers.inbox.dtype
-    return fits and add_rms_norm_supports(size, x.dtype)
+def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | None) -> str | None:
+    """Return why "sm90" does not take such rows, arrays or their shapes, with these buffers; None if it does."""
+    if peers is not None:
+        *_, num_rows, size = peers.inbox.shape
+        if x.shape[0] > num_rows or x.shape[1] != size or x.dtype != peers.inbox.dtype:
+            return (
+                f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
+                f"{x.shape[1]} in {x.dtype}"
+            )
+    return why_not_normed(x.shape[1], x.dtype)
 
 
 def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:

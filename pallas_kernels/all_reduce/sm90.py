@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, supports
+from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, why_not
 from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
@@ -32,13 +32,13 @@ def all_reduce_add_rms_norm_sm90(
     *,
     eps: float,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """See `all_reduce_add_rms_norm`. Raises NotImplementedError for what `supports` does not."""
+    """See `all_reduce_add_rms_norm`. Raises NotImplementedError with the reason of `why_not`."""
     _check(x, part, peers)
     return _sum_with_norm(x, part, weight, peers, eps=eps)
 
 
 def all_reduce_sm90(part: Float[Array, "T E"], peers: PeerBuffers) -> Float[Array, "T E"]:
-    """See `all_reduce`. Raises NotImplementedError for what `supports` does not."""
+    """See `all_reduce`. Raises NotImplementedError with the reason of `why_not`."""
     _check(part, part, peers)
     return _sum(part, peers)
 
@@ -50,8 +50,8 @@ def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
             f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
             f"{x.shape[1]} in {x.dtype} and {part.dtype}"
         )
-    if not supports(size, x.dtype):
-        raise NotImplementedError(f"rows of {size} values in {x.dtype}: see `add_rms_norm`")
+    if (reason := why_not(size, x.dtype)) is not None:
+        raise NotImplementedError(reason)
 
 
 # By jax.jit, so that all layers of a step share one compiled kernel.

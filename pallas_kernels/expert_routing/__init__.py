@@ -2,6 +2,6 @@
 
 from pallas_kernels.expert_routing.op import Implementation, expert_routing
 from pallas_kernels.expert_routing.routing import Routed, Routing
-from pallas_kernels.expert_routing.sm90 import why_unsupported
+from pallas_kernels.expert_routing.sm90 import why_not
 
-__all__ = ["Implementation", "Routed", "Routing", "expert_routing", "why_unsupported"]
+__all__ = ["Implementation", "Routed", "Routing", "expert_routing", "why_not"]

@@ -32,7 +32,7 @@ def expert_routing(
 
     "sm90" is one Mosaic kernel for Hopper GPUs, two where tokens are many; "xla" runs anywhere. Raises ValueError for
     an unknown implementation or numbers that do not fit together; NotImplementedError for what "sm90" cannot do, which
-    `why_unsupported` says.
+    `why_not` says.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

@@ -57,7 +57,7 @@ def heuristic(num_tokens: int, num_local_experts: int) -> Config:
     )
 
 
-def why_unsupported(num_tokens: int, routing: Routing) -> str | None:
+def why_not(num_tokens: int, routing: Routing) -> str | None:
     """What the kernels cannot do, with any number of local experts; None: they can."""
     num_choices = num_tokens * routing.num_experts_per_token
     if routing.num_experts > MAX_EXPERTS:
@@ -86,7 +86,7 @@ def expert_routing_sm90(
 
     `interpret` replaces what the interpreter on a CPU lacks.
     """
-    reason = why_unsupported(len(logits), routing)
+    reason = why_not(len(logits), routing)
     if reason is not None:
         raise NotImplementedError(reason)
     config = config or heuristic(len(logits), num_local_experts)

@@ -3,24 +3,12 @@
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_linear_unit.sm90 import check_supported, gated_linear_unit_sm90
+from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.small_matmul.xla import matmul_xla
 
 Implementation = Literal["xla", "sm90"]
-
-
-def supports(
-    x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "2 N K"]
-) -> bool:
-    """Whether "sm90" multiplies such rows by such a weight: arrays, or their shapes."""
-    try:
-        check_supported(x, weight)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def gated_linear_unit(

@@ -43,21 +43,20 @@ def heuristic(num_rows: int) -> Config:
     return Config(outputs=112, cluster=1) if num_rows <= 512 else Config(outputs=128, cluster=2)
 
 
-def check_supported(
+def why_not(
     x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "2 N K"]
-) -> None:
-    """Raises NotImplementedError with the reason if the kernel cannot do it."""
+) -> str | None:
+    """Return why the kernel cannot do it, of arrays or their shapes, or None if it can."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"the gated linear unit takes bfloat16 or float16, got x of {x.dtype} and a weight of {weight.dtype}"
-        )
+        return f"the gated linear unit takes bfloat16 or float16, got x of {x.dtype} and a weight of {weight.dtype}"
     if x.shape[0] < TILE:
-        raise NotImplementedError(f"the gated linear unit takes at least {TILE} rows, got {x.shape[0]}")
+        return f"the gated linear unit takes at least {TILE} rows, got {x.shape[0]}"
     if x.shape[1] % COLUMNS or weight.shape[1] % 8 or weight.shape[1] < TILE:
-        raise NotImplementedError(
+        return (
             f"the gated linear unit takes K in multiples of {COLUMNS} and outputs in multiples of 8, at least {TILE}, "
             f"got a weight of shape {weight.shape}"
         )
+    return None
 
 
 # Jitted: the layers of a model share one trace and one compilation.
@@ -74,7 +73,8 @@ def gated_linear_unit_sm90(
 
     `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    check_supported(x, weight)
+    if (reason := why_not(x, weight)) is not None:
+        raise NotImplementedError(reason)
     (num_rows, depth), num_outputs = x.shape, weight.shape[1]
     config = config or heuristic(num_rows)
     problem = Problem(

@@ -5,8 +5,8 @@ from pallas_kernels.layer_matmuls.op import (
     Weights,
     decode_layer,
     layer_matmuls,
-    supports,
-    supports_attention,
+    why_not,
+    why_not_attention,
 )
 
-__all__ = ["Implementation", "Weights", "decode_layer", "layer_matmuls", "supports", "supports_attention"]
+__all__ = ["Implementation", "Weights", "decode_layer", "layer_matmuls", "why_not", "why_not_attention"]

@@ -7,12 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write import rope_and_write_kv
-from pallas_kernels.layer_matmuls.sm90 import (
-    check_attention_supported,
-    check_supported,
-    decode_layer_sm90,
-    layer_matmuls_sm90,
-)
+from pallas_kernels.layer_matmuls import sm90
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 
@@ -30,13 +25,9 @@ class Weights(NamedTuple):
     """Of the next layer; None behind the last one."""
 
 
-def supports(heads: Float[Array | jax.ShapeDtypeStruct, "M A"], weights: Weights) -> bool:
-    """Whether "sm90" takes them: arrays, or their shapes."""
-    try:
-        check_supported(heads, weights.o, weights.gate_up, weights.down, weights.qkv)
-    except NotImplementedError:
-        return False
-    return True
+def why_not(heads: Float[Array | jax.ShapeDtypeStruct, "M A"], weights: Weights) -> str | None:
+    """Return why "sm90" does not take them, arrays or their shapes, or None if it does."""
+    return sm90.why_not(heads, weights.o, weights.gate_up, weights.down, weights.qkv)
 
 
 def layer_matmuls(
@@ -68,24 +59,21 @@ def layer_matmuls(
         inner = matmul(normed, weights.gate_up, activation=activation)
         x, normed = matmul_then_norm(inner, weights.down, residual=x, gain=gains[1], eps=eps)
         return x, normed.rows() if weights.qkv is None else matmul(normed, weights.qkv)
-    return layer_matmuls_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
+    return sm90.layer_matmuls_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
 
 
-def supports_attention(
+def why_not_attention(
     qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"],
     k_pages: Float[Array | jax.ShapeDtypeStruct, "P K S D"],
     weights: Weights,
     *,
     half: int,
-) -> bool:
-    """Whether `decode_layer` has an "sm90" for them: arrays, or their shapes; rotations turn `half` pairs of a head."""
-    if not supports(_heads_of(qkv), weights):
-        return False
-    try:
-        check_attention_supported(qkv, k_pages, half)
-    except NotImplementedError:
-        return False
-    return True
+) -> str | None:
+    """Return why `decode_layer` has no "sm90" for them, arrays or their shapes, or None if it has one.
+
+    Rotations turn `half` pairs of a head.
+    """
+    return why_not(_heads_of(qkv), weights) or sm90.why_not_attention(qkv, k_pages, half)
 
 
 def decode_layer(
@@ -127,9 +115,9 @@ def decode_layer(
         heads = heads.reshape(len(q), -1)
         x, y = layer_matmuls(heads, residual, weights, gains, activation=activation, eps=eps)
         return x, y, k_pages, v_pages
-    check_supported(_heads_of(qkv), weights.o, weights.gate_up, weights.down, weights.qkv)
-    check_attention_supported(qkv, k_pages, rotation[0].shape[1])
-    return decode_layer_sm90(
+    if (reason := why_not_attention(qkv, k_pages, weights, half=rotation[0].shape[1])) is not None:
+        raise NotImplementedError(reason)
+    return sm90.decode_layer_sm90(
         qkv,
         k_pages,
         v_pages,

@@ -62,43 +62,43 @@ class Config:
     """Whether thread blocks may share tiles."""
 
 
-def check_supported(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
-    """Raises NotImplementedError with the reason if the kernel cannot do it: arrays, or their shapes."""
+def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None:
+    """Return why the kernel cannot do it, of arrays or their shapes, or None if it can."""
     if not heads.shape[0]:
-        raise NotImplementedError("at least one row")
+        return "at least one row"
     if num_sms() < NUM_SMS:
-        raise NotImplementedError(f"a GPU of {NUM_SMS} multiprocessors, whose thread blocks run at once: {num_sms()}")
+        return f"a GPU of {NUM_SMS} multiprocessors, whose thread blocks run at once: {num_sms()}"
     if heads.shape[0] > MAX_ROWS:
-        raise NotImplementedError(f"at most {MAX_ROWS} rows, got {heads.shape[0]}")
+        return f"at most {MAX_ROWS} rows, got {heads.shape[0]}"
     for name, array in (("heads", heads), ("o", o), ("gate_up", gate_up), ("down", down), ("qkv", qkv)):
         if array is None:
             continue
         if array.dtype != jnp.bfloat16:
             # In float16 what stands between two matmuls, times a norm's gain and not yet divided, might overflow.
-            raise NotImplementedError(f"bfloat16, got {name} of {array.dtype}")
+            return f"bfloat16, got {name} of {array.dtype}"
         if array.shape[-1] % 64 or (name != "heads" and (array.shape[-2] % 8 or array.shape[-2] < 64)):
-            raise NotImplementedError(
-                f"K in multiples of 64 and outputs in multiples of 8, at least 64, got {name} of shape {array.shape}"
-            )
+            return f"K in multiples of 64 and outputs in multiples of 8, at least 64, got {name} of shape {array.shape}"
     for name, array, halves in (("o", o, 1), ("gate_up", gate_up, 2), ("down", down, 1), ("qkv", qkv, 1)):
         if array is not None and array.shape[-2] > MAX_ROUNDS * NUM_SMS * 8 * (MAX_WIDTH // (8 * halves)):
-            raise NotImplementedError(f"at most {MAX_ROUNDS} rounds of tiles, got {name} of shape {array.shape}")
+            return f"at most {MAX_ROUNDS} rounds of tiles, got {name} of shape {array.shape}"
+    return None
 
 
-def check_attention_supported(qkv: Any, k_pages: Any, half: int) -> None:
-    """Raises NotImplementedError with the reason if the kernel cannot attend: arrays, or their shapes."""
+def why_not_attention(qkv: Any, k_pages: Any, half: int) -> str | None:
+    """Return why the kernel cannot attend, of arrays or their shapes, or None if it can."""
     num_rows, _, members, head_dim = qkv.shape
     block_size = k_pages.shape[2]
     if num_rows > MAX_ATTENDING_ROWS:
-        raise NotImplementedError(f"at most {MAX_ATTENDING_ROWS} rows, got {num_rows}")
+        return f"at most {MAX_ATTENDING_ROWS} rows, got {num_rows}"
     if head_dim not in (64, 128) or half != head_dim // 2:
-        raise NotImplementedError(f"whole heads of 64 or 128, got {head_dim} of which {2 * half} are turned")
+        return f"whole heads of 64 or 128, got {head_dim} of which {2 * half} are turned"
     if members - 2 > attention.ROWS:
-        raise NotImplementedError(f"at most {attention.ROWS} queries a KV head, got {members - 2}")
+        return f"at most {attention.ROWS} queries a KV head, got {members - 2}"
     if k_pages.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"bfloat16, got pages of {k_pages.dtype}")
+        return f"bfloat16, got pages of {k_pages.dtype}"
     if block_size not in (8, 16, 32, 64):
-        raise NotImplementedError(f"pages of 8, 16, 32 or 64 tokens, got {block_size}")
+        return f"pages of 8, 16, 32 or 64 tokens, got {block_size}"
+    return None
 
 
 class Product(NamedTuple):
@@ -224,7 +224,8 @@ def layer_matmuls_sm90(
 
     `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks: each matmul is a kernel then.
     """
-    check_supported(heads, o, gate_up, down, qkv)
+    if (reason := why_not(heads, o, gate_up, down, qkv)) is not None:
+        raise NotImplementedError(reason)
     values = {"heads": _pad_rows(heads), "o": o, "gate_up": gate_up, "down": down, "qkv": qkv}
     results = _run_all(
         None, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.small_matmul.sm90 import Epilogue, check_supported, heuristic, matmul_sm90
+from pallas_kernels.small_matmul.sm90 import Epilogue, heuristic, matmul_sm90, why_not
 from pallas_kernels.small_matmul.xla import matmul_xla, rms_norm
 
 Implementation = Literal["xla", "sm90"]
@@ -38,15 +38,6 @@ class Normed:
         num_rows, size = self.values.shape
         scale = jax.lax.rsqrt(jnp.sum(self.squares[:num_rows], axis=1, keepdims=True) / size + self.eps)
         return (self.values.astype(jnp.float32) * scale).astype(self.values.dtype)
-
-
-def supports(x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "..."]) -> bool:
-    """Whether "sm90" multiplies such rows by such a weight: arrays, or their shapes."""
-    try:
-        check_supported(x, weight)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def matmul(
@@ -142,7 +133,8 @@ def _run(
             output_dtype=output_dtype,
         )
         return y, None if gain is None else Normed(rms_norm(y, gain, eps), None, eps)
-    check_supported(rows.values, weight)
+    if (reason := why_not(rows.values, weight)) is not None:
+        raise NotImplementedError(reason)
     config = heuristic(
         rows.values.shape[0],
         weight.shape[-2],

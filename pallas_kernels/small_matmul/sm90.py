@@ -118,18 +118,19 @@ class _Problem(NamedTuple):
         return -(-self.depth // (self.config.block_k * self.config.cluster))
 
 
-def check_supported(
+def why_not(
     x: Float[Array | jax.ShapeDtypeStruct, "M K"], weight: Float[Array | jax.ShapeDtypeStruct, "*outputs K"]
-) -> None:
-    """Raises NotImplementedError with the reason if the kernel cannot do it."""
+) -> str | None:
+    """Return why the kernel cannot do it, of arrays or their shapes, or None if it can."""
     if x.shape[0] > MAX_ROWS:
-        raise NotImplementedError(f"at most {MAX_ROWS} rows, got {x.shape[0]}")
+        return f"at most {MAX_ROWS} rows, got {x.shape[0]}"
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"x and weight both bfloat16 or both float16, got {x.dtype} and {weight.dtype}")
+        return f"x and weight both bfloat16 or both float16, got {x.dtype} and {weight.dtype}"
     if x.shape[1] % 64 or weight.shape[-2] % 8 or weight.shape[-2] < MIN_OUTPUTS:
-        raise NotImplementedError(
+        return (
             f"K in multiples of 64 and outputs in multiples of 8, at least {MIN_OUTPUTS}, got a weight {weight.shape}"
         )
+    return None
 
 
 def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int, num_results: int) -> Config:

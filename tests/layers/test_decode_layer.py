@@ -60,8 +60,10 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     plain = getattr(module, kernel)
     monkeypatch.setattr(module, kernel, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
-    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: kernel == "layer_matmuls")
-    monkeypatch.setattr(layer_matmuls, "supports_attention", lambda *_, **__: kernel == "decode_layer")
+    monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None if kernel == "layer_matmuls" else "not here")
+    monkeypatch.setattr(
+        layer_matmuls, "why_not_attention", lambda *_, **__: None if kernel == "decode_layer" else "not here"
+    )
     got = run()
     assert calls
     np.testing.assert_allclose(got[0][:4], want[0][:4], atol=2e-5)  # of padding they mean nothing
@@ -83,8 +85,8 @@ def test_an_attention_of_ones_own_is_called(monkeypatch):
         return paged_attention(*args, **options)
 
     monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
-    monkeypatch.setattr(layer_matmuls, "supports", lambda *_: True)
-    monkeypatch.setattr(layer_matmuls, "supports_attention", lambda *_, **__: True)
+    monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
+    monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
     family.forward(params, config, make_batch([5, 1]), KVCache(*pools), attention)
     assert len(calls) == config.num_layers
 

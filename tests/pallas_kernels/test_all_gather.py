@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from peer_cases import make_mesh, needs_two_gpus
 
-from pallas_kernels.all_gather import all_gather, num_pieces, supports
+from pallas_kernels.all_gather import all_gather, num_pieces, why_not
 from pallas_kernels.deviceless import compile_for_h200, h200_mesh
 from pallas_kernels.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
@@ -71,7 +71,7 @@ def test_what_it_takes():
         ((4, 256), jnp.int32, peers, False),
         ((4, 5), jnp.float32, buffers(mesh, 4, 5), False),  # 20 bytes
     ]:
-        assert supports(jax.ShapeDtypeStruct(shape, dtype), sent) == takes
+        assert (why_not(jax.ShapeDtypeStruct(shape, dtype), sent) is None) == takes
     x = jnp.zeros((5, 256), jnp.float32)
     call = functools.partial(all_gather, x, peers, axis_name="tensor")
     with pytest.raises(NotImplementedError, match=r"room for 4 rows of 256 .* in 1 pieces, got 5 of 256 in float32"):

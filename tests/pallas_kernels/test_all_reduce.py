@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from peer_cases import make_mesh, needs_two_gpus
 
-from pallas_kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, supports
+from pallas_kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, why_not
 from pallas_kernels.deviceless import compile_for_h200, h200_mesh
 from pallas_kernels.peers import abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
@@ -116,7 +116,7 @@ def test_what_it_takes():
         ((4, 256), jnp.float16, peers, False),
         ((4, 192), jnp.bfloat16, odd, False),
     ]:
-        assert supports(jax.ShapeDtypeStruct(shape, dtype), buffers) == takes
+        assert (why_not(jax.ShapeDtypeStruct(shape, dtype), buffers) is None) == takes
 
     call = functools.partial(all_reduce_add_rms_norm, axis_name="tensor", eps=EPS, implementation="sm90")
     x, weight = jnp.zeros((5, 256), jnp.bfloat16), jnp.zeros(256, jnp.bfloat16)

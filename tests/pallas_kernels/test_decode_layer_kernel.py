@@ -11,7 +11,7 @@ from interpreting import interpret
 from test_layer_matmuls import FEW_SMS, cut_for
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.layer_matmuls import Weights, decode_layer, supports_attention
+from pallas_kernels.layer_matmuls import Weights, decode_layer, why_not_attention
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_done_is_said(changes, error, reason):
     with pytest.raises(error, match=reason):
         jax.eval_shape(lambda args, of_rows: run(*args, **of_rows), args, of_rows)
     if error is NotImplementedError and "residual" not in changes:
-        assert not supports_attention(args[0], args[1], weights, half=half)
+        assert why_not_attention(args[0], args[1], weights, half=half) is not None
 
 
 def test_unknown_implementation_is_refused():

@@ -12,7 +12,7 @@ import pytest
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.gated_linear_unit import gated_linear_unit, supports
+from pallas_kernels.gated_linear_unit import gated_linear_unit, why_not
 from pallas_kernels.gated_linear_unit.sm90 import Config, gated_linear_unit_sm90, heuristic
 
 # Of the norm of the result, which is rounded to 8 or 11 bits.
@@ -89,7 +89,7 @@ def test_compiles_without_spilling(num_rows):
 )
 def test_what_the_kernel_cannot_do_is_said(x, weight, dtype, reason):
     x, weight = jnp.zeros(x, dtype), jnp.zeros(weight, dtype)
-    assert not supports(x, weight)
+    assert why_not(x, weight) is not None
     with pytest.raises(NotImplementedError, match=reason):
         gated_linear_unit(x, weight, activation=jax.nn.silu, implementation="sm90")
 

@@ -13,7 +13,7 @@ import pytest
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.layer_matmuls import Weights, attention, kernel, layer_matmuls, sm90, supports
+from pallas_kernels.layer_matmuls import Weights, attention, kernel, layer_matmuls, sm90, why_not
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, cut_all, heuristic, layer_matmuls_sm90
 
@@ -122,7 +122,7 @@ def test_unknown_implementation_is_refused():
 )
 def test_what_the_kernel_cannot_do_is_said(sizes, reason):
     heads, residual, weights, gains = jax.eval_shape(functools.partial(make_case_of_zeros, **sizes))
-    assert not supports(heads, weights)
+    assert why_not(heads, weights) is not None
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(lambda *case: run(case), heads, residual, weights, gains)
 
