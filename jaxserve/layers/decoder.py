@@ -21,6 +21,7 @@ from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
 from jaxserve.layers.moe import Routing, can_leave_shares, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.rope import Rope, rotations
 from pallas_kernels import all_reduce
 
@@ -143,17 +144,32 @@ def decoder(
     shared = {"attention": attention, "rotation": rotation, "head_norm_eps": config.norm_eps}
     windows = sliding_windows or [None] * config.num_layers
     views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(windows)]
-    if isinstance(activation, str) and decode_layer.supports(params["layers"], x, batch, activation=activation):
+    step = StepShape(
+        num_rows=len(x),
+        dtype=x.dtype,
+        kernels=batch.kernels,
+        is_decode_only=batch.is_decode_only,
+        peers=batch.peers,
+    )
+    shapes = layer_shapes(
+        params["layers"],
+        [kv_cache.of_layer(index)[0] for index in range(config.num_layers)],
+        activation=activation,
+        sliding_windows=windows,
+        num_rotated=rotation[0].shape[1],
+        has_own_attention=attention is not paged_attention,
+    )
+    kinds = [path.kind for path in choose(shapes, step)]
+    if Kind.OPERATIONS not in kinds and isinstance(activation, str):
         attends = [functools.partial(attend_heads, **view, **shared) for view in views]
         return decode_layer.decode_layers(
             params,
             x,
             batch,
             kv_cache,
+            kinds=kinds,
             attends=attends,
-            may_be_one_kernel=attention is paged_attention,
             rotation=rotation,
-            sliding_windows=windows,
             activation=ACTIVATIONS[activation],
             eps=config.norm_eps,
         )
@@ -179,6 +195,30 @@ def decoder(
         blocks,
         finish=lambda x, update: add_norm(x, update, params["norm"])[1],
     )
+
+
+def layer_shapes(
+    layers: Sequence[Params],
+    pages: Sequence[Any],
+    *,
+    activation: str | Gate,
+    sliding_windows: Sequence[int | None],
+    num_rotated: int | None,
+    has_own_attention: bool = False,
+) -> list[LayerShape]:
+    """Return what the layers of a decoder are made of, with an entry a layer of all but the last three."""
+    return [
+        LayerShape(
+            weights=layer,
+            following=following,
+            pages=pool,
+            activation=activation,
+            sliding_window=window,
+            num_rotated=num_rotated,
+            has_own_attention=has_own_attention,
+        )
+        for layer, following, pool, window in zip(layers, [*layers[1:], None], pages, sliding_windows, strict=True)
+    ]
 
 
 def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:

@@ -10,10 +10,14 @@ import pytest
 from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.layers import decode_layer
+from jaxserve.layers import paths
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
+from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
+from jaxserve.layers.paths import Kind, StepShape, choose, describe
+from jaxserve.layers.weight import Quantized
+from jaxserve.quantization.scheme import SCHEMES, Parts
 from pallas_kernels import layer_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
 
@@ -29,6 +33,10 @@ from pallas_kernels.deviceless import compile_for_h200
         ("llama", 1, "layer_matmuls"),
         ("llama", None, "decode_layer"),
         ("llama", 1, "decode_layer"),
+        ("qwen2", None, "matmul"),
+        ("qwen2", 2, "matmul"),
+        ("qwen2", 1, "layer_matmuls"),
+        ("qwen2", None, "decode_layer"),
     ],
 )
 def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
@@ -50,7 +58,7 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
         return family.forward(params, config, batch, kv_cache, paged_attention)
 
     def run():
-        jax.clear_caches()  # `supports` is no argument
+        jax.clear_caches()  # what kernels take is no argument
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return jax.device_get(forward(*given))
 
@@ -59,7 +67,7 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     module = small_matmul if kernel == "matmul" else layer_matmuls
     plain = getattr(module, kernel)
     monkeypatch.setattr(module, kernel, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
-    monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None if kernel == "layer_matmuls" else "not here")
     monkeypatch.setattr(
         layer_matmuls, "why_not_attention", lambda *_, **__: None if kernel == "decode_layer" else "not here"
@@ -84,68 +92,116 @@ def test_an_attention_of_ones_own_is_called(monkeypatch):
         calls.append(args)
         return paged_attention(*args, **options)
 
-    monkeypatch.setattr(decode_layer, "supports", lambda *_, **__: True)
+    monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
     family.forward(params, config, make_batch([5, 1]), KVCache(*pools), attention)
     assert len(calls) == config.num_layers
 
 
-def test_what_it_takes():
-    _, _, params = make_model("llama", hidden_size=128)
-    layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
-    x = jnp.zeros((16, 128), jnp.bfloat16)
-    batch = make_batch([1, 2, 3, 4] * 4, "sm90")
-    supports = functools.partial(decode_layer.supports, activation="silu")
-    assert supports(layers, x, batch)
-    assert not supports(layers, x, batch.replace(kernels="xla"))
-    assert supports(layers, x, batch.replace(is_decode_only=False))
-    for num_rows in (1, 4, 64, 65):
-        assert supports(layers, jnp.zeros((num_rows, 128), jnp.bfloat16), batch) == (num_rows < 65)
-    assert not supports(params["layers"], x.astype(jnp.float32), batch)
-    halves = [jax.tree.map(lambda x: x.astype(jnp.float16), layer) for layer in layers]
-    assert not supports(halves, x.astype(jnp.float16), batch)
-    biased = [layer | {"mlp": layer["mlp"] | {"down_bias": jnp.zeros(128, jnp.bfloat16)}} for layer in layers]
-    assert not supports(biased, x, batch)
-    assert not supports(layers, x, batch, activation="relu")
+def shapes_of(layers, *, activation="silu", window=None, half=32, own_attention=False, pages=None):
+    if pages is None:
+        num_kv_heads, _, head_dim, _ = layers[0]["attention"]["qkv"].shape
+        pages = jnp.zeros((NUM_BLOCKS, num_kv_heads, 8, head_dim), jnp.bfloat16)
+    return layer_shapes(
+        layers,
+        [pages] * len(layers),
+        activation=activation,
+        sliding_windows=[window] * len(layers),
+        num_rotated=half,
+        has_own_attention=own_attention,
+    )
+
+
+def step_of(num_rows=16, **changes):
+    options = {"dtype": jnp.dtype(jnp.bfloat16), "kernels": "sm90", "is_decode_only": True, "peers": None}
+    return StepShape(num_rows=num_rows, **options | changes)
+
+
+def bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
 @pytest.mark.parametrize(
-    ("changes", "takes"),
+    ("change", "step", "reason"),
     [
-        ({}, True),
-        ({"is_last": True}, True),
-        ({"num_devices": 1}, True),
-        ({"num_devices": 2}, False),
-        ({"is_decode_only": False}, False),
-        ({"sliding_window": 8}, False),
-        ({"norms": ("q_norm", "k_norm")}, False),
-        ({"norms": ("q_norm",)}, False),
-        ({"norms": ("k_norm",)}, False),
-        ({"half": 16}, False),
+        ({}, {"num_rows": 1}, None),
+        ({}, {"num_rows": 64}, None),
+        ({}, {"is_decode_only": False}, None),
+        ({"attention": "qkv_bias"}, {}, None),
+        ({"attention": "q_norm"}, {}, None),
+        ({}, {"num_rows": 65}, "qkv: at most 64 rows, got 65"),
+        ({}, {"kernels": "xla"}, "XLA makes the kernels"),
+        ({}, {"dtype": jnp.dtype(jnp.float32)}, "needs bfloat16, got float32"),
+        ({}, {"dtype": jnp.dtype(jnp.float16)}, "needs bfloat16, got float16"),
+        ({"activation": "relu"}, {}, "no matmul has the activation relu"),
+        ({"mlp": "down_bias"}, {}, "the feed-forward has down_bias and lacks nothing"),
+        ({"attention": "out_bias"}, {}, "the attention has out_bias"),
+        ({"attention": "sinks"}, {}, "the attention has sinks"),
+        ({"layer": "mlp_post_norm"}, {}, "the layer has mlp_post_norm and lacks nothing"),
+        ({"scheme": "int4"}, {}, "qkv: it is stored as int4 in groups of 128"),
     ],
     ids=str,
 )
-def test_which_layers_are_one_kernel(changes, takes):
-    options = {"is_last": False, "num_devices": None, "is_decode_only": True, "sliding_window": None}
-    options |= {"norms": (), "half": 32} | changes
+def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, reason):
+    _, _, params = make_model("llama", hidden_size=128)
+    layers = bfloat16(params["layers"])
+    for where in ("attention", "mlp", "layer"):
+        if where in change:
+            part = layers[1] if where == "layer" else layers[1][where]
+            part[change[where]] = jnp.zeros(128, jnp.bfloat16)
+    if "scheme" in change:
+        scheme = SCHEMES[change["scheme"]]
+        values = np.asarray(layers[1]["attention"]["qkv"].values, np.float32)
+        parts = scheme.quantize(values.reshape(-1, 128))
+        parts = Parts(*(part if part is None else part.reshape(*values.shape[:3], -1) for part in parts))
+        layers[1]["attention"]["qkv"] = Quantized(jax.tree.map(jnp.asarray, parts), scheme, jnp.dtype(jnp.bfloat16))
+    found = choose(shapes_of(layers, activation=change.get("activation", "silu")), step_of(**step))
+    assert len(found) == len(layers)
+    assert len({path.kind == Kind.OPERATIONS for path in found}) == 1
+    if reason is None:
+        assert found[0].kind != Kind.OPERATIONS
+    else:
+        assert reason in found[0].reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"num_rows": 16}, None),
+        ({"num_devices": 1}, None),
+        ({"bias": True}, None),
+        ({"num_rows": 17}, "at most 16 rows, got 17"),
+        ({"num_devices": 2}, "devices have heads of their own"),
+        ({"is_decode_only": False}, "several tokens"),
+        ({"window": 8}, "a window of 8"),
+        ({"own_attention": True}, "not that of serving"),
+        ({"norms": ("q_norm", "k_norm")}, "the attention has k_norm, q_norm"),
+        ({"norms": ("q_norm",)}, "the attention has q_norm"),
+        ({"norms": ("k_norm",)}, "the attention has k_norm"),
+        ({"half": 16}, "whole heads of 64 or 128, got 64 of which 32 are turned"),
+        ({"half": None}, "positions do not rotate heads"),
+    ],
+    ids=str,
+)
+def test_which_layers_are_one_kernel(changes, reason):
     _, _, params = make_model("llama", hidden_size=128, head_dim=64)
-    layer, following, *_ = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"])
-    layer["attention"] |= dict.fromkeys(options["norms"], jnp.ones(64, jnp.bfloat16))
-    pool = jnp.zeros((NUM_BLOCKS, 2, 8, 64), jnp.bfloat16)
-    if (num_devices := options["num_devices"]) is not None:
+    layers = bfloat16(params["layers"])
+    for layer in layers:
+        layer["attention"] |= dict.fromkeys(changes.get("norms", ()), jnp.ones(64, jnp.bfloat16))
+        if "bias" in changes:
+            layer["attention"]["qkv_bias"] = jnp.ones((2, 4, 64), jnp.bfloat16)
+    pages = jnp.zeros((NUM_BLOCKS, 2, 8, 64), jnp.bfloat16)
+    if (num_devices := changes.get("num_devices")) is not None:
         spec = PartitionSpec(None, "tensor" if num_devices > 1 else None)
-        pool = jax.device_put(pool, NamedSharding(make_mesh(num_devices), spec))
-    got = decode_layer._is_one_kernel(
-        jnp.zeros((4, 2, 4, 64), jnp.bfloat16),
-        (pool, pool),
-        make_batch([1, 2, 3, 4], "sm90").replace(is_decode_only=options["is_decode_only"]),
-        layer,
-        None if options["is_last"] else following,
-        (jnp.ones((4, options["half"])), jnp.zeros((4, options["half"]))),
-        options["sliding_window"],
-    )
-    assert got == takes
+        pages = jax.device_put(pages, NamedSharding(make_mesh(num_devices), spec))
+    options = {name: changes[name] for name in ("window", "half", "own_attention") if name in changes}
+    step = {name: changes[name] for name in ("num_rows", "is_decode_only") if name in changes}
+    for path in choose(shapes_of(layers, pages=pages, **options), step_of(**step)):
+        assert (path.kind == Kind.LAYER) == (reason is None)
+        assert path.kind in (Kind.LAYER, Kind.BETWEEN)
+        assert path.reason is None if reason is None else reason in path.reason
 
 
 @pytest.mark.parametrize(
@@ -159,14 +215,27 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
     sizes = {"hidden_size": hidden_size, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
     family, config, params = make_model("llama", **sizes)
     mesh = make_mesh(num_devices)
-    params = split(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), family, config, mesh)
-    x = jax.device_put(jnp.zeros((16, hidden_size), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+    params = split(bfloat16(params), family, config, mesh)
     peers = abstract_sums(mesh, hidden_size)
     assert (peers is None) == (num_devices == 1 or hidden_size == 192)
-    batch = make_batch([1, 2, 3, 4] * 4, "sm90")
-    supports = functools.partial(decode_layer.supports, params["layers"], x, activation="silu")
-    assert supports(batch=batch.replace(peers=peers)) == takes
-    assert supports(batch=batch) == takes
+    shapes = shapes_of(params["layers"])
+    for given in (peers, None):
+        found = choose(shapes, step_of(peers=given))
+        assert all((path.kind != Kind.OPERATIONS) == takes for path in found)
+        assert takes or found[0].reason is not None
+
+
+def test_ranges_of_steps_are_told_with_their_reasons():
+    _, _, params = make_model("llama", hidden_size=128, head_dim=64)
+    steps = [step_of(num_rows) for num_rows in (1, 8, 16, 24, 64, 128, 256)]
+    steps += [step_of(num_rows, is_decode_only=False) for num_rows in (16, 64, 512, 8192)]
+    assert describe(shapes_of(bfloat16(params["layers"])), steps) == [
+        "decode of 1 to 16 rows: one kernel a layer",
+        "decode of 24 to 64 rows: one kernel between two attentions (at most 16 rows, got 24)",
+        "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128)",
+        "prompts, 16 to 64 tokens: one kernel between two attentions (some rows may have several tokens)",
+        "prompts, 512 to 8192 tokens: one operation after the other (qkv: at most 64 rows, got 512)",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(FUSED_ACTIVATIONS))

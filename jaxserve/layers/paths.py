@@ -1,0 +1,247 @@
+"""Which kernels run the layers of a step, as data: chosen from what a layer is made of, with why it is none faster.
+
+A decode step of Llama's relatives does little but read weights, so that norms, activations and additions are parts of
+the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not take runs as one
+operation after the other. Tracing a program and the table that is logged at start ask the same functions.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.mlp import FUSED_ACTIVATIONS, Gate
+from jaxserve.layers.params import Params
+from jaxserve.layers.weight import Weight
+from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
+from pallas_kernels.peers import PeerBuffers
+
+PARTS = {"attention_norm", "mlp_norm", "attention", "mlp"}
+ATTENTION_PARTS = {"qkv", "out", "qkv_bias", "q_norm", "k_norm"}
+MLP_PARTS = {"gate_up", "down"}
+
+
+class Kind(enum.StrEnum):
+    """How a layer runs, fastest first."""
+
+    LAYER = "one kernel a layer"
+    CODES = "one kernel that converts codes between two attentions"
+    BETWEEN = "one kernel between two attentions"
+    MATMULS = "a kernel for each matmul"
+    OPERATIONS = "one operation after the other"
+
+
+class Path(NamedTuple):
+    """How a layer runs, and why not in a faster way that `Kind` has for such weights."""
+
+    kind: Kind
+    reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a layer is made of. Weights and pages are arrays or their shapes, with shardings.
+
+    Attributes:
+        weights: of the layer; its keys say which norms and biases it has.
+        following: weights of the next layer, whose qkv is computed with this one; None behind the last.
+        pages: of its keys.
+        activation: as `mlp.gate_of` takes it.
+        num_rotated: pairs of a head that positions rotate; None if something else tells positions.
+        has_own_attention: whether it attends by another function than serving does.
+    """
+
+    weights: Params
+    following: Params | None
+    pages: Any
+    activation: str | Gate
+    sliding_window: int | None
+    num_rotated: int | None
+    has_own_attention: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What a program is compiled for: see the fields of these names in `Batch`; `num_rows` are those of activations."""
+
+    num_rows: int
+    dtype: Any
+    kernels: Kernels
+    is_decode_only: bool
+    peers: PeerBuffers | None
+
+
+def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
+    """Return the path of each layer. Fused layers pass on each other's qkv, so that all are or none is."""
+    reason = next((reason for layer in layers if (reason := why_not_fused(layer, step)) is not None), None)
+    if reason is not None:
+        return [Path(Kind.OPERATIONS, reason)] * len(layers)
+    return [_choose_fused(layer, step) for layer in layers]
+
+
+def _choose_fused(layer: LayerShape, step: StepShape) -> Path:
+    if _is_quantized(layer):
+        return Path(Kind.CODES)
+    whole = _why_not_one_kernel(layer, step)
+    if whole is None:
+        return Path(Kind.LAYER)
+    between = _why_not_between(layer, step)
+    return Path(Kind.BETWEEN, whole) if between is None else Path(Kind.MATMULS, between)
+
+
+def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
+    """Return why the layer's matmuls do not include what stands around them, or None if they can."""
+    if step.kernels != "sm90":
+        return "XLA makes the kernels"
+    if not isinstance(layer.activation, str) or layer.activation not in FUSED_ACTIVATIONS:
+        return f"no matmul has the activation {layer.activation}"
+    # Between two matmuls, values stand times a norm's gain and not yet over their size: too large for float16.
+    if step.dtype != jnp.bfloat16:
+        return f"what stands between two matmuls needs bfloat16, got {step.dtype}"
+    attention, mlp = layer.weights.get("attention", {}), layer.weights.get("mlp", {})
+    for name, found, wanted in (("layer", layer.weights, PARTS), ("feed-forward", mlp, MLP_PARTS)):
+        if found.keys() != wanted:
+            return f"the {name} has {_listed(found.keys() - wanted)} and lacks {_listed(wanted - found.keys())}"
+    if more := attention.keys() - ATTENTION_PARTS:
+        return f"the attention has {_listed(more)}"
+    weights = matrices_of(layer.weights)
+    if _is_quantized(layer):
+        return _why_not_codes(layer, step)
+    if layer.following is not None and (reason := layer.following["attention"]["qkv"].why_not_plain()) is not None:
+        return f"the next qkv: {reason}"
+    for name, weight in weights.items():
+        if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, step)) is not None:
+            return f"{name}: {reason}"
+    if all(weights[name].spec[1] is None for name in ("o", "down")):
+        return None
+    return all_reduce.why_not(jax.ShapeDtypeStruct((step.num_rows, weights["o"].shape[0]), step.dtype), step.peers)
+
+
+def _is_quantized(layer: LayerShape) -> bool:
+    """Whether no weight of the layer is plain."""
+    return all(weight.why_not_plain() is not None for weight in matrices_of(layer.weights).values())
+
+
+def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
+    """Return why one kernel does not convert the codes of all weights of the layer, or None if it does."""
+    weights = matrices_of(layer.weights)
+    following = None if layer.following is None else layer.following["attention"]["qkv"]
+    matrices = jax.eval_shape(quantized_matrices, weights, following)
+    if matrices is None:
+        kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if following is None else [following]))}
+        return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
+    heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.depth), step.dtype)
+    return quantized_matmuls.why_no_layer(heads, matrices)
+
+
+def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:
+    """Return the weights of a layer and the next one's qkv as a kernel takes codes.
+
+    None if a weight is plain, or devices have shards of one.
+    """
+    if any(weight.is_split for weight in weights.values()):
+        return None
+    o = weights["o"].quantized_matrix(weights["o"].ndim - 1)
+    gate_up, down = (weights[name].quantized_matrix(1) for name in ("gate_up", "down"))
+    following = None if qkv is None else qkv.quantized_matrix(1)
+    if o is None or gate_up is None or down is None or (following is None) != (qkv is None):
+        return None
+    return quantized_matmuls.QuantizedWeights(o, gate_up, down, following)
+
+
+def _why_not_matmul(name: str, weight: Weight, step: StepShape) -> str | None:
+    matrix = as_matrix(name, weight.shard)
+    return small_matmul.why_not(jax.ShapeDtypeStruct((step.num_rows, matrix.shape[-1]), step.dtype), matrix)
+
+
+def _why_not_between(layer: LayerShape, step: StepShape) -> str | None:
+    """Return why the matmuls between two attentions are not one kernel, or None if they are."""
+    weights = matrices_of(layer.weights)
+    if any(weights[name].spec[1] is not None for name in ("o", "down")):
+        return "devices add up partial sums between matmuls"
+    matrices = _shapes_of_matrices(layer)
+    heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.shape[-1]), step.dtype)
+    return layer_matmuls.why_not(heads, matrices)
+
+
+def _why_not_one_kernel(layer: LayerShape, step: StepShape) -> str | None:
+    """Return why the layer and its attention are not one kernel, or None if they are."""
+    if not step.is_decode_only:
+        return "some rows may have several tokens"
+    if layer.has_own_attention:
+        return "the attention is not that of serving"
+    if layer.sliding_window is not None:
+        return f"there is a window of {layer.sliding_window}"
+    if more := layer.weights["attention"].keys() - {"qkv", "out", "qkv_bias"}:
+        return f"the attention has {_listed(more)}"
+    if layer.num_rotated is None:
+        return "positions do not rotate heads"
+    if any(axis is not None for axis in jax.typeof(layer.pages).sharding.spec):
+        return "devices have heads of their own"
+    qkv = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
+    return layer_matmuls.why_not_attention(qkv, layer.pages, _shapes_of_matrices(layer), half=layer.num_rotated)
+
+
+def matrices_of(layer: Params) -> dict[str, Weight]:
+    """Return the four weights of a layer that tokens are multiplied by."""
+    attention, mlp = layer["attention"], layer["mlp"]
+    return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
+
+
+def _shapes_of_matrices(layer: LayerShape) -> layer_matmuls.Weights:
+    weights = matrices_of(layer.weights)
+    o, gate_up, down = (as_matrix(name, weights[name].shard) for name in ("o", "gate_up", "down"))
+    following = None if layer.following is None else as_matrix("qkv", layer.following["attention"]["qkv"].shard)
+    return layer_matmuls.Weights(o, gate_up, down, following)
+
+
+def as_matrix(name: str, weight: Any) -> Any:
+    """Return an array, or its shape, as `small_matmul` takes this weight or a shard of it."""
+    match name:
+        case "qkv":
+            shape = (math.prod(weight.shape[:-1]), weight.shape[-1])
+        case "o":
+            shape = (weight.shape[0], math.prod(weight.shape[1:]))
+        case _:
+            return weight
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, weight.dtype)
+    return weight.reshape(shape)
+
+
+def describe(layers: Sequence[LayerShape], steps: Iterable[StepShape]) -> list[str]:
+    """Return a line for each range of steps, whose layers run alike, by rows: how, and why not faster."""
+    lines: list[tuple[bool, int, int, list[Path]]] = []
+    for step in sorted(steps, key=lambda step: (not step.is_decode_only, step.num_rows)):
+        paths = choose(layers, step)
+        if lines and lines[-1][0] == step.is_decode_only and _kinds(lines[-1][3]) == _kinds(paths):
+            lines[-1] = (*lines[-1][:2], step.num_rows, lines[-1][3])
+        else:
+            lines.append((step.is_decode_only, step.num_rows, step.num_rows, paths))
+    return [_line(*line) for line in lines]
+
+
+def _line(is_decode_only: bool, first: int, last: int, paths: list[Path]) -> str:
+    rows = f"{first}" if first == last else f"{first} to {last}"
+    found = [
+        f"{kind}" + (f" of {count} layers" if count < len(paths) else "") + (f" ({reason})" if reason else "")
+        for kind in Kind
+        if (count := _kinds(paths).count(kind))
+        for reason in [next(path.reason for path in paths if path.kind == kind)]
+    ]
+    return f"{'decode of' if is_decode_only else 'prompts,'} {rows} {'rows' if is_decode_only else 'tokens'}: " + (
+        "; ".join(found)
+    )
+
+
+def _kinds(paths: list[Path]) -> list[Kind]:
+    return [path.kind for path in paths]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
