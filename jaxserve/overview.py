@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import DType, EngineConfig
+from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.layers.params import abstract_params, shard_bytes
@@ -48,6 +49,9 @@ FEATURES = {
 }
 MAX_CHUNK = 8192
 """Tokens that a step on a GPU computes at most, unless told otherwise: while it does, they are in every window."""
+
+MAX_ROWS = 256
+"""Requests that run at once on a GPU, unless told otherwise."""
 
 _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: "as declared", OTHER: "-"}
 
@@ -94,6 +98,8 @@ class Needs:
     """Longest request that fits alone, at most `context`; 0 if the weights do not fit."""
     max_batch: int
     """Requests of `context` tokens that fit together."""
+    paths: tuple[str, ...]
+    """How the layers of each kind of step run on an H100 or H200, and why not faster."""
 
 
 def needs(
@@ -112,7 +118,7 @@ def needs(
     over which the model cannot be split.
     """
     EngineConfig(tensor_parallel_size=tensor_parallel_size)  # checks it
-    mesh = AbstractMesh((tensor_parallel_size,), ("tensor",))
+    mesh = AbstractMesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Explicit,))
     path = resolve_model(model, revision=revision, with_weights=False)
     fields = load_config(path)
     with naming_config(path):
@@ -147,7 +153,24 @@ def needs(
         kv_memory=kv_memory,
         max_context=blocks.longest(num_blocks, limit=context),
         max_batch=blocks.num_requests(num_blocks, num_tokens=context),
+        paths=_paths(fields, dtype=str(served), block_size=block_size, context=context, mesh=mesh),
     )
+
+
+def _paths(fields: dict[str, Any], *, dtype: str, block_size: int, context: int, mesh: AbstractMesh) -> tuple[str, ...]:
+    """Return how layers run on Hopper GPUs in the steps that `serve` would compile there without further options."""
+    spec = StepSpec(
+        model=fields,
+        dtype=dtype,
+        kernels="sm90",
+        block_size=block_size,
+        max_model_len=context,
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=MAX_CHUNK,
+        has_special_steps=True,
+        has_peers=True,
+    )
+    return tuple(build(spec, mesh).describe_paths())
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
@@ -212,6 +235,7 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]
+    rows += [["on H100/H200" if index == 0 else "", line] for index, line in enumerate(found.paths)]
     return _aligned([*rows, *more])
 
 

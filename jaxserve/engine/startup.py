@@ -116,6 +116,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         schemes=schemes_of(specs),
     )
     builder = build(spec, mesh)
+    if kernels != "xla":
+        logger.info("layers: " + "; ".join(builder.describe_paths()))
     weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
     _check_room_for(weights, path, dtype=dtype, mesh=mesh)
     windows, bytes_per_block = builder.layout.windows, builder.bytes_per_block

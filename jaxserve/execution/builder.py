@@ -39,9 +39,10 @@ from jaxserve.execution.step import (
 from jaxserve.layers import launch
 from jaxserve.layers.batch import Kernels, Launch
 from jaxserve.layers.params import abstract_params, with_schemes
+from jaxserve.layers.paths import StepShape
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import mesh_axis
-from jaxserve.models import get_family, with_context
+from jaxserve.models import describe_paths, get_family, with_context
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.sampling.logprobs import Logprobs
 from pallas_kernels.peers import can_reach_each_other
@@ -231,6 +232,25 @@ class StepBuilder:
         hidden = largest.num_tokens * self._hidden_size * jnp.dtype(self._dtype).itemsize
         more = max(COPIES_OF_HIDDEN * hidden, COPIES_TO_SORT * chunk)
         return self.state_bytes + COPIES_OF_LOGITS * logits + more
+
+    def describe_paths(self) -> list[str]:
+        """Return how the layers of the programs run, and why not faster: lines for people."""
+        cache, steps = self.kv_cache(num_blocks=1), []
+        for program in self.shapes.programs:
+            if isinstance(program, PlainDecode | Forward):
+                is_decode_only = isinstance(program, PlainDecode) or program.is_decode_only
+                steps.append(
+                    StepShape(
+                        num_rows=program.bucket.num_tokens,
+                        dtype=self._dtype,
+                        kernels=self._kernels,
+                        is_decode_only=is_decode_only,
+                        peers=None if self.peers is None else self.peers.sums,
+                    )
+                )
+        pages = [cache.of_layer(index)[0] for index in range(len(self._params["layers"]))]
+        with self.on_mesh():
+            return describe_paths(self._model["family"], self._model["config"], self._params["layers"], pages, steps)
 
     def init_slots(self) -> Slots:
         """Empty slots."""

@@ -4,15 +4,20 @@ Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_
 `param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache, attention)` and
 `logits(params, config, hidden, kernels)`; all functions are pure. Where windows may differ, a layer attends with the
 batch that `batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of
-the config tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`.
+the config tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`. Where layers are
+not those of `layers.decoder.decoder`, for which there are fused kernels, `OWN_LAYERS` says what they have in addition.
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.rope import Rope
+from jaxserve.layers.decoder import layer_shapes
+from jaxserve.layers.params import Params
+from jaxserve.layers.paths import Kind, StepShape, describe
+from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
     bloom,
@@ -84,6 +89,25 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
         return FAMILIES[model_type]
     what = "there is no model_type" if model_type is None else f"unknown model_type {model_type!r:.100}"
     raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
+
+
+def describe_paths(
+    family: ModuleType, config: Any, layers: Sequence[Params], pages: Sequence[Any], steps: Iterable[StepShape]
+) -> list[str]:
+    """Return how the layers of a family's model run in such steps, and why not faster: lines for people.
+
+    `layers` and `pages` are the weights and pools of keys of each layer, or their shapes.
+    """
+    if (own := getattr(family, "OWN_LAYERS", None)) is not None:
+        return [f"all steps: {Kind.OPERATIONS} (no fused layer has {own})"]
+    shapes = layer_shapes(
+        layers,
+        pages,
+        activation=config.activation,
+        sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
+        num_rotated=len(frequencies(config.rope)),
+    )
+    return describe(shapes, steps)
 
 
 def max_context(config: Any) -> int:

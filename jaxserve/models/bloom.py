@@ -37,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
 
 OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
+OWN_LAYERS = "ALiBi, layer norms and biases"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -38,6 +38,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """What transformers' config of this family has where a config.json leaves something out."""
 
+OWN_LAYERS = "latent attention"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(deepseek_v2.Config):

@@ -45,6 +45,8 @@ OLD_NAMES = {
     "n_head_kv": "num_kv_heads",
 }
 
+OWN_LAYERS = "layer norms"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -33,6 +33,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """What transformers' config of this family has where a config.json leaves something out."""
 
+OWN_LAYERS = "norms around blocks"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):

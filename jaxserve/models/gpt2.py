@@ -36,6 +36,8 @@ OLD_NAMES = {
     "num_hidden_layers": "n_layer",
 }
 
+OWN_LAYERS = "layer norms and biases"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Any] = {
 
 OLD_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
+OWN_LAYERS = "layer norms and biases"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

@@ -38,6 +38,8 @@ OLD_NAMES = {
     "num_hidden_layers": "n_layer",
 }
 
+OWN_LAYERS = "attention and feed-forward side by side"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

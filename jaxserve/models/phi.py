@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """What transformers' config of this family has where a config.json leaves something out."""
 
+OWN_LAYERS = "attention and feed-forward side by side"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):

@@ -8,15 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
-from jax.sharding import NamedSharding, PartitionSpec
+from golden_models import GOLDENS
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.execution.builder import StepSpec, build
 from jaxserve.layers import paths
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
+from jaxserve.layers.params import rounded_to
 from jaxserve.layers.paths import Kind, StepShape, choose, describe
 from jaxserve.layers.weight import Quantized
+from jaxserve.loading.huggingface import load_config
+from jaxserve.models import get_family
 from jaxserve.quantization.scheme import SCHEMES, Parts
 from pallas_kernels import layer_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
@@ -244,3 +250,56 @@ def test_the_kernels_compute_the_activations(name):
     weight = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
     run = functools.partial(small_matmul.matmul, activation=ACTIVATIONS[name], implementation="sm90")
     assert compile_for_h200(run, x, weight).spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "without", "reason"),
+    [(1, "", None), (1, "down", "gate_up: it is stored as"), (2, "", "no kernel converts what all weights hold")],
+)
+def test_layers_of_codes_are_one_kernel_between_attentions(num_devices, without, reason):
+    fields = LLAMA_3_8B | {"num_hidden_layers": 2}
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    schemes = rounded_to(specs, SCHEMES["int4"])
+    mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
+    spec = StepSpec(
+        model=fields,
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        max_model_len=64,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        has_special_steps=True,
+        has_peers=True,
+        schemes={name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)},
+    )
+    line = build(spec, mesh).describe_paths()[0]
+    if reason is None:
+        assert line == "decode of 1 to 16 rows: one kernel that converts codes between two attentions"
+    else:
+        assert line.startswith("decode of 1 to 16 rows: one operation after the other (")
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_every_model_has_a_table_of_paths(golden):
+    """`OWN_LAYERS` stands where `decoder`, which chooses among paths, does not run the layers."""
+    fields = load_config(golden)
+    family = get_family(fields)
+    own = getattr(family, "OWN_LAYERS", None)
+    assert ("decoder" in vars(family)) == (own is None)
+    mesh = AbstractMesh((1,), ("tensor",), axis_types=(AxisType.Explicit,))
+    spec = StepSpec(
+        model=fields,
+        dtype="bfloat16",
+        kernels="sm90",
+        block_size=16,
+        max_model_len=64,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        has_special_steps=True,
+        has_peers=True,
+    )
+    lines = build(spec, mesh).describe_paths()
+    assert any(line.startswith(("decode of 1", "all steps")) for line in lines)
+    assert (lines == [f"all steps: one operation after the other (no fused layer has {own})"]) == (own is not None)
