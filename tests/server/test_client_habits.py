@@ -157,7 +157,7 @@ def test_function_call_that_asks_for_nothing(server, value):
 
 
 def test_keys_and_preflights(tokenizer):
-    with running(tokenizer, api_key=["secret"], allowed_origins=["https://a.example"]) as server:
+    with running(tokenizer, api_key=["secret"], allowed_origins=["https://example.org"]) as server:
         for headers, status in (
             ({"x-api-key": "secret"}, 200),
             ({"X-Api-Key": "wrong"}, 401),
@@ -167,7 +167,7 @@ def test_keys_and_preflights(tokenizer):
         ):
             assert server.get("/v1/models", headers=headers).status_code == status, headers
         asked = {
-            "origin": "https://a.example",
+            "origin": "https://example.org",
             "access-control-request-method": "POST",
             "access-control-request-private-network": "true",
         }
