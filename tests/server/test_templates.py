@@ -77,7 +77,7 @@ KNOWN = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "qwen3"),
     "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "qwen3"),
     "google-gemma-2-2b-it": (None, None),
-    "ibm-granite-granite-3.3-2B-Instruct": (None, None),
+    "ibm-granite-granite-3.3-2B-Instruct": (None, "granite"),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),
@@ -196,7 +196,7 @@ def test_tools_without_description_and_parameters(load):
 
 def test_the_operators_template(load, tmp_path):
     file = tmp_path / "template.jinja"
-    file.write_text('{% for message in messages %}[{{ message.content }}]{% endfor %}<tool_call> "arguments')
+    file.write_text('{% for message in messages %}[{{ message.content }}]{% endfor %}<tool_call> "arguments </tool_call>')
     tokenizer = Tokenizer(load("Qwen-Qwen2.5-7B-Instruct"))
     for given in (str(file), file.read_text()):
         served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
