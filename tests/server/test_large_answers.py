@@ -225,7 +225,7 @@ def test_many_tokens_are_encoded_in_the_thread_that_finds_them(server, monkeypat
     answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     tokens = server.tokenizer.encode(text)
     assert (answer["count"], answer["tokens"]) == (len(tokens), tokens)
-    assert answer["token_strs"] == [server.tokenizer.token_text(token) for token in tokens]
+    assert answer["token_strs"] == [server.tokenizer.vocabulary_token(token) for token in tokens]
     assert sum(lengths) == 2 * len(tokens)
     assert max(lengths) == utility.VALUES_A_PIECE
     assert "server" not in threads
