@@ -196,7 +196,8 @@ def test_tools_without_description_and_parameters(load):
 
 def test_the_operators_template(load, tmp_path):
     file = tmp_path / "template.jinja"
-    file.write_text('{% for message in messages %}[{{ message.content }}]{% endfor %}<tool_call> "arguments </tool_call>')
+    turns = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    file.write_text(f"{turns}<tool_call> arguments </tool_call>")
     tokenizer = Tokenizer(load("Qwen-Qwen2.5-7B-Instruct"))
     for given in (str(file), file.read_text()):
         served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
