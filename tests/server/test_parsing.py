@@ -401,6 +401,12 @@ def test_the_template_s_last_mark_says_whether_thoughts_are_open():
         assert are_open(REASONING_PARSERS[name], "Hello") is None
 
 
+def test_thoughts_that_a_call_has_ended_leave_no_mark():
+    text = f"<think>Hm.\n{hermes('now', '{}')}</think>\n\nSo."
+    expected = [Reasoning("Hm."), *call("now"), Content("So.")]
+    assert read(think(is_open=False), list(text)) == expected
+
+
 def test_calls_behind_thoughts_and_only_so_many():
     def parser(max_calls):
         return reader("hermes", thoughts=Thoughts(), is_open=True, max_calls=max_calls)

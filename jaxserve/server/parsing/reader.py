@@ -122,7 +122,7 @@ class Reader(AnswerReader):
         match kind:
             case "opening" if self._is_fresh or (self._may_reopen and not self._is_thinking):
                 self._turn(to_thoughts=True)
-            case "closing" if self._is_thinking or (self._is_fresh and not self._num_calls):
+            case "closing" if self._is_thinking or self._is_fresh:
                 self._turn(to_thoughts=False)
             case "answer" if self._is_fresh and not self._is_thinking:
                 self._turn(to_thoughts=False)

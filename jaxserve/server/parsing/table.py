@@ -46,7 +46,7 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             call=("<tool_call>\n", "\n</tool_call>"),
             separator="\n",
             signs=("<tool_call>", "arguments", "</tool_call>"),
-            not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>", "<longcat", "<seed:"),
+            not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>", "<longcat", "<seed:", "<tool_calls>"),
         ),
     ),
     "llama3_json": (
