@@ -106,6 +106,18 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
         assert_no_matmul_is_tried_out(program)
 
 
+@pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(16, 1), (64, 3)])
+def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
+    """As in Qwen 2: they stand between the kernels of two layers."""
+    builder = make_builder(LLAMA_3_8B | {"model_type": "qwen2", "num_hidden_layers": FEW})
+    program = compile_program(builder, decode_of(num_rows)(builder))
+    assert program.thunks == DRAWING
+    assert program.spill_bytes == 0
+    assert program.copies_of(POOL) == []
+    assert program.num_launches <= (launches_per_layer + 1) * FEW + 32
+    assert_no_matmul_is_tried_out(program)
+
+
 def compile_parts(builder, program):
     """Of a forward pass that is two programs, as the engine does."""
     parts = parts_of(builder.lower(program, NUM_BLOCKS))
