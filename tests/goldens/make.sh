@@ -22,6 +22,7 @@ transformers=$(grep '^transformers==' constraints.txt)
 if ! "$venv/bin/python" -m pip freeze 2>/dev/null | grep -qx "$transformers"; then
     python=$(find_python)
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet torch==2.13.0 "$transformers" safetensors numpy
+    "$venv/bin/python" -m pip install --quiet torch==2.13.0 "$transformers" safetensors numpy compressed-tensors==0.20.0
 fi
-exec "$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed"
+"$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed"
+exec "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed"

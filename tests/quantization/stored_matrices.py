@@ -1,5 +1,8 @@
 """Packers of random matrices as checkpoints store them, written from the formats' descriptions, code by code."""
 
+import json
+import struct
+
 import ml_dtypes
 import numpy as np
 
@@ -89,3 +92,29 @@ def awq(rng, outputs, inputs, *, group=8):
     groups = np.arange(inputs) // group
     tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
     return tensors, product(codes - zeros[groups], scales[groups]).T
+
+
+def save(tensors, path):
+    """Write safetensors, FP8 too, which their package for NumPy does not know."""
+    header, data = {}, b""
+    names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    names |= {"int8": "I8", "int32": "I32", "int64": "I64"}
+    for name, tensor in tensors.items():
+        content = np.ascontiguousarray(tensor).tobytes()
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": names[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": offsets}
+        data += content
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def read(path):
+    types = {"F8_E4M3": F8, "BF16": BF16, "F16": np.float16, "F32": np.float32}
+    types |= {"I8": np.int8, "I32": np.int32, "I64": np.int64}
+    content = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", content)
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    return {
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import struct
 
 import jax
 import jax.numpy as jnp
@@ -66,20 +65,6 @@ CASES = {
 }
 
 
-def save(tensors, path):
-    """Write safetensors, FP8 too, which their package for NumPy does not know."""
-    header, data = {}, b""
-    names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    names |= {"int8": "I8", "int32": "I32", "int64": "I64"}
-    for name, tensor in tensors.items():
-        content = np.ascontiguousarray(tensor).tobytes()
-        offsets = [len(data), len(data) + len(content)]
-        header[name] = {"dtype": names[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": offsets}
-        data += content
-    encoded = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
-
-
 def is_linear(name):
     return name.endswith("_proj.weight")
 
@@ -103,7 +88,7 @@ def write_models(folder, config, make):
         path = folder / name
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(fields | says))
-        save(tensors, path / "model.safetensors")
+        stored.save(tensors, path / "model.safetensors")
         shutil.copyfile(LLAMA / "golden.npz", path / "golden.npz")
         paths.append(path)
     return paths
@@ -150,7 +135,7 @@ EXTRAS = {
 def test_tensors_that_say_nothing_about_weights(tmp_path, name):
     quantized, floats = write_models(tmp_path, *CASES[name])
     extras = {f"model.layers.0.self_attn.{key}": tensor for key, tensor in EXTRAS[name].items()}
-    save(read(quantized / "model.safetensors") | extras, quantized / "model.safetensors")
+    stored.save(stored.read(quantized / "model.safetensors") | extras, quantized / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, load(quantized), load_golden(floats)[0])
 
 
@@ -200,22 +185,10 @@ def change(leaf, make):
 )
 def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
     quantized, _ = write_models(tmp_path, *CASES[name])
-    tensors = read(quantized / "model.safetensors")
-    save(damage(tensors), quantized / "model.safetensors")
+    tensors = stored.read(quantized / "model.safetensors")
+    stored.save(damage(tensors), quantized / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load(quantized)
-
-
-def read(path):
-    types = {"F8_E4M3": stored.F8, "BF16": stored.BF16, "F16": np.float16, "F32": np.float32}
-    types |= {"I8": np.int8, "I32": np.int32, "I64": np.int64}
-    content = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", content)
-    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    return {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
 
 
 @pytest.mark.parametrize(
