@@ -98,7 +98,7 @@ NO_JAX = (
     "jaxserve.metrics",
     "jaxserve.parse",
     "jaxserve.progress",
-    *(f"jaxserve.quantization.{name}" for name in ("awq", "declared", "gptq", "packed", "plain", "stored")),
+    *(f"jaxserve.quantization.{name}" for name in ("awq", "declared", "gptq", "nvfp4", "packed", "plain", "stored")),
     "jaxserve.request",
     "jaxserve.scheduling",
     "jaxserve.server",

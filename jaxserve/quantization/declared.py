@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization import nvfp4
 from jaxserve.quantization.awq import AWQ
 from jaxserve.quantization.gptq import GPTQ
 from jaxserve.quantization.packed import Packed
@@ -43,8 +44,8 @@ def _modelopt(config: Config, where: str) -> tuple[Format, ...]:
     described = config.get("quantization", config)
     if not isinstance(described, dict):
         raise CheckpointError(f"{where}: quantization must be an object, got {described!r:.100}")
-    _require(described, where, quant_algo=("FP8",))
-    return (Plain(),)
+    _require(described, where, quant_algo=("FP8", "NVFP4"))
+    return (Plain(),) if described["quant_algo"] == "FP8" else (nvfp4.MODELOPT,)
 
 
 def _compressed_tensors(config: Config, where: str) -> tuple[Format, ...]:
@@ -75,6 +76,8 @@ def _group(name: str, group: Any, config: Config, where: str) -> Format:
             return Plain()
         case "pack-quantized", "int", 2 | 4 | 8:
             return Packed(bits=bits)
+        case "nvfp4-pack-quantized", "float", 4:
+            return nvfp4.COMPRESSED_TENSORS
     raise CheckpointError(f"{where}: {kind!r:.100} of {number!r:.100} weights of {bits!r:.20} bits is not supported")
 
 

@@ -23,7 +23,7 @@ class Packed:
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
         """Return the names of codes, scales, shape, zero points and the order of groups."""
-        if "weight_packed" not in leaves:
+        if "weight_packed" not in leaves or leaves["weight_packed"].dtype != "I32":
             return None
         return tuple(name for name in (*_REQUIRED, "weight_zero_point", "weight_g_idx", *UNUSED) if name in leaves)
 
@@ -31,10 +31,10 @@ class Packed:
         """Return the shape that the words and scales have room for."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside weight_packed: {', '.join(missing)}")
-        (dtype, words), scales = headers["weight_packed"], headers["weight_scale"]
-        if dtype != "I32" or len(words) != 2 or len(scales.shape) != 2 or scales.shape[0] != words[0]:
+        words, scales = headers["weight_packed"].shape, headers["weight_scale"]
+        if len(words) != 2 or len(scales.shape) != 2 or scales.shape[0] != words[0]:
             raise CheckpointError(
-                f"{module}: weight_packed {dtype} {list(words)} and weight_scale {list(scales.shape)} do not fit"
+                f"{module}: weight_packed {list(words)} and weight_scale {list(scales.shape)} do not fit"
             )
         outputs, inputs = words[0], words[1] * (32 // self.bits)
         groups = scales.shape[1]

@@ -30,6 +30,11 @@ CASES = {
         {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
         torch.bfloat16,
     ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        torch.bfloat16,
+    ),
     "packed_8_bits": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}, torch.float16),
 }
 """Name: (format, arguments of its weights, dtype of the scales)."""
@@ -41,7 +46,7 @@ def shape_of_scales(arguments):
             return (1,)
         case "channel":
             return (OUTPUTS, 1)
-        case "group":
+        case "group" | "tensor_group":
             return (OUTPUTS, INPUTS // arguments["group_size"])
     rows, columns = arguments["block_structure"]
     return (math.ceil(OUTPUTS / rows), math.ceil(INPUTS / columns))
@@ -58,6 +63,9 @@ def make_golden(path, name, seed):
     }
     if arguments.get("symmetric") is False:
         weights["weight_zero_point"] = torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
+    if kind.startswith("nvfp4"):
+        weights["weight_global_scale"] = 1500 + 1000 * torch.rand(1, generator=generator)
+        weights["weight_scale"] = (1 + 300 * torch.rand(shape, generator=generator)).to(dtype)
     compressor = BaseCompressor.get_value_from_registry(kind)
     stored = compressor.compress(weights, scheme)
     expected = compressor.decompress(stored, scheme)["weight"]

@@ -12,9 +12,16 @@ from jaxserve.loading.huggingface import load_config
 from jaxserve.overview import needs
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "MIXED_PRECISION"},
+}
 FILES = [
-    ("hf_quant_config.json", MODELOPT, "hf_quant_config.json: quant_algo 'NVFP4' is not supported, only FP8"),
+    (
+        "hf_quant_config.json",
+        MODELOPT,
+        "hf_quant_config.json: quant_algo 'MIXED_PRECISION' is not supported",
+    ),
     ("quantize_config.json", {"bits": 3, "group_size": 128}, "quantize_config.json: bits 3 is not supported"),
     ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),
     ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),

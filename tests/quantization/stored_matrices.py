@@ -94,11 +94,26 @@ def awq(rng, outputs, inputs, *, group=8):
     return tensors, product(codes - zeros[groups], scales[groups]).T
 
 
+def nvfp4(rng, outputs, inputs, *, package):
+    codes = rng.integers(0, 16, size=(outputs, inputs))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1)
+    scales = rng.uniform(1, 400, size=(outputs, inputs // 16)).astype(F8)
+    whole = np.float32(rng.uniform(2000, 3000))
+    packed_codes = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    if package == "modelopt":
+        tensors = {"weight": packed_codes, "weight_scale": scales, "weight_scale_2": np.float32(1) / whole}
+        each = scales.astype(np.float32) * tensors["weight_scale_2"]
+    else:
+        tensors = {"weight_packed": packed_codes, "weight_scale": scales, "weight_global_scale": whole.reshape(1)}
+        each = scales.astype(np.float32) / whole
+    return tensors, product(values, np.repeat(each, 16, axis=1))
+
+
 def save(tensors, path):
     """Write safetensors, FP8 too, which their package for NumPy does not know."""
     header, data = {}, b""
     names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    names |= {"int8": "I8", "int32": "I32", "int64": "I64"}
+    names |= {"int8": "I8", "int32": "I32", "int64": "I64", "uint8": "U8"}
     for name, tensor in tensors.items():
         content = np.ascontiguousarray(tensor).tobytes()
         offsets = [len(data), len(data) + len(content)]
@@ -110,7 +125,7 @@ def save(tensors, path):
 
 def read(path):
     types = {"F8_E4M3": F8, "BF16": BF16, "F16": np.float16, "F32": np.float32}
-    types |= {"I8": np.int8, "I32": np.int32, "I64": np.int64}
+    types |= {"I8": np.int8, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
     content = path.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]

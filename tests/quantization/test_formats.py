@@ -62,6 +62,14 @@ CASES = {
     "gptq 8": (GPTQ | {"bits": 8}, functools.partial(stored.gptq, bits=8)),
     "gptq 2": (GPTQ | {"bits": 2}, functools.partial(stored.gptq, bits=2, group=16)),
     "awq": (AWQ, stored.awq),
+    "nvfp4": (
+        compressed(group("nvfp4-pack-quantized", kind="float", group_size=16)),
+        functools.partial(stored.nvfp4, package="compressed-tensors"),
+    ),
+    "nvfp4 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        functools.partial(stored.nvfp4, package="modelopt"),
+    ),
 }
 
 
@@ -173,6 +181,14 @@ def change(leaf, make):
         ("gptq", drop("qzeros"), "q_proj: tensors missing beside qweight: qzeros"),
         ("gptq", change("g_idx", lambda groups: groups - 1), "g_idx names groups that are not there"),
         ("gptq symmetric", change("qzeros", lambda words: words * 0), "said to be symmetric"),
+        ("nvfp4", drop("weight_global_scale"), "missing beside weight_packed: weight_global_scale"),
+        (
+            "nvfp4",
+            change("weight_global_scale", lambda scale: scale * 0),
+            "weight_global_scale must be positive",
+        ),
+        ("nvfp4 of modelopt", drop("weight_scale_2"), "missing beside weight: weight_scale_2"),
+        ("nvfp4 of modelopt", change("weight_scale", lambda scales: scales[:-1]), "do not fit"),
         ("awq", drop("scales"), "q_proj: tensors missing beside qweight: scales"),
         ("awq", change("scales", lambda scales: scales[:-1]), "do not fit"),
         ("awq", lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.extra": np.ones(3, np.float32)}, "extra"),
@@ -204,11 +220,14 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         (AWQ | {"bits": 8}, "bits 8 is not supported"),
         (AWQ | {"zero_point": False}, "zero_point False is not supported"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not supported, only FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo 'W4A8_AWQ' is not supported, only FP8",
+        ),
         (compressed(group("pack-quantized", bits=3)), "'pack-quantized' of 'int' weights of 3 bits is not supported"),
         (
-            compressed(group("nvfp4-pack-quantized", kind="float")),
-            "'nvfp4-pack-quantized' of 'float' weights of 4 bits",
+            compressed(group("mxfp4-pack-quantized", kind="float")),
+            "'mxfp4-pack-quantized' of 'float' weights of 4 bits",
         ),
         (compressed() | {"config_groups": []}, "config_groups must be an object"),
         (compressed(FLOAT) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config .* not supported"),
