@@ -16,6 +16,7 @@ from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
 from jaxserve.loading.pickles import PICKLED_SUFFIXES
+from jaxserve.loading.quantization_files import FIELDS, FILES
 from jaxserve.loading.weights import load_config, naming_config, open_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
@@ -58,7 +59,8 @@ def convert(
             destination,
             weights,
             dtype=np.dtype(weights_dtype),
-            config=fields | {"tie_word_embeddings": config.tie_word_embeddings},
+            config={name: value for name, value in fields.items() if name not in FIELDS}
+            | {"tie_word_embeddings": config.tie_word_embeddings},
             source=Source(name=_origin(source, path), sha256=_digests(path)),
             copied=_tokenizer_files(path, pathlib.Path(folder)) if path.is_file() else _companions(path),
             force=force,
@@ -101,7 +103,7 @@ def _companions(directory: pathlib.Path) -> list[pathlib.Path]:
         for path in sorted(directory.iterdir())
         if path.is_file()
         and path not in weights
-        and path.name != "config.json"
+        and path.name not in ("config.json", *FILES)  # what these say of the source's weights is not true any more
         and not path.name.endswith(".index.json")
         and path.stat().st_size <= _LARGEST_COPIED
     ]

@@ -11,8 +11,10 @@ import pytest
 import stored_matrices as stored
 from golden_models import GOLDENS, full_logits, load_golden
 
+from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.loading.weights import load_weights
 from jaxserve.models import get_family
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
@@ -126,6 +128,23 @@ def test_files_that_say_it_in_place_of_the_config(tmp_path):
         quantized, floats = write_models(tmp_path / str(index), {}, make)
         (quantized / file).write_text(json.dumps(content))
         jax.tree.map(np.testing.assert_array_equal, load_golden(quantized)[0], load_golden(floats)[0])
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
+def test_a_store_of_a_quantized_checkpoint_has_floats(tmp_path, name):
+    config, make = CASES[name]
+    quantized, floats = write_models(tmp_path, config, make)
+    if name == "gptq":  # AutoGPTQ's checkpoints say it twice
+        (quantized / "quantize_config.json").write_text(json.dumps(config))
+    manifest = convert(str(quantized), tmp_path / "store", dtype="float32", progress=False)
+    assert "quantization_config" not in manifest.config
+    assert not (tmp_path / "store" / "quantize_config.json").exists()
+    fields = load_config(tmp_path / "store")
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    loaded = load_weights(tmp_path / "store", specs, dtype=np.dtype(np.float32), mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, loaded, load_golden(floats)[0])
 
 
 SCALE = np.ones((), np.float32)
