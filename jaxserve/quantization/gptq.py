@@ -48,12 +48,13 @@ class GPTQ:
         if not ((groups >= 0) & (groups < scales.shape[1])).all():
             raise CheckpointError(f"{module}.g_idx names groups that are not there")
         middle = 2 ** (self.bits - 1)
-        stored = unpack(tensors["qzeros"], self.bits, axis=1)[:, : len(scales)].T
+        words = tensors["qzeros"].view(np.uint32)
+        if not (self.is_version_2 or self.is_symmetric):
+            # Version 1 subtracts 1 from each zero point of a word by one subtraction, which borrows below 0.
+            words = words + np.uint32(sum(1 << shift for shift in range(0, 32, self.bits)))
+        stored = unpack(words, self.bits, axis=1)[:, : len(scales)].T
         if self.is_symmetric:
             if not np.isin(stored, (middle - 1, middle)).all():
                 raise CheckpointError(f"{module}.qzeros: codes are said to be symmetric, and zero points are not")
-            zeros = np.full_like(stored, middle)
-        else:
-            # In version 1 a zero point of 0 is stored as the largest number, to which 1 is added without a carry.
-            zeros = stored if self.is_version_2 else (stored + np.uint8(1)) & np.uint8(2**self.bits - 1)
-        return Codes(values=unpack(tensors["qweight"], self.bits, axis=0).T, scales=scales, zeros=zeros, groups=groups)
+            stored = np.full_like(stored, middle)
+        return Codes(values=unpack(tensors["qweight"], self.bits, axis=0).T, scales=scales, zeros=stored, groups=groups)

@@ -71,9 +71,11 @@ def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, i
     scales = rng.uniform(0.01, 0.1, size=(inputs // group, outputs)).astype(np.float16)
     zeros = rng.integers(0, 2**bits, size=scales.shape)
     zeros = np.full_like(zeros, 2 ** (bits - 1)) if is_symmetric else zeros
+    one_each = np.uint32(sum(2 ** (bits * index) for index in range(32 // bits)))  # GPTQModel subtracts it from words
+    words = pack(zeros, bits, axis=1).view(np.uint32) - (one_each if version == 1 else np.uint32(0))
     tensors = {
         "qweight": pack(codes, bits, axis=0),
-        "qzeros": pack((zeros - (version == 1)) % 2**bits, bits, axis=1),
+        "qzeros": words.view(np.int32),
         "scales": scales,
         "g_idx": groups.astype(np.int32),
     }
