@@ -59,8 +59,7 @@ class EngineConfig:
     quantization: Quantization | None = _option(
         None,
         "model",
-        "round the matrices of a checkpoint of floats to codes of 8 or 4 bits while it loads (int4: a scale for each "
-        "128 inputs, else one an output); default: weights as the checkpoint has them",
+        "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; default: as it has them",
         alias="-q",
     )
     max_model_len: int | None = _option(None, "model", "longest prompt plus output, in tokens; default: the model's")
