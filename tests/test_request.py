@@ -35,7 +35,7 @@ def test_the_kinds_are_all_fields():
     assert sorted(named) == sorted(SamplingParams.__struct_fields__)
 
 
-NO_NUMBER = ["x", "1", b"1", [1], {}, True, np.True_, 1j, np.array([1, 2]), object()]
+NO_NUMBER = ["x", "1", b"1", [1], {}, True, np.True_, 1j, np.array([1, 2]), object]
 WRONG = [
     *[(name, value) for name in NUMBERS for value in (*NO_NUMBER, None, math.nan, np.float32("nan"), 10**400, -3)],
     *[(name, value) for name in INTEGERS for value in (*NO_NUMBER, 1.0, np.float32(1), 2**64, -(2**64))],
@@ -139,7 +139,7 @@ def test_an_unknown_field_of_structured_outputs():
         *[("json_object", value) for value in (1, "true", {})],
         *[("json", value) for value in (5, [1], 1.5, {1: 2}, {"a": {1, 2}}, {"const": math.nan}, {"const": "\ud800"})],
         ("json", {"\ud800": True}),
-        ("json", {"default": object()}),
+        ("json", {"default": object}),
     ],
     ids=lambda value: repr(value)[:40],
 )
