@@ -90,6 +90,9 @@ def _ropes(fields: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
             "config.json: rope_parameters must be an object of full_attention and sliding_attention, got "
             f"{kinds!r:.100}"
         )
+    for name, kind in kinds.items():
+        if not isinstance(kind or {}, dict):
+            raise CheckpointError(f"config.json: rope_parameters.{name} must be an object, got {kind!r:.100}")
     if not isinstance(scaling, dict):
         raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
     everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}

@@ -287,6 +287,9 @@ def test_longrope_as_phi3_writes_it():
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ("gemma3_text", {"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 7}}, "rope_parameters.full_attention must be an object"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "full_attention must be an object"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention must be an object"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
         (
             "mixtral",
