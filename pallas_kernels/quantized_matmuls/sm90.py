@@ -218,4 +218,8 @@ def why_not_matrix(weight: QuantizedMatrix) -> str | None:
     group, block = weight.group_size, BYTES * codes_per_byte(weight.code)
     if group != weight.depth and (group % UNIT or block % group):
         return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"
+    if (weight.zeros is not None) != (weight.code == "uint4"):
+        return f"zero points of uint4, and of no other codes, got {weight.code}"
+    if weight.zeros is not None and group == weight.depth:
+        return f"zero points of groups of columns, got those of all {group}"
     return None

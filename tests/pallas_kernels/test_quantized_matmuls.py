@@ -2,6 +2,7 @@
 is cut, the Hopper kernel compiled for an H200 that is not there, and run where there is one.
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -162,6 +163,8 @@ def shape_of(code, group, *shape):
         ((2, 200), ("fp8", None, 64, 200), "outputs in multiples of 64 and K of 128, got 64 and 200"),
         ((2, 384), ("int4", None, 64, 384), "outputs in multiples of 64 and K of 256, got 64 and 384"),
         ((2, 256), ("e2m1", 16, 64, 256), "scales of all columns, or of 32 to 256 that are a power of two, got 16"),
+        ((2, 512), ("uint4", None, 64, 512), "zero points of groups of columns, got those of all 512"),
+        ((2, 256), ("uint4", 256, 64, 256), "zero points of groups of columns, got those of all 256"),
         ((2, 768), ("fp8", 384, 64, 768), "scales of all columns, or of 32 to 128 that are a power of two, got 384"),
     ],
 )
@@ -179,6 +182,15 @@ def test_the_kernel_wants_rows_of_bfloat16_and_weights_that_it_can_take():
     assert why_no_layer(of((2, 256), jnp.bfloat16), weights) is None
     narrow = weights._replace(down=shape_of("int4", 128, 72, 256))
     assert "got 72 and 256" in (why_no_layer(of((2, 256), jnp.bfloat16), narrow) or "")
+
+
+@pytest.mark.parametrize("code", STORED)
+def test_the_kernel_drops_no_zero_points_and_makes_none_up(code):
+    matrix = shape_of(code, 128, 64, 512)
+    x = jax.ShapeDtypeStruct((2, 512), jnp.bfloat16)
+    assert why_not(x, matrix) is None
+    other = dataclasses.replace(matrix, zeros=None if code == "uint4" else matrix.scales)
+    assert why_not(x, other) == f"zero points of uint4, and of no other codes, got {code}"
 
 
 @given(blocks=st.integers(1, 700), depth=st.integers(1, 120), code=st.sampled_from(["int4", "int8"]))
