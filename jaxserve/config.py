@@ -12,6 +12,8 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
+MAX_COUNT = 2**31 - 1
+"""Limit of what devices count in int32."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
 
@@ -118,6 +120,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value > MAX_COUNT:
+                raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {value}")
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two up to 512, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -23,6 +23,8 @@ except ConfigError as error:
     [
         ("EngineConfig(max_model_len='128')", "max_model_len must be an integer, got '128'"),
         ("EngineConfig(max_model_len=True)", "max_model_len must be an integer, got True"),
+        ("EngineConfig(max_num_seqs=2**31)", "max_num_seqs must be at most 2147483647, got 2147483648"),
+        ("EngineConfig(max_num_batched_tokens=10**30)", "max_num_batched_tokens must be at most 2147483647, got 1000"),
         ("EngineConfig(seed=None)", "seed must be an integer, got None"),
         ("EngineConfig(tensor_parallel_size=1.5)", "tensor_parallel_size must be an integer, got 1.5"),
         ("EngineConfig(gpu_memory_utilization='0.9')", "gpu_memory_utilization must be a number, got '0.9'"),
