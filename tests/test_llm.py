@@ -143,6 +143,7 @@ class TestOptions:
             "model": str(tmp_path),
             "tokenizer": str(tmp_path),
             "dtype": "bfloat16",
+            "quantization": "int8",
             "max_model_len": 99,
             "load_format": "dummy",
             "seed": 7,
