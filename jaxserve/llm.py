@@ -369,6 +369,7 @@ class LLM:
         use_tqdm = convert("use_tqdm", use_tqdm, _FLAG)
         if not groups:
             return []
+        self.stats()  # raises in a forked child, before the bar waits for a lock that nobody there gives back
         # closing: a traceback that someone keeps (Jupyter does) would keep the generator, and its requests, alive.
         with (
             Progress(len(groups), is_shown=use_tqdm) as progress,

@@ -9,12 +9,15 @@ from waiting import PATIENCE
 SCRIPT = """
 import gc, os, sys, warnings
 from jaxserve import LLM, SamplingParams
+from tqdm import tqdm
 
 warnings.simplefilter("ignore")  # Python's and jax's, of forks
 llm = LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False)
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 stream = llm.stream("abc", SamplingParams(max_tokens=900, ignore_eos=True))
 next(stream)  # the engine's thread is busy, and holds its lock now and then
+bar = tqdm.get_lock()
+bar.acquire()  # as threads do that show how far they are
 
 def forget():
     global llm, stream
@@ -25,9 +28,11 @@ ACTS = {
     "end": lambda: None,
     "close": lambda: llm.close(),
     "forget": forget,
-    "generate": lambda: llm.generate("abc", params, use_tqdm=False),
-    "embed": lambda: llm.embed("abc", use_tqdm=False),
+    "generate": lambda: llm.generate("abc", params),
+    "chat": lambda: llm.chat([{"role": "user", "content": "abc"}], params, chat_template="{{ messages[0].content }}"),
+    "embed": lambda: llm.embed("abc"),
     "stats": lambda: llm.stats(),
+    "start": lambda: LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False),
 }
 for number, (name, act) in enumerate(ACTS.items(), 1):
     child = os.fork()
@@ -43,7 +48,7 @@ for number, (name, act) in enumerate(ACTS.items(), 1):
 print(len(list(stream)), "more tokens", len(llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids))
 llm.close()
 """
-USES = ("generate", "embed", "stats")
+USES = ("generate", "chat", "embed", "stats", "start")
 
 
 def test_children_of_a_program_with_an_open_llm(tmp_path):

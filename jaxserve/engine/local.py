@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING, ClassVar, override
 
 import jax
 import jax.extend
@@ -44,12 +44,11 @@ type _TakenSnapshot = concurrent.futures.Future[tuple[EngineStats, int, Schedule
 
 
 def _after_fork(client: "weakref.ref[LocalEngineClient]", xla_clients: Collection[object]) -> None:
-    """In a child that os.fork has made, say that the client is a copy, without the engine's thread. Keep the engine and
+    """In a child that os.fork has made, say that clients are copies, without the engine's thread. Keep the engine and
     what the modules of jax hold even when the process ends: their destructors wait for threads that it has not got.
     """
+    LocalEngineClient.is_in_copy = True
     copy = client()
-    if copy is not None:
-        copy.is_copy = True
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("jax", "jaxlib")]
     for kept in (copy, *xla_clients, *(value for module in modules for value in vars(module).values())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -68,12 +67,14 @@ class _Listener:
 class LocalEngineClient(EngineClient):
     """Runs an Engine in a daemon thread. Every call may come from any thread; the engine is touched by its own only."""
 
+    is_in_copy: ClassVar[bool] = False
+    """Whether os.fork made this process of one that had an engine: neither that one nor jax works here."""
+
     def __init__(self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None):
         self.info = info
         self._engine = engine
         self._max_num_waiting = max_num_waiting
         self._condition = threading.Condition()
-        self.is_copy = False  # made by os.fork
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
         self._departures = Departures()
@@ -97,8 +98,10 @@ class LocalEngineClient(EngineClient):
     def start(cls, config: EngineConfig, *, mesh: "Mesh | None" = None, progress: bool = False) -> "LocalEngineClient":
         """Load the model, size the KV cache, compile the steps, and run.
 
-        `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars. Raises StartupError.
+        `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars. Raises StartupError, and EngineDead in a
+        forked child, where jax would wait for ever.
         """
+        cls._check_process()
         from jaxserve.engine.startup import start_engine
 
         with contextlib.ExitStack() as on_error:
@@ -132,7 +135,7 @@ class LocalEngineClient(EngineClient):
 
     @override
     def abort(self, request_ids: list[str]) -> None:
-        if self.is_copy:
+        if self.is_in_copy:
             return
         with self._condition:
             aborted = [request_id for request_id in request_ids if request_id in self._listeners]
@@ -160,7 +163,7 @@ class LocalEngineClient(EngineClient):
 
     @override
     def is_alive(self) -> bool:
-        return not self.is_copy and self._error is None and not self._is_closing
+        return not self.is_in_copy and self._error is None and not self._is_closing
 
     @override
     def reset_prefix_cache(self) -> bool:
@@ -191,7 +194,7 @@ class LocalEngineClient(EngineClient):
 
     @override
     def close(self) -> None:
-        if self.is_copy:
+        if self.is_in_copy:
             return
         with self._condition:
             self._is_closing = True
@@ -206,11 +209,12 @@ class LocalEngineClient(EngineClient):
                 self._engine.close()
                 give_memory_back()
 
-    def _check_process(self) -> None:
-        if self.is_copy:
+    @classmethod
+    def _check_process(cls) -> None:
+        if cls.is_in_copy:
             raise EngineDead(
-                "this process is a copy, made by os.fork, of the one in which the engine runs: start an engine in a "
-                "process that is spawned instead"
+                "this process is a copy, made by os.fork, of one that has started an engine: start one in a process "
+                "that is spawned instead"
             )
 
     @contextlib.contextmanager
