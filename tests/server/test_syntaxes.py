@@ -146,6 +146,52 @@ def test_a_tool_that_is_not_offered_is_not_called_and_nothing_is_lost(name):
     assert read(reader(row, {}), [text]) == Message(text)
 
 
+@pytest.mark.parametrize("name", sorted(name for name in DATA if ROWS[name].is_parallel))
+def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
+    """Its arguments look like a call of one that is."""
+    row = ROWS[name]
+    launch, now = ("launch", {"more": {"name": "now", "arguments": {"now": {}}}, "now": {}}), ("now", {})
+    for calls in ((launch, now), (now, launch), (launch, now, launch)):
+        text = write(row, None, Message("", calls)).removeprefix("\n")
+        assert loaded(read(reader(row, TOOLS), [text])).calls == (now,)
+        assert loaded(read(reader(row, TOOLS), list(text))).calls == (now,)
+    text = write(row, None, Message("", (launch,))).removeprefix("\n")
+    assert read(reader(row, TOOLS), list(text)) == Message(text)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in DATA if isinstance(ROWS[name].arguments, Tags)))
+@pytest.mark.parametrize("arguments", [{}, {"city": "Oslo", "days": 2}])
+def test_an_object_in_place_of_tags_is_the_arguments(name, arguments):
+    row = ROWS[name]
+    text = write(row, None, Message("", (("get_weather", {}), ("now", {})))).replace(
+        f"get_weather{row.name[1]}", f"get_weather{row.name[1]}{json.dumps(arguments)}"
+    )
+    expected = Message("", (("get_weather", arguments), ("now", {})))
+    assert loaded(read(reader(row, TOOLS), list(text.removeprefix("\n")))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", "<tool_call>get_weather\n<arg_key>city<arg_value>Oslo</arg_value><arg_key>days\n<arg_value>2"),
+        ("qwen3_coder", "<function=get_weather>\n<parameter=city\nOslo\n</parameter>\n<parameter=days\n2\n</function>"),
+        ("qwen3_coder", "<function='get_weather'><parameter=\"city\">Oslo</parameter><parameter='days'>2</function>"),
+        (
+            "minimax_m2",
+            "<invoke name=get_weather><parameter name='city'>Oslo</parameter><parameter name=days>2</invoke>",
+        ),
+        (
+            "step3",
+            "<steptml:invoke name='get_weather'><steptml:parameter name=city>Oslo<steptml:parameter name='days'>2",
+        ),
+    ],
+)
+def test_tags_of_names_and_keys_may_lack_their_end_or_have_other_quotes(name, text):
+    expected = Message("", (("get_weather", {"city": "Oslo", "days": 2}),))
+    assert loaded(read(reader(ROWS[name], TOOLS), [text])) == expected
+    assert loaded(read(reader(ROWS[name], TOOLS), list(text))) == expected
+
+
 def opening(row):
     return (row.section[0] or row.call[0] or row.name[0]).strip()
 

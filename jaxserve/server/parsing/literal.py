@@ -92,6 +92,11 @@ class ValueReader:
             if not self._due and self._expected == "comma":
                 return True
 
+    def read_on(self, expected: str) -> Generator[None, None, bool]:
+        """Read the rest of an object, as `read` does; `expected` is what comes first, "key" or "value"."""
+        self._due, self._expected = ["}"], expected
+        return (yield from self.read())
+
     def _take(self, token: str) -> Generator[None, None, bool]:
         """Take one token. Returns whether it belongs to the value."""
         if token in (self._quote, '"', "'"):

@@ -16,6 +16,7 @@ _PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
 _MARK = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]|◁[^▷]+▷")
 _NEVER = r"(?!)"
 _FENCE = r"```[a-z]{0,8}+(?=[^a-z])"
+_JSON = r"\{\s{0,8}[\"'}]"
 _NOISE = rf"[\[\])}},;]|{_FENCE}"
 
 KEY = regex.compile(
@@ -74,8 +75,8 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     openings = [_group("section", _flexible(calls.section[0])), _group("call", _flexible(calls.call[0]))]
     pieces = _PIECES.findall(calls.name[0].strip())
     tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
-    prefix = _flexible("".join(pieces[:-1]))
-    begins = [*openings, _group("begin", _flexible(tag))]
+    prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
+    begins = [*openings, _group("begin", tag)]
     section_ends = [_drifting(mark) for mark in _MARK.findall(calls.section[1])]
     ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
     thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
@@ -83,14 +84,13 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     closing = _group("end", "|".join([*section_ends, *ends]))
     after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
     gap = _GAP if calls.name[0][-1:].isspace() else ""
-    names = (
-        [rf"(?:{prefix}{_GAP})?{_flexible(tag)}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{gap}{_NAME}", _NAME]
-    )
+    names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{gap}{_NAME}", _NAME]
     tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
     heads = "|".join(rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{name}" for name in names[:1])
-    key = _group("key", _flexible(tags.key[0]))
-    whole_key = _flexible(tags.key[0]) + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
-    starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: _flexible(tags.key[0])}.get(type(calls.arguments), r"[\{\[]")
+    opening, quotes = _attribute(tags.key[0]), "\"'" if tags.key[0].endswith('"') else '"'
+    key = _group("key", opening)
+    whole_key = opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
+    starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{opening}|{_JSON}"}.get(type(calls.arguments), r"[\{\[]")
     return Marks(
         in_words=_compile(
             [
@@ -115,7 +115,7 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
         stop="|".join(mark for mark in map(_flexible, [calls.section[0], calls.call[0]]) if mark.startswith(r"\[")),
         spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
         key=_compile([key, closing, *begins]),
-        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>\"\n]{{0,199}}[^<>\"\s]){_GAP}{_key_end(tags)}"),
+        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}"),
         value=regex.compile(_flexible(tags.value[0]) or _NEVER),
         value_end=_compile(
             [
@@ -147,15 +147,24 @@ def _key_end(tags: Tags) -> str:
     """What stands between a key and its value; `flag` is whether the value is a text."""
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
-        return rf"{_flexible(tags.key[1])}(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
+        quote = r"[\"']" if tags.key[1] == '"' else _flexible(tags.key[1])
+        return rf"{quote}(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
     closing = tags.key[1].strip()
-    return _drifting(closing) if closing.startswith("</") else r"[\"']?[^\S\n]{0,8}>" if closing else _NEVER
+    if closing.startswith("</"):
+        return rf"(?:{_drifting(closing)}|(?={_flexible(tags.value[0]) or _NEVER}))"
+    return r"[\"']?[^\S\n]{0,8}(?:>|(?=\n))" if closing else _NEVER
 
 
 def _flexible(text: str) -> str:
     """A pattern of a mark, with any white space where it has some, and between two tags."""
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
     return _GAP.join(regex.escape(part) for part in parts)
+
+
+def _attribute(text: str) -> str:
+    """A pattern of a tag up to the value of its attribute, whose quote may be missing or another one."""
+    mark = text.strip()
+    return _flexible(mark.removesuffix('"')) + (r"[\"']?+(?=[^\"'])" if mark[-1:] in ('"', "=") else "")
 
 
 def _drifting(mark: str) -> str:

@@ -143,7 +143,7 @@ class Reader(AnswerReader):
         source, marks = self._source, self._marks
         source.taken = raw = []
         num_before = self._num_calls
-        in_section = is_marked = has_words = False
+        in_section = in_list = is_marked = has_words = False
         while True:
             yield from source.spaces()
             num_taken = len(raw)
@@ -155,15 +155,18 @@ class Reader(AnswerReader):
             elif ending := (yield from source.accept(marks.ending)):
                 if ending.lastgroup == "end" and not in_section:
                     return self._end_calls([] if self._num_calls > num_before else raw)
-            elif (yield from self._read_call(is_marked=is_marked)):
-                source.taken = raw = []
+                in_list = ending[0] == "[" or (in_list and ending[0] != "]")
+            elif (yield from self._read_call(is_marked=is_marked, is_among=in_section or in_list)):
+                has_words = True  # unless a tool that is offered is called
+                if self._num_calls > num_before:
+                    source.taken = raw = []
             elif not in_section or (source.is_last and not source.buffer):
                 break
             else:
                 has_words = True
                 if len(raw) == num_taken:
                     source.take(1)
-                found = yield from source.until(marks.leftover, lambda _: None)
+                found = yield from source.until(marks.leftover, _drop)
                 if found is None or found.lastgroup in ("section", "closing"):
                     break
         if self._num_calls > num_before:
@@ -180,18 +183,28 @@ class Reader(AnswerReader):
         if words:
             self._say("".join(words))
 
-    def _read_call(self, *, is_marked: bool) -> Generator[None, None, bool]:
-        """Read one call from its name on. Returns False if there is none."""
+    def _read_call(self, *, is_marked: bool, is_among: bool) -> Generator[None, None, bool]:
+        """Read one call from its name on. Returns False if there is none.
+
+        With `is_among`, other calls may follow: then one of a tool that is not offered is read to its end, so that
+        nothing in it is taken for a call, and those behind it are read.
+        """
         source, marks = self._source, self._marks
         if (yield from source.peek(_OBJECT)) is not None:
-            return (yield from self._read_wrapped())
+            return (yield from self._read_wrapped(is_among=is_among))
         if isinstance(self._arguments, Wrapped):
             return False
+        others: list[tuple[str, int]] = []
         for pattern in marks.names if is_marked else marks.names[:1]:
             match = yield from source.peek(pattern)
             if match is not None and match["name"] in self._tools:
                 head = source.take(len(match[0]))
                 return (yield from self._read_named(match["name"], head))
+            if match is not None:
+                others.append((match["name"], len(match[0])))
+        if is_among and others and not isinstance(self._arguments, Tags):
+            name, length = others[0]
+            return (yield from self._read_named(name, source.take(length)))
         return False
 
     def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
@@ -208,12 +221,19 @@ class Reader(AnswerReader):
                 call_id = head + between[0]
             elif between.lastgroup == "id":
                 call_id = between[0].removeprefix("[CALL_ID]")
+        if name not in self._tools:
+            is_python = isinstance(self._arguments, PythonCall)
+            if (yield from source.peek(_CALL if is_python else _BRACKET)) is None:
+                return False
+            quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
+            yield from ValueReader(source, _drop, quote=quote, positions=() if is_python else None).read()
+            return True
         is_sure &= not isinstance(self._arguments, Tags) and bool(source.buffer)
         if not is_sure and (yield from source.peek(marks.arguments)) is None:
             return False
         self._start_call(name, call_id)
         match self._arguments:
-            case Tags():
+            case Tags() if (yield from source.peek(_OBJECT)) is None:
                 yield from self._read_tags(self._arguments, self._tools[name])
             case PythonCall() if (yield from source.peek(_CALL)) is not None:
                 positions = property_names(self._schema)
@@ -235,7 +255,7 @@ class Reader(AnswerReader):
         kind = property_kind(self._schema, key)
         return None if not kind.types or "string" in kind.types else lambda text: json_value(text, kind)
 
-    def _read_wrapped(self) -> Generator[None, None, bool]:
+    def _read_wrapped(self, *, is_among: bool) -> Generator[None, None, bool]:
         """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
         source, wrapped = self._source, self._arguments
         name: str | None = None
@@ -259,7 +279,13 @@ class Reader(AnswerReader):
                 named = match if is_name_key else (yield from source.accept(TEXT_NAME))
                 found = None if named is None else named["key" if is_name_key else "name"]
                 if found is None or found not in self._tools:
-                    return False
+                    yield from source.accept(_COMMA)
+                    yield from source.spaces()
+                    following = None if found is None or not is_among else (yield from source.peek(KEY))
+                    if following is None or following["key"] not in argument_keys:
+                        return False
+                    yield from ValueReader(source, _drop).read_on("key")
+                    return True
                 name = found
                 self._start_call(found, call_id)
                 if held is not None:
@@ -272,6 +298,9 @@ class Reader(AnswerReader):
             elif key in name_keys:
                 continue
             elif name is None and key not in _OTHER_KEYS:
+                if is_among and not own.name:
+                    yield from ValueReader(source, _drop).read_on("value")
+                    return True
                 return False
             else:
                 other: list[str] = []
@@ -315,7 +344,7 @@ class Reader(AnswerReader):
         self._argue("{")
         comma = ""
         while True:
-            match = yield from source.until(marks.key, lambda _: None)
+            match = yield from source.until(marks.key, _drop)
             if match is None or match.lastgroup != "key":
                 self._argue("" if source.is_cut else "}")
                 return
@@ -366,6 +395,10 @@ class Reader(AnswerReader):
             source.take(len(match[0]))
             tell("", is_all=not pads)
         self._argue('"' if is_text else json_value("".join(pieces), kind))
+
+
+def _drop(_: str) -> None:
+    """Take text that belongs to nothing."""
 
 
 def _as_object(value: str) -> str:
