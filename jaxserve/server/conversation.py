@@ -200,12 +200,9 @@ def name_as_sent(error: InvalidRequest, body: ResponsesRequest) -> None:
 
 
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    if wanted.schema is None:
+    if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("text.format.schema is required", param="text.format.schema")
-    schema = {"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": wanted.type} | ({} if wanted.schema is None else {"schema": wanted.schema})
 
 
 def _text(content: str | list[_Part], param: str) -> str:

@@ -267,6 +267,13 @@ def test_objects_stay_open_where_that_is_asked_for(server):
         ({"response_format": {"type": "text", "schema": OPEN}}, "response_format.schema"),
         ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format.schema"),
         ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"response_format": {"type": "json_object", "value": OPEN}}, "response_format"),
+        ({"response_format": {"type": "text", "grammar": "x"}}, "response_format"),
+        ({"structural_tag": {}}, "structural_tag"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"extra_body": {"structured_outputs": {"json": OPEN}}}, "extra_body"),
+        ({"nvext": {"guided_json": OPEN}}, "nvext"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         (
             {"structured_outputs": {"json": OPEN, "whitespace_pattern": "x*"}},
@@ -279,3 +286,24 @@ def test_objects_stay_open_where_that_is_asked_for(server):
 )
 def test_forms_that_are_refused(server, form, param):
     assert_error(server.post(CHAT, {"messages": [USER], "max_tokens": 2} | form), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "text", "schema": OPEN}, "text.format.schema"),
+        ({"type": "json_object", "schema": {"const": 2**60 + 1}}, "text.format.schema"),
+        ({"type": "json_object", "schema": 5}, "text.format.schema"),
+        ({"type": "json_object", "value": OPEN}, "text.format"),
+        ({"type": "json_schema", "json_schema": {"schema": OPEN}}, "text.format"),
+        ({"type": "json_schema"}, "text.format.schema"),
+    ],
+)
+def test_forms_of_responses_that_are_refused(server, form, param):
+    assert_error(server.post("/v1/responses", {"input": "hello", "text": {"format": form}}), 400, param)
+
+
+def test_a_response_follows_a_schema_beside_json_object(server):
+    form = {"format": {"type": "json_object", "schema": {"enum": ["blue"]}}}
+    answer = server.post("/v1/responses", {"input": "hello", "text": form, "max_output_tokens": 20}).json()
+    assert answer["output"][-1]["content"][0]["text"] == '"blue"'

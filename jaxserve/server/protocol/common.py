@@ -164,6 +164,8 @@ def split_path(message: str) -> tuple[str, str | None]:
     missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
     if missing:
         return "this field is required", f"{path}.{missing[1]}" if path else missing[1]
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        return f"the field {unknown[1]!r} is not supported", path or None
     return what.replace("`", ""), path or None
 
 

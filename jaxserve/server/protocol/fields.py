@@ -62,13 +62,16 @@ class Field(NamedTuple):
 
 _NOT = Refused()
 _UNLESS_NULL = (None,)
+_NOT_EVEN_EMPTY = Refused(neutral=_UNLESS_NULL)
 _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
 _NOT_THOUGHTS = Refused("max_tokens limits thoughts and answer together", (None,))
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
 _WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
 _ONE_ANSWER = Refused("a response has one answer", (None, 1))
-_STRUCTURED = Refused("write structured_outputs, such as {'json': ...}, {'regex': ...} or {'grammar': ...}")
+_STRUCTURED = Refused(
+    "write structured_outputs, such as {'json': ...}, {'regex': ...} or {'grammar': ...}", (None, False, "", [])
+)  # {} is a schema: of anything
 _ANSWERS = (FOLLOWED, FOLLOWED, FOLLOWED)
 _READERS = (*_ANSWERS, FOLLOWED)
 _CONVERSATIONS = (_NEEDS_CHAT, FOLLOWED, FOLLOWED)
@@ -233,7 +236,7 @@ FIELDS: tuple[Field, ...] = (
     Field("parallel_tool_calls", "false: one call at most", NO_EFFECT, FOLLOWED, FOLLOWED),
     _everywhere("functions", "the old name of tools", Refused("write tools")),
     _everywhere("function_call", "the old name of tool_choice", Refused("write tool_choice", (None, "none", "auto"))),
-    Field("web_search_options", "a tool of OpenAI's", _NOT, _NOT, _NOT),
+    Field("web_search_options", "a tool of OpenAI's", _NOT_EVEN_EMPTY, _NOT_EVEN_EMPTY, _NOT_EVEN_EMPTY),
     Field("max_tool_calls", "a limit of OpenAI's own tools", UNKNOWN, UNKNOWN, NO_EFFECT, UNKNOWN, UNKNOWN),
     # Thoughts.
     Field(
@@ -348,6 +351,10 @@ FIELDS: tuple[Field, ...] = (
     _everywhere("media_io_kwargs", "options of images and sound"),
     _everywhere("mm_processor_kwargs", "options of images and sound"),
     _everywhere("kv_transfer_params", "KV from another server"),
+    *(
+        _everywhere(name, "fields within a field", Refused("write its fields into the request itself"))
+        for name in ("extra_body", "nvext")
+    ),
     _everywhere("vllm_xargs", "arguments of vLLM's plugins"),
     _everywhere("repetition_detection", "end repetitions"),
 )

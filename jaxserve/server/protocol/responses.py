@@ -28,8 +28,8 @@ IGNORED_INCLUDES = frozenset({"reasoning.encrypted_content"})
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the text must be: anything, JSON, or JSON of a schema."""
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the text must be: anything, JSON, or JSON of a schema. Another field would ask for another form."""
 
     type: str
     name: str | None = None

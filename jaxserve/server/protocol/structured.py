@@ -18,12 +18,17 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`type` is text, json_object or json_schema. `schema` is llama.cpp's place for a schema, with either of these."""
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`type` is text, json_object or json_schema. `schema` is llama.cpp's place for a schema, with either of these,
+    and `name`, `description` and `strict` are those of /v1/responses. Another field would ask for another form.
+    """
 
     type: str
     json_schema: JsonSchema | None = None
     schema: Any = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class StructuredOutputsBody(msgspec.Struct, kw_only=True):
