@@ -159,6 +159,18 @@ def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
     assert read(reader(row, TOOLS), list(text)) == Message(text)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(name for name in DATA if ROWS[name].is_list and ROWS[name].section[0] and not ROWS[name].is_bare)
+)
+def test_a_list_without_calls_is_no_words(name):
+    opening, closing = ROWS[name].section
+    for text in (f"{opening}[]{closing}", f"{opening} [ ]{closing}"):
+        assert read(reader(ROWS[name], TOOLS), [text]) == Message()
+        assert read(reader(ROWS[name], TOOLS), list(text)) == Message()
+    for text in (f"{opening}[1", f"{opening} [] and [1"):
+        assert read(reader(ROWS[name], TOOLS), list(text)).content.endswith("[1")
+
+
 @pytest.mark.parametrize("name", sorted(name for name in DATA if isinstance(ROWS[name].arguments, Tags)))
 @pytest.mark.parametrize("arguments", [{}, {"city": "Oslo", "days": 2}])
 def test_an_object_in_place_of_tags_is_the_arguments(name, arguments):

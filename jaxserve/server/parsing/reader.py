@@ -143,7 +143,7 @@ class Reader(AnswerReader):
         source, marks = self._source, self._marks
         source.taken = raw = []
         num_before = self._num_calls
-        in_section = in_list = is_marked = has_words = False
+        in_section = in_list = is_marked = has_words = is_empty = False
         while True:
             yield from source.spaces()
             num_taken = len(raw)
@@ -155,6 +155,7 @@ class Reader(AnswerReader):
             elif ending := (yield from source.accept(marks.ending)):
                 if ending.lastgroup == "end" and not in_section:
                     return self._end_calls([] if self._num_calls > num_before else raw)
+                is_empty = is_marked and in_list and ending[0] == "]"
                 in_list = ending[0] == "[" or (in_list and ending[0] != "]")
             elif (yield from self._read_call(is_marked=is_marked, is_among=in_section or in_list)):
                 has_words = True  # unless a tool that is offered is called
@@ -169,10 +170,13 @@ class Reader(AnswerReader):
                 found = yield from source.until(marks.leftover, _drop)
                 if found is None or found.lastgroup in ("section", "closing"):
                     break
+        is_empty &= not has_words
+        if (is_empty or self._num_calls > num_before) and source.is_last and source.buffer.strip() == "```":
+            source.take(3)
         if self._num_calls > num_before:
-            if source.is_last and source.buffer.strip() == "```":
-                source.take(3)
             return self._end_calls([marks.spare.sub("", "".join(raw), count=1)])
+        if is_empty:
+            return self._end_calls([])
         if not raw:
             source.take(1)
         return self._end_calls(raw)
