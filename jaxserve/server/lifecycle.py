@@ -129,7 +129,9 @@ def make_state(
         pooling=config.pooling,
         closes_objects=config.disable_additional_properties,
         profile_dir=config.profile_dir,
-        syntax=ModelSyntax(frontend.tokenizer, (choice or _choose(frontend, config)).syntax),
+        syntax=ModelSyntax(
+            frontend.tokenizer, (choice or _choose(frontend, config)).syntax, vocab_size=frontend.client.info.vocab_size
+        ),
         responses=ResponseStore(
             max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
         ),

@@ -1,8 +1,9 @@
 """What a caller asks for as one grammar text for llguidance, checked so that the engine can compile it.
 
 A grammar text is llguidance's JSON form: `{"grammars": [...]}`, a list of JSON schemas and Lark grammars that may refer
-to each other by name; beside them may be a limit, `max_items_in_row`. It is plain data: the front end writes it, the
-engine compiles it for its tokenizer. Whatever reads a caller's own text runs in a process that may die (`pool`).
+to each other by name; beside them may be `max_items_in_row`, and a `limit` on the beginning of the text, which holds
+two more grammar texts (`Limit`). It is plain data: the front end writes it, the engine compiles it for its tokenizer.
+Whatever reads a caller's own text runs in a process that may die (`pool`).
 """
 
 import functools
@@ -113,6 +114,27 @@ def lark_grammar(lark: str, *, param: str) -> str:
     """A Lark grammar of our own as a grammar text. Only its size is checked: InvalidRequest names `param`."""
     check_size(lark, param)
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+class Limit(NamedTuple):
+    """How many tokens the beginning of a text may have: while they follow the grammar text `during`, and it has not
+    ended, there are at most `max_tokens`; then the text goes on with `after`, whatever it was in.
+    """
+
+    max_tokens: int
+    during: str
+    after: str
+
+
+def limited(text: str, limit: Limit) -> str:
+    """Return a grammar text whose beginning is limited."""
+    return json.dumps({**json.loads(text), "limit": limit._asdict()})
+
+
+def limit_of(text: str) -> Limit | None:
+    """Return what limits the beginning of a grammar text, if anything does."""
+    limit = json.loads(text).get("limit")
+    return None if limit is None else Limit(**limit)
 
 
 def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:

@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.request import EngineRequest, Request
 from jaxserve.structured.deep_stack import with_deep_stack
-from jaxserve.structured.grammar import parser_limits
+from jaxserve.structured.grammar import limit_of, parser_limits
 from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer
 
@@ -38,26 +38,71 @@ _MAX_COMPILED = 64  # grammars that are kept for requests to come
 _POLL_SECONDS = 0.01
 
 
-class _Grammar(NamedTuple):
+class _Limited(NamedTuple):
+    """Of a `Limit`: its number of tokens, and matchers of its two grammars."""
+
+    max_tokens: int
+    during: LLMatcher
+    after: LLMatcher
+
+
+class _Matching(NamedTuple):
+    """What a request begins with."""
+
     matcher: LLMatcher
+    limited: _Limited | None
+
+    def copy(self) -> "_Matching":
+        """Return a copy that has the same lexers."""
+        limited = self.limited
+        if limited is not None:
+            limited = limited._replace(during=limited.during.deep_copy(), after=limited.after.deep_copy())
+        return _Matching(self.matcher.deep_copy(), limited)
+
+
+class _Grammar(NamedTuple):
+    matching: _Matching
     seconds: float
 
 
 class _Compiling(NamedTuple):
     requests: list[EngineRequest]
-    matchers: "concurrent.futures.Future[list[LLMatcher]]"
+    matchers: "concurrent.futures.Future[list[_Matching]]"
     deadline: float
 
 
 class _Constraint:
     """One request's matcher, the number of its output tokens that the matcher has seen, and what else limits it."""
 
-    __slots__ = ("allowed", "matcher", "num_seen")
+    __slots__ = ("_limited", "allowed", "matcher", "num_seen")
 
-    def __init__(self, matcher: LLMatcher, allowed: UInt32[np.ndarray, " W"] | None):
-        self.matcher = matcher
+    def __init__(self, matching: _Matching, allowed: UInt32[np.ndarray, " W"] | None):
+        self.matcher, self._limited = matching
         self.num_seen = 0
         self.allowed = allowed
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are counted: `take` must get them."""
+        return self._limited is not None
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Take in tokens. Returns False if they break the grammar."""
+        for token_id in token_ids:
+            if not self.matcher.consume_token(token_id):
+                return False
+            if self._limited is not None:
+                self._count(self._limited, token_id)
+        return True
+
+    def _count(self, limited: _Limited, token_id: int) -> None:
+        max_tokens = limited.max_tokens - 1
+        if not limited.during.consume_token(token_id) or limited.during.is_accepting():
+            self._limited = None  # what is limited has ended, or has not begun
+        elif max_tokens:
+            self._limited = limited._replace(max_tokens=max_tokens)
+        else:
+            self.matcher, self._limited = limited.after, None
 
 
 class Matchers:
@@ -131,8 +176,8 @@ class Matchers:
                 failed.append((entry.requests, _as_refusal(error)))
                 continue
             # There may be more matchers than requests: some have been aborted.
-            for request, matcher in zip(entry.requests, entry.matchers.result(), strict=False):
-                self._constraints[request.request_id] = _Constraint(matcher, self._allowed(request))
+            for request, matching in zip(entry.requests, entry.matchers.result(), strict=False):
+                self._constraints[request.request_id] = _Constraint(matching, self._allowed(request))
             ready.append(entry.requests)
         self._compiling = rest
         return ready, failed
@@ -189,13 +234,13 @@ class Matchers:
             is_followed = True
             if news and news[-1] in request.request.stop_token_ids:
                 is_followed = None
-            elif len(news) == 1:  # nearly always: all of these at once, on all cores
+            elif len(news) == 1 and not constraint.is_limited:  # nearly always: all of these at once, on all cores
                 constraint.num_seen += 1
                 places.append(len(fed))
                 steps.append((constraint.matcher, news[0]))
             elif news:
                 constraint.num_seen += len(news)
-                is_followed = constraint.matcher.consume_tokens(news)
+                is_followed = constraint.take(news)
             fed.append((request, constraint, is_followed))
         if steps:
             for place, is_followed in zip(places, self._executor.consume_token_par(steps), strict=True):
@@ -232,19 +277,25 @@ class Matchers:
     def _compile(self, text: str) -> _Grammar:
         self._wait_for_tokenizer()
         start = time.perf_counter()
-        matcher = with_deep_stack(lambda: self._matcher(text))
-        if matcher.is_error():
-            raise refusal(_first_line(matcher))
-        return _Grammar(matcher, time.perf_counter() - start)
+        matching = with_deep_stack(lambda: self._matching(text))
+        for matcher in (matching.matcher, *(matching.limited or ())[1:]):
+            if matcher.is_error():
+                raise refusal(_first_line(matcher))
+        return _Grammar(matching, time.perf_counter() - start)
 
     def _make_matchers(
         self, grammar: "concurrent.futures.Future[_Grammar]", text: str, num_matchers: int
-    ) -> list[LLMatcher]:
+    ) -> list[_Matching]:
         """One for each request. Runs behind the job that `grammar` is of, so that it never waits for a free thread."""
-        matcher, seconds = grammar.result()
+        matching, seconds = grammar.result()
         if seconds > COPY_SECONDS:
-            return [matcher.deep_copy() for _ in range(num_matchers)]
-        return with_deep_stack(lambda: [self._matcher(text) for _ in range(num_matchers)])
+            return [matching.copy() for _ in range(num_matchers)]
+        return with_deep_stack(lambda: [self._matching(text) for _ in range(num_matchers)])
+
+    def _matching(self, text: str) -> _Matching:
+        limit = limit_of(text)
+        limited = limit and _Limited(limit.max_tokens, self._matcher(limit.during), self._matcher(limit.after))
+        return _Matching(self._matcher(text), limited)
 
     def _matcher(self, text: str) -> LLMatcher:
         return LLMatcher(self._wait_for_tokenizer(), text, log_level=0, limits=parser_limits(text))

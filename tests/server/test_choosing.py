@@ -222,7 +222,8 @@ def test_a_broken_template_yields_a_syntax_that_reads_it_or_none(seed):
 
 @pytest.mark.parametrize("name", KNOWN | UNKNOWN)
 def test_calls_can_be_forced_in_a_derived_syntax(name, tokenizer):
-    derived = ModelSyntax(tokenizer, _derived(name, tokenizer_with((KNOWN | UNKNOWN)[name].template())))
+    syntax = _derived(name, tokenizer_with((KNOWN | UNKNOWN)[name].template()))
+    derived = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
     tools = [Tool(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
     grammar = derived.grammar(tools, is_open=False, must_call=True, is_parallel=True, answer=None)
     assert LLMatcher.validate_grammar(grammar) == ""

@@ -1,10 +1,9 @@
 """How the served model writes thoughts and tool calls: readers of its answers, and grammars that they follow."""
 
-import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.server.parsing import harmony
 from jaxserve.server.parsing.answer import AnswerReader
@@ -15,11 +14,31 @@ from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Syntax,
 from jaxserve.server.parsing.table import TOOL_PARSERS
 from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.parsing.tools import Tool
-from jaxserve.server.parsing.writer import call_rules, literal, message_rules, thought_rules
-from jaxserve.structured.grammar import compose, lark_grammar
+from jaxserve.server.parsing.writer import any_text, call_rules, literal, message_rules, thought_rules
+from jaxserve.structured.grammar import Limit, compose, lark_grammar, limited
 from jaxserve.tokenizer import Tokenizer
 
 _ANY_OBJECT = {"type": "object"}
+
+
+class _Start(NamedTuple):
+    """What a grammar says of the beginning of an answer, each part to be put before what follows.
+
+    Attributes:
+        rules: of which the rest is made.
+        free: thoughts, if there are any.
+        none: what is there without thoughts.
+        thoughts: no more than thoughts.
+        closing: the end of thoughts.
+        num_tokens: tokens of `thoughts` that only open them.
+    """
+
+    rules: str = ""
+    free: str = ""
+    none: str = ""
+    thoughts: str = ""
+    closing: str = ""
+    num_tokens: int = 0
 
 
 class ModelSyntax:
@@ -31,9 +50,10 @@ class ModelSyntax:
         calls: how it writes calls; where that is not known, how it is made to.
     """
 
-    def __init__(self, tokenizer: Tokenizer, syntax: Syntax):
-        """`syntax` is what has been chosen for the model (`choosing`)."""
+    def __init__(self, tokenizer: Tokenizer, syntax: Syntax, *, vocab_size: int):
+        """`syntax` is what has been chosen for the model (`choosing`), which draws tokens below `vocab_size`."""
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self.knows_tools = syntax.calls is not None
         # Where nothing is known, forced calls are written in the most common syntax.
         self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
@@ -85,8 +105,8 @@ class ModelSyntax:
         opening = "<|channel|>" if self.has_channels else self.calls.section[0] or self.calls.call[0]
         if self.calls.is_bare or isinstance(self.calls.arguments, Tags):
             return None
-        first = self._tokenizer.split_at_added_tokens(opening)[0]
-        return opening if isinstance(first, int) else None
+        parts = self._tokenizer.split_at_added_tokens(opening)
+        return opening if parts and isinstance(parts[0], int) else None
 
     def grammar(
         self,
@@ -96,39 +116,104 @@ class ModelSyntax:
         must_call: bool,
         is_parallel: bool,
         answer: str | None,
+        budget: int | None = None,
     ) -> str:
         """Return what an answer must be: calls of these tools, or what the grammar text `answer` says, or one of them;
         "" is anything. The parameters of tools that are followed come from `arguments_schema`.
 
         Without either, words are free, and so are calls, but those of strict tools (`follows_strict`). Thoughts are
-        free in any case. Raises InvalidRequest, naming the field, for tools that are too long together.
+        free, or end after `budget` tokens. Raises InvalidRequest, naming the field, for tools that are too long
+        together.
         """
         is_free = answer is None and not must_call
+        is_strict = is_free and self.follows_strict(tools)
         if is_free:
-            if not self.follows_strict(tools):
+            if budget is None and not is_strict:
                 return ""
             tools = [tool if tool.is_strict else tool._replace(parameters=_ANY_OBJECT) for tool in tools]
         if answer is not None and not tools and not self.has_thoughts:
             return answer
         rules, bodies = [], []
-        if tools:
+        if tools and (is_strict or self.has_channels or not is_free):
             rules.append(call_rules(self.calls, tools, spell=self._spell, is_parallel=is_parallel))
             bodies.append("calls")
         if answer is not None:
             bodies.append("final" if self.has_channels else "@answer")
-        before = ""
         if self.has_channels:
             rules.append(message_rules(self._spell, "HARMONY_TEXT" if answer is None else "@answer"))
-            before = "(analysis | preamble)* " if is_free else "analysis* "
             bodies += ["final"] if is_free else []
-        elif self.thoughts is not None:
-            rules.append(thought_rules(self.thoughts, spell=self._spell))
-            before = "rest SPACES " if is_open else "(thoughts SPACES)? "
-        if is_free and not self.has_channels:
-            rules.append(f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{re.escape((self._trigger or '').strip())}(.|\\n)*/")
-            bodies = ["WORDS calls?"]
-        lark = "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])
-        return lark_grammar(lark, param="tools") if answer is None else compose(answer, lark)
+        elif is_free:
+            rules.append(self._word_rules(tools, is_strict=is_strict, is_limited=budget is not None))
+            bodies = ["words calls?" if is_strict else "words"]
+        if self.has_channels:
+            start = self._channel_start(is_free=is_free, is_limited=budget is not None)
+        else:
+            start = self._start(tools, is_open=is_open)
+        rules.append(start.rules)
+
+        def text(before: str) -> str:
+            lark = "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])
+            return lark_grammar(lark, param="tools") if answer is None else compose(answer, lark)
+
+        if budget is None:
+            return text(start.free)
+        if budget == 0:
+            return text(start.closing if is_open else start.none)
+        during = lark_grammar(f"start: {start.thoughts}\n{start.rules}", param="tools")
+        limit = Limit(start.num_tokens + budget, during=during, after=text(start.closing))
+        return limited(text(start.free), limit)
+
+    def _start(self, tools: Sequence[Tool], *, is_open: bool) -> "_Start":
+        """Return what an answer begins with where thoughts stand between marks."""
+        thoughts = self.thoughts
+        if thoughts is None:
+            return _Start()
+        return _Start(
+            rules=thought_rules(
+                thoughts, spell=self._spell, endings=call_marks(self.calls) if tools and thoughts.calls_end else ()
+            ),
+            free="rest SPACES " if is_open else "(thoughts SPACES)? ",
+            thoughts="rest" if is_open else "thoughts",
+            closing=f"{self._spell(thoughts.closing[0].strip())} SPACES ",
+            num_tokens=0 if is_open else min(self._num_tokens(opening.strip()) for opening in thoughts.opening),
+        )
+
+    def _channel_start(self, *, is_free: bool, is_limited: bool) -> "_Start":
+        """Return what an answer begins with where thoughts are messages. If they are limited, there is one at most."""
+        before = "preamble* " if is_free else ""
+        free = "(analysis | preamble)* " if is_free else "analysis* "
+        head = "<|channel|>analysis<|message|>"
+        return _Start(
+            rules="HARMONY_TEXT: /(.|\\n)*/",
+            free=f"analysis? {before}" if is_limited else free,
+            none=before,
+            thoughts=f"{self._spell(head)} HARMONY_TEXT {self._spell(harmony.END)}",
+            closing=f"{self._spell(f'{harmony.END}{harmony.START}assistant')} {before}",
+            num_tokens=self._num_tokens(head),
+        )
+
+    def _word_rules(self, tools: Sequence[Tool], *, is_strict: bool, is_limited: bool) -> str:
+        """Return rules of which `words` are what an answer may say. If thoughts are limited, no others begin there."""
+        trigger = [self._trigger or ""] if is_strict else []
+        thoughts = self.thoughts
+        if not is_limited or thoughts is None:
+            return f"words: TEXT\nTEXT: {any_text(without=trigger)}"
+        if tools or thoughts.reopens or any(thoughts.answer):
+            text = any_text(without=[*trigger, *thoughts.opening])
+        else:
+            text = any_text(without=trigger, beginning=thoughts.opening)
+        hidden = self._special_token_ids(but=[*thoughts.opening, *trigger])
+        tokens = f" (<[{','.join(map(str, hidden))}]> TEXT)*" if hidden else ""
+        return f"words: TEXT{tokens}\nTEXT: {text}"
+
+    def _special_token_ids(self, *, but: Sequence[str]) -> list[int]:
+        """Return the special tokens that the model may draw, without those in the texts `but`."""
+        left_out = {part for text in but for part in self._tokenizer.split_at_added_tokens(text)}
+        return [i for i in sorted(self._tokenizer.special_token_ids) if i < self._vocab_size and i not in left_out]
+
+    def _num_tokens(self, text: str) -> int:
+        parts = self._tokenizer.split_at_added_tokens(text)
+        return sum(1 if isinstance(part, int) else len(self._tokenizer.encode_plain(part)) for part in parts)
 
     def _spell(self, text: str) -> str:
         """Write a text in a grammar: added tokens as tokens, all else as text."""
@@ -169,3 +254,10 @@ def call_texts(calls: Calls) -> list[str]:
         case Tags(key=key, value=value):
             texts += [*key, *value]
     return texts
+
+
+def call_marks(calls: Calls) -> list[str]:
+    """Return the texts that begin calls, by which they are known in the midst of other text."""
+    tag = calls.name[0][calls.name[0].rfind("<") :].strip()
+    marks = [calls.section[0].strip(), calls.call[0].strip(), tag if tag.startswith("<") and ">" not in tag else ""]
+    return [mark for mark in marks if mark]

@@ -6,11 +6,14 @@ any syntax.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Thoughts, Wrapped
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.structured.grammar import json_rule
+
+_SPACE = r"[ \t\r\n]"
 
 Spell = Callable[[str], str]
 """How a grammar writes a text: marks that are one token of the tokenizer as that, all else as text."""
@@ -35,7 +38,8 @@ def call_rules(calls: Calls, tools: Sequence[Tool], *, spell: Spell, is_parallel
 
 def message_rules(spell: Spell, answer: str) -> str:
     """Return rules for harmony's messages: `analysis`, thoughts, and `preamble`, words before a call, both with the
-    beginning of the next message; and `final`, to the reader, whose text is the rule `answer`.
+    beginning of the next message; and `final`, to the reader, whose text is the rule `answer`. HARMONY_TEXT is left to
+    the caller: any text.
     """
     end = spell("<|end|><|start|>assistant")
     return "\n".join(
@@ -43,26 +47,46 @@ def message_rules(spell: Spell, answer: str) -> str:
             f"analysis: {spell('<|channel|>analysis<|message|>')} HARMONY_TEXT {end}",
             f"preamble: {spell('<|channel|>commentary<|message|>')} HARMONY_TEXT {end}",
             f"final: {spell('<|channel|>final<|message|>')} {answer}",
-            "HARMONY_TEXT: /(.|\\n)*/",
         )
     )
 
 
-def thought_rules(thoughts: Thoughts, *, spell: Spell) -> str:
+def thought_rules(thoughts: Thoughts, *, spell: Spell, endings: Sequence[str]) -> str:
     """Return rules for `thoughts`, for the `rest` of thoughts that are open, and for white space behind them.
 
-    Thoughts end with the first text that reads like their end, or with a token: that is no text.
+    Thoughts end with the first text that reads like their end, or with a token: that is no text. `endings` are texts
+    that would end them to the reader too, and that they have none of.
     """
-    closing = spell(thoughts.closing[0].strip())
-    rest = f"rest: THOUGHTS {closing}" if closing.startswith("<[") else f"rest[suffix={closing}]: THOUGHTS"
+    openings = [spell(opening.strip()) for opening in thoughts.opening]
+    tokens = [closing for closing in (spell(text.strip()) for text in thoughts.closing) if closing.startswith("<[")]
     return "\n".join(
         (
-            f"thoughts: {spell(thoughts.opening[0].strip())} rest",
-            rest,
-            "THOUGHTS: /(.|\\n)*/",
+            f"thoughts: ({' | '.join(openings)}) rest",
+            " | ".join(["rest: ended", *(f"THOUGHTS {closing}" for closing in tokens)]),
+            "ended[lazy]: THOUGHTS CLOSING",
+            f"CLOSING: /{_any(thoughts.closing)}/",
+            f"THOUGHTS: {any_text(without=endings)}",
             "SPACES: /[ \\n]{0,4}/",
         )
     )
+
+
+def any_text(*, without: Sequence[str] = (), beginning: Sequence[str] = ()) -> str:
+    """Return a terminal for any text that has none of the texts `without`, and does not begin with one of `beginning`,
+    whatever white space is in or before these.
+    """
+    terminal = "/(.|\\n)*/"
+    if without:
+        terminal += f" & ~/(.|\\n)*({_any(without)})(.|\\n)*/"
+    if beginning:
+        terminal += f" & ~/{_SPACE}*({_any(beginning)})(.|\\n)*/"
+    return terminal
+
+
+def _any(texts: Sequence[str]) -> str:
+    """Return an expression for one of these texts."""
+    patterns = (rf"{_SPACE}{{0,8}}".join(re.escape(part) for part in text.split()) for text in texts)
+    return "|".join(patterns).replace("/", r"\/")
 
 
 def _channel_call(tool: Tool, spell: Spell) -> str:

@@ -43,6 +43,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -55,6 +56,8 @@ def check_chat_request(body: ChatRequest) -> None:
     check_generation_request(body)
     check_choices(1, body.n)
     check_tools(body.tools, body.tool_choice)
+    if body.thinking_token_budget is not None and body.thinking_token_budget < 0:
+        raise InvalidRequest("thinking_token_budget must not be negative", param="thinking_token_budget")
     if body.echo and not body.continue_final_message:
         raise InvalidRequest("echo needs continue_final_message", param="echo")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:

@@ -64,7 +64,6 @@ _NOT = Refused()
 _UNLESS_NULL = (None,)
 _NOT_EVEN_EMPTY = Refused(neutral=_UNLESS_NULL)
 _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
-_NOT_THOUGHTS = Refused("max_tokens limits thoughts and answer together", (None,))
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
 _WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
@@ -248,7 +247,13 @@ FIELDS: tuple[Field, ...] = (
         _NO_VECTOR,
         FOLLOWED,
     ),
-    _everywhere("thinking_token_budget", "the most tokens of thoughts", _NOT_THOUGHTS),
+    Field(
+        "thinking_token_budget",
+        "thoughts end after so many tokens; 0: there are none",
+        *_CONVERSATIONS,
+        Refused(_NO_VECTOR.word, _UNLESS_NULL),
+        Refused("it changes no prompt", _UNLESS_NULL),
+    ),
     Field("reasoning", "reasoning_effort as {'effort': ...}", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     *(
         _everywhere(name, "thinking is a variable of the chat template", Refused(word, _UNLESS_NULL))

@@ -89,6 +89,7 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -60,8 +60,9 @@ def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
         return "tools"
     if body.wish_field is not None:
         return body.wish_field
-    is_strict = state.syntax.follows_strict(callable_tools(body.tools or [], body.tool_choice))
-    return "tools" if is_strict else None
+    if state.syntax.follows_strict(callable_tools(body.tools or [], body.tool_choice)):
+        return "tools"
+    return None if body.thinking_token_budget is None else "thinking_token_budget"
 
 
 def _thinks_first(state: ServerState, body: ChatRequest, prompt: str) -> bool:
@@ -131,6 +132,7 @@ def _prepare(
         must_call=must_call(body.tool_choice),
         is_parallel=_is_parallel(body),
         answer=answer,
+        budget=_budget(state, body),
     )
     return state.frontend.prepare(
         state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
@@ -158,6 +160,21 @@ def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
             code="unsupported_parameter",
         )
     return tools
+
+
+def _budget(state: ServerState, body: ChatRequest) -> int | None:
+    """The most tokens of thoughts; None: as many as there is room for. Raises InvalidRequest where thoughts would not
+    be known.
+    """
+    budget = body.thinking_token_budget
+    if budget is not None and not state.syntax.has_thoughts:
+        raise InvalidRequest(
+            "thinking_token_budget: it is not known how this model writes thoughts: start the server with "
+            "--reasoning-parser",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    return None if budget is None or budget >= state.frontend.client.info.max_model_len else budget
 
 
 def _is_parallel(body: ChatRequest) -> bool:
