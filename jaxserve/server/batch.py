@@ -108,6 +108,11 @@ def run(
     until then is in the file.
     """
     wanted = check_input(source)
+    if destination.exists():
+        if not destination.is_file():  # a device would be replaced by a file
+            raise InvalidRequest(f"cannot write {destination}: it is no regular file")
+        if destination.samefile(source):
+            raise InvalidRequest(f"{destination} is the input: choose another file")
     counts = [0, 0, 0]
     skipped = set[str | None]()
     beside = destination.with_name(f"{destination.name}.tmp")
@@ -154,6 +159,8 @@ def check_input(path: pathlib.Path) -> Input:
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
     """The lines of a file that are not blank. Raises InvalidRequest if it cannot be read."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InvalidRequest(f"cannot read {path}: it is no regular file, which can be read twice")
         with path.open("rb") as file:
             for text in file:
                 if text.strip():

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import threading
 
 import pytest
@@ -181,6 +182,21 @@ def test_files_that_do_not_fit(files, tmp_path):
     files.destination = tmp_path / "nowhere" / "out.jsonl"
     with pytest.raises(InvalidRequest, match=r"cannot write .*out\.jsonl: No such file"):
         files.run()
+
+
+def test_neither_the_input_nor_a_pipe_is_replaced(files):
+    files.write(line("a"))
+    text = files.source.read_bytes()
+    files.destination.symlink_to(files.source)
+    with pytest.raises(InvalidRequest, match="is the input: choose another file"):
+        files.run(overwrite=True)
+    assert files.source.read_bytes() == text
+    for path, overwrite in ((files.destination, False), (files.destination, True), (files.source, False)):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(InvalidRequest, match="it is no regular file"):
+            files.run(overwrite=overwrite)
+        assert path.is_fifo()
 
 
 def test_what_was_answered_before_the_engine_died_is_kept(files):
