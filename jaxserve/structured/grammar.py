@@ -117,11 +117,13 @@ def lark_grammar(lark: str, *, param: str) -> str:
 
 
 class Limit(NamedTuple):
-    """How many tokens the beginning of a text may have: while they follow the grammar text `during`, and it has not
-    ended, there are at most `max_tokens`; then the text goes on with `after`, whatever it was in.
+    """How many tokens the beginning of a text may have, behind what the grammar text `opening` says, if there is one:
+    while they follow `during`, and it has not ended, there are at most `max_tokens`; then the text goes on with
+    `after`, whatever it was in.
     """
 
     max_tokens: int
+    opening: str
     during: str
     after: str
 

@@ -39,11 +39,17 @@ _POLL_SECONDS = 0.01
 
 
 class _Limited(NamedTuple):
-    """Of a `Limit`: its number of tokens, and matchers of its two grammars."""
+    """Of a `Limit`: its number of tokens, and matchers of its grammars. `opening` is None when it has been written."""
 
     max_tokens: int
+    opening: LLMatcher | None
     during: LLMatcher
     after: LLMatcher
+
+    @property
+    def matchers(self) -> list[LLMatcher]:
+        """All matchers."""
+        return [*([] if self.opening is None else [self.opening]), self.during, self.after]
 
 
 class _Matching(NamedTuple):
@@ -56,7 +62,8 @@ class _Matching(NamedTuple):
         """Return a copy that has the same lexers."""
         limited = self.limited
         if limited is not None:
-            limited = limited._replace(during=limited.during.deep_copy(), after=limited.after.deep_copy())
+            opening = limited.opening and limited.opening.deep_copy()
+            limited = _Limited(limited.max_tokens, opening, limited.during.deep_copy(), limited.after.deep_copy())
         return _Matching(self.matcher.deep_copy(), limited)
 
 
@@ -97,7 +104,12 @@ class _Constraint:
 
     def _count(self, limited: _Limited, token_id: int) -> None:
         max_tokens = limited.max_tokens - 1
-        if not limited.during.consume_token(token_id) or limited.during.is_accepting():
+        if limited.opening is not None:
+            if not limited.opening.consume_token(token_id):
+                self._limited = None
+            elif limited.opening.is_accepting():
+                self._limited = limited._replace(opening=None)
+        elif not limited.during.consume_token(token_id) or limited.during.is_accepting():
             self._limited = None  # what is limited has ended, or has not begun
         elif max_tokens:
             self._limited = limited._replace(max_tokens=max_tokens)
@@ -278,7 +290,7 @@ class Matchers:
         self._wait_for_tokenizer()
         start = time.perf_counter()
         matching = with_deep_stack(lambda: self._matching(text))
-        for matcher in (matching.matcher, *(matching.limited or ())[1:]):
+        for matcher in (matching.matcher, *(matching.limited.matchers if matching.limited else ())):
             if matcher.is_error():
                 raise refusal(_first_line(matcher))
         return _Grammar(matching, time.perf_counter() - start)
@@ -294,7 +306,10 @@ class Matchers:
 
     def _matching(self, text: str) -> _Matching:
         limit = limit_of(text)
-        limited = limit and _Limited(limit.max_tokens, self._matcher(limit.during), self._matcher(limit.after))
+        if limit is None:
+            return _Matching(self._matcher(text), None)
+        opening = self._matcher(limit.opening) if limit.opening else None
+        limited = _Limited(limit.max_tokens, opening, self._matcher(limit.during), self._matcher(limit.after))
         return _Matching(self._matcher(text), limited)
 
     def _matcher(self, text: str) -> LLMatcher:

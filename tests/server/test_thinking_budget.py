@@ -107,18 +107,20 @@ def test_a_budget_beyond_the_context(serve):
     assert [c["token_ids"] for c in free["choices"]] == [c["token_ids"] for c in large["choices"]]
 
 
-def test_thoughts_that_end_before_their_budget(serve):
+@pytest.mark.parametrize("budget", [1, 2, 20])
+def test_thoughts_that_end_before_their_budget(serve, budget):
     """What comes behind them is not cut, though it goes on for longer than the budget."""
     server = serve("gpt_oss")
     bias = {server.tokenizer.added_token_id("<|end|>"): 20.0}
     fields = {"messages": [USER], "continue_final_message": False, "add_generation_prompt": True, "n": 12}
-    answer, _ = ask(server, 20, logit_bias=bias, ignore_eos=True, **fields)
+    answer, _ = ask(server, budget, logit_bias=bias, ignore_eos=True, **fields)
     texts = [server.tokenizer.decode(c["token_ids"], skip_special_tokens=False) for c in answer["choices"]]
     thought = [text for text in texts if text.startswith("<|channel|>analysis") and "<|channel|>final" in text]
     assert thought
     for text in thought:
         assert len(server.tokenizer.encode(text)) > 40
         assert text.count("<|channel|>final") == 1
+        assert "<|end|><|end|>" not in text
 
 
 @pytest.mark.parametrize("budget", [0, 4])
@@ -170,7 +172,7 @@ def tokenizer_with(*, special=(), added=()):
     backend.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     fast.add_special_tokens({"additional_special_tokens": list(special)})
-    fast.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in added])
+    fast.add_tokens([transformers.AddedToken(text, special=False, normalized=False) for text in added])
     return Tokenizer(fast)
 
 
@@ -242,14 +244,12 @@ def test_each_syntax_of_thoughts(name, is_open, budget):
     without = (closing if is_open else "") + answer
     assert followed(tokenizer, grammar, without) == without
     limit = limit_of(grammar)
-    if budget:
-        assert limit.max_tokens == budget + (
-            0 if is_open else min(map(tokens(tokenizer), [opening, *thoughts.opening]))
-        )
-        assert followed(tokenizer, limit.after, closing + answer) == closing + answer
-    else:
+    if not budget:
         assert limit is None
-
-
-def tokens(tokenizer):
-    return lambda text: len(tokenizer.encode(text.strip(), add_special_tokens=False))
+        return
+    assert limit is not None
+    assert limit.max_tokens == budget
+    assert bool(limit.opening) != is_open
+    assert is_open or followed(tokenizer, limit.opening, f"{opening}Hm.") == f"{opening}Hm."
+    assert followed(tokenizer, limit.during, f"Hm.{closing}").startswith("Hm." + closing[: len("<|end|>")])
+    assert followed(tokenizer, limit.after, closing + answer) == closing + answer

@@ -28,17 +28,17 @@ class _Start(NamedTuple):
         rules: of which the rest is made.
         free: thoughts, if there are any.
         none: what is there without thoughts.
-        thoughts: no more than thoughts.
-        closing: the end of thoughts.
-        num_tokens: tokens of `thoughts` that only open them.
+        opening: what opens thoughts; "": they are open.
+        thoughts: thoughts to their end, without what opens them.
+        closing: the end of thoughts, and what is behind it.
     """
 
     rules: str = ""
     free: str = ""
     none: str = ""
+    opening: str = ""
     thoughts: str = ""
     closing: str = ""
-    num_tokens: int = 0
 
 
 class ModelSyntax:
@@ -159,8 +159,14 @@ class ModelSyntax:
             return text(start.free)
         if budget == 0:
             return text(start.closing if is_open else start.none)
-        during = lark_grammar(f"start: {start.thoughts}\n{start.rules}", param="tools")
-        limit = Limit(start.num_tokens + budget, during=during, after=text(start.closing))
+        # A token may hold the end of the opening and what follows.
+        opening = f"start: ({start.opening}) ANY\nANY: {any_text()}"
+        limit = Limit(
+            budget,
+            opening=lark_grammar(opening, param="tools") if start.opening else "",
+            during=lark_grammar(f"start: {start.thoughts}\n{start.rules}", param="tools"),
+            after=text(start.closing),
+        )
         return limited(text(start.free), limit)
 
     def _start(self, tools: Sequence[Tool], *, is_open: bool) -> "_Start":
@@ -173,23 +179,22 @@ class ModelSyntax:
                 thoughts, spell=self._spell, endings=call_marks(self.calls) if tools and thoughts.calls_end else ()
             ),
             free="rest SPACES " if is_open else "(thoughts SPACES)? ",
-            thoughts="rest" if is_open else "thoughts",
+            opening="" if is_open else " | ".join(self._spell(opening.strip()) for opening in thoughts.opening),
+            thoughts="rest",
             closing=f"{self._spell(thoughts.closing[0].strip())} SPACES ",
-            num_tokens=0 if is_open else min(self._num_tokens(opening.strip()) for opening in thoughts.opening),
         )
 
     def _channel_start(self, *, is_free: bool, is_limited: bool) -> "_Start":
         """Return what an answer begins with where thoughts are messages. If they are limited, there is one at most."""
         before = "preamble* " if is_free else ""
         free = "(analysis | preamble)* " if is_free else "analysis* "
-        head = "<|channel|>analysis<|message|>"
         return _Start(
             rules="HARMONY_TEXT: /(.|\\n)*/",
             free=f"analysis? {before}" if is_limited else free,
             none=before,
-            thoughts=f"{self._spell(head)} HARMONY_TEXT {self._spell(harmony.END)}",
+            opening=self._spell("<|channel|>analysis<|message|>"),
+            thoughts=f"HARMONY_TEXT {self._spell(harmony.END)}",
             closing=f"{self._spell(f'{harmony.END}{harmony.START}assistant')} {before}",
-            num_tokens=self._num_tokens(head),
         )
 
     def _word_rules(self, tools: Sequence[Tool], *, is_strict: bool, is_limited: bool) -> str:
@@ -210,10 +215,6 @@ class ModelSyntax:
         """Return the special tokens that the model may draw, without those in the texts `but`."""
         left_out = {part for text in but for part in self._tokenizer.split_at_added_tokens(text)}
         return [i for i in sorted(self._tokenizer.special_token_ids) if i < self._vocab_size and i not in left_out]
-
-    def _num_tokens(self, text: str) -> int:
-        parts = self._tokenizer.split_at_added_tokens(text)
-        return sum(1 if isinstance(part, int) else len(self._tokenizer.encode_plain(part)) for part in parts)
 
     def _spell(self, text: str) -> str:
         """Write a text in a grammar: added tokens as tokens, all else as text."""
