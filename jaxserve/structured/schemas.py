@@ -43,7 +43,7 @@ _CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "dependencies", 
 _NOT_CLOSED_BESIDE = frozenset(
     (*_IN_PLACE, *_CONDITIONS, "additionalProperties", "patternProperties", "unevaluatedProperties", "const", "enum")
 )
-_WITHOUT_MEANING = frozenset(
+WITHOUT_MEANING = frozenset(
     ("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 ) | {"$defs", "definitions", "$schema", "$id", "$anchor", "nullable", "discriminator", "example"}
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains")
@@ -82,7 +82,7 @@ def followable(text: str, *, is_closed: bool) -> Any:
 
 def describes_object(schema: Any) -> bool:
     """Whether a schema allows nothing but objects, as its own `type` or that of what it refers to says."""
-    target = follow(schema, lambda reference: _find(schema, reference))
+    target = follow(schema, lambda reference: find(schema, reference))
     return isinstance(target, dict) and types(target) == {"object"}
 
 
@@ -100,7 +100,7 @@ class _Rewriter:
         self._draft = _DRAFTS.index(found[0] if found else _DRAFTS[-1])
         # References count from the innermost `$id`, by rules of their own.
         self._has_plain_paths = not any(
-            "$id" in schema for schema in _objects(root) if schema is not root and isinstance(schema.get("$id"), str)
+            "$id" in schema for schema in objects(root) if schema is not root and isinstance(schema.get("$id"), str)
         )
 
     def rewrite(self) -> None:
@@ -175,7 +175,7 @@ class _Rewriter:
         """The schemas that a schema applies, or a reference of it names."""
         schema, path = node.schema, node.path
         in_place = [keyword for keyword in _IN_PLACE if keyword in schema]
-        stands_alone = len(in_place) <= 1 and (not in_place or schema.keys() - _WITHOUT_MEANING <= {*in_place})
+        stands_alone = len(in_place) <= 1 and (not in_place or schema.keys() - WITHOUT_MEANING <= {*in_place})
         is_shared = node.is_shared or not stands_alone
         for keyword in ("allOf", "anyOf", "oneOf"):
             branches = schema.get(keyword)
@@ -187,7 +187,7 @@ class _Rewriter:
                 yield _Node(target, reference, is_shared)
             else:  # by an anchor or the like: whatever is in the document may be meant
                 self._is_closed = False
-                for found in _objects(self._root):
+                for found in objects(self._root):
                     _check_values(found, "#")
                     _check_bounds(found)
         allowed = types(_own_type(schema))
@@ -209,7 +209,7 @@ class _Rewriter:
                     yield _Node(inner, f"{path}/{keyword}", is_shared)
 
     def _find(self, reference: str) -> Any:
-        return _find(self._root, reference)
+        return find(self._root, reference)
 
 
 _MAX_COMPARED = 64
@@ -344,7 +344,7 @@ def _is_at_most_one(limit: Any) -> bool:
     return numbers.is_number(limit) and limit <= 1
 
 
-def _find(root: Any, reference: str) -> Any:
+def find(root: Any, reference: str) -> Any:
     """What the pointer of a reference names in the document, None if there is no such thing or it is no pointer."""
     if not re.fullmatch(r"#(/.*)?", reference, re.DOTALL):
         return None
@@ -360,7 +360,7 @@ def _find(root: Any, reference: str) -> Any:
     return found
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def objects(value: Any) -> Iterator[dict[str, Any]]:
     """All objects within a JSON value."""
     waiting = [value]
     while waiting:

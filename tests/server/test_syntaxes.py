@@ -18,7 +18,7 @@ from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, W
 from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.parsing.writer import call_rules, literal
-from jaxserve.structured.grammar import lark_grammar
+from jaxserve.structured.grammar import JsonOptions, arguments_schema, lark_grammar
 
 ROWS = rows()
 PARAMETERS = {
@@ -292,33 +292,99 @@ def test_the_page_of_syntaxes_names_all_of_them():
         assert sorted(re.findall("`(.*?)`", "".join(rows))) == sorted(names)
 
 
-@pytest.mark.parametrize("name", sorted(ROWS))
-@pytest.mark.parametrize("seed", range(3))
-def test_what_the_grammar_lets_a_model_write_is_read_back(name, seed):
-    """A call that is forced is a call, and follows its schema: whatever of what is allowed a model chooses."""
-    row = ROWS[name]
-    schema = {
-        "type": "object",
+PLACE = {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}
+WRITTEN = {
+    "typed": {
         "properties": {
             "city": {"enum": ["Oslo", "Z\u00fcrich"]},
             "days": {"type": "integer"},
             "ok": {"type": "boolean"},
         },
         "required": ["city", "days"],
-        "additionalProperties": False,
-    }
-    tools = [Tool("get_weather", schema), Tool("now", {"type": "object", "additionalProperties": False})]
+    },
+    "texts": {
+        "properties": {
+            "first": {"type": "string"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "any": {},
+            "id": {"type": ["string", "integer"]},
+        },
+        "required": ["note", "id"],
+    },
+    "optional": {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}, "c": {"type": "null"}}},
+    "listed": {
+        "properties": {
+            "code": {"type": "string", "enum": ["1", "02134", "true", "null", "", "a < b"]},
+            "mode": {"enum": ["on", None, True, 3, "3"]},
+            "kind": {"const": "f"},
+            "level": {"type": "integer", "enum": [1, 2]},
+        },
+        "required": ["code", "mode", "kind", "level"],
+    },
+    "nested": {
+        "properties": {
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+            "place": {"$ref": "#/$defs/place"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+            "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+            "ratio": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+        },
+        "required": ["tags", "place", "maybe", "ratio"],
+        "$defs": {"place": PLACE, "unused": {"type": "string"}},
+    },
+    "free": {"properties": {"any": {"type": "object"}, "list": {"type": "array", "maxItems": 2}}, "required": ["any"]},
+    "bounded": {"properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]},
+    "pattern": {"properties": {"city": {"type": "string", "pattern": "^[a-c]{1,3}$"}}, "required": ["city"]},
+    "open": {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "integer"}},
+    "unnamed": {"maxProperties": 2},
+    "referred": {"$ref": "#/$defs/place", "$defs": {"place": PLACE}},
+    "either": {"anyOf": [PLACE, {"properties": {"city": {"type": "string"}}, "required": ["city"]}]},
+    "odd names": {"properties": {"a b": {"type": "integer"}, "<x>": {"type": "integer"}}, "required": ["a b"]},
+}
+
+
+def prepared(schema):
+    """The parameters of a tool as they come to a writer."""
+    return json.loads(arguments_schema(json.dumps(schema), param="tools", options=JsonOptions()))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for name, row in sorted(ROWS.items())
+        for case in (WRITTEN if isinstance(row.arguments, Tags | PythonCall) else ["typed"])
+    ],
+)
+def test_what_the_grammar_lets_a_model_write_is_read_back(name, case):
+    """A call that is forced is a call, and follows its schema: whatever of what is allowed a model chooses."""
+    row = ROWS[name]
+    schemas = {"get_weather": {"type": "object", **WRITTEN[case]}, "now": {"type": "object", "properties": {}}}
+    tools = [Tool(called, prepared(schema)) for called, schema in schemas.items()]
     rules = call_rules(row, tools, spell=literal, is_parallel=True)
-    text = sentence(lark_grammar(f"start: calls\n{rules}", param="tools"), random.Random(seed))
-    got = loaded(read(reader(row, {tool.name: tool.parameters for tool in tools}), list(text)))
-    assert got.calls, text
-    assert not got.content.strip(), text
-    for called, written in got.calls:
-        jsonschema.validate(written, schema if called == "get_weather" else {"type": "object", "maxProperties": 0})
+    grammar = lark_grammar(f"start: calls\n{rules}", param="tools")
+    for seed in range(4):
+        text = sentence(grammar, random.Random(seed), traps(row))
+        got = loaded(read(reader(row, schemas), list(text)))
+        assert got.calls, text
+        assert not got.content.strip(), text
+        for called, written in got.calls:
+            jsonschema.validate(written, schemas[called])
+            assert called != "now" or not written
 
 
-def sentence(grammar, choose):
-    """Some text that a grammar allows: digits and white space are unlikely, so that it ends."""
+def traps(row):
+    """What a model may want to write within a value: tags, also drifted ones, and words that mean no text."""
+    tags = row.arguments if isinstance(row.arguments, Tags) else Tags(key=("", ""), value=("", ""))
+    marks = [*tags.value, tags.key[0], *row.section, *row.call, *row.name]
+    drifted = [mark.replace("</", "</ ").replace(">", " >") for mark in marks if "</" in mark]
+    return [tags.value[1] or '"', *marks, *drifted, "null", "3", "True", " ", "\n\n", "\\n", "<", "</", "<b>"]
+
+
+def sentence(grammar, choose, words=()):
+    """Some text that a grammar allows, with as much of these words as it allows: digits and white space are unlikely,
+    and the first word likely, so that it ends.
+    """
     matcher = LLMatcher(LLTokenizer("byte"), grammar)
     text = bytearray()
     while not matcher.is_stopped():
@@ -327,8 +393,11 @@ def sentence(grammar, choose):
         if matcher.is_accepting() and (not allowed or choose.random() < 0.5):
             break
         likely = [byte for byte in allowed if chr(byte) not in "0123456789 \n\t"]
-        byte = choose.choice(likely if likely and choose.random() < 0.8 else allowed)
-        assert matcher.consume_token(byte), matcher.get_error()
-        text.append(byte)
+        written = [choose.choice(likely if likely and choose.random() < 0.8 else allowed)]
+        if words and choose.random() < 0.3:
+            word = list((words[0] if choose.random() < 0.5 else choose.choice(words)).encode())
+            written = word[: matcher.validate_tokens(word)]
+        assert matcher.consume_tokens(written), matcher.get_error()
+        text += bytes(written)
         assert len(text) < 5000
     return text.decode()

@@ -18,8 +18,6 @@ from jaxserve.server.parsing.writer import any_text, call_rules, literal, messag
 from jaxserve.structured.grammar import Limit, compose, lark_grammar, limited
 from jaxserve.tokenizer import Tokenizer
 
-_ANY_OBJECT = {"type": "object"}
-
 
 class _Start(NamedTuple):
     """What a grammar says of the beginning of an answer, each part to be put before what follows.
@@ -103,7 +101,7 @@ class ModelSyntax:
     def _trigger(self) -> str | None:
         """The mark that begins every call, where that is one token, and calls are written in no other way."""
         opening = "<|channel|>" if self.has_channels else self.calls.section[0] or self.calls.call[0]
-        if self.calls.is_bare or isinstance(self.calls.arguments, Tags):
+        if self.calls.is_bare:
             return None
         parts = self._tokenizer.split_at_added_tokens(opening)
         return opening if parts and isinstance(parts[0], int) else None
@@ -127,15 +125,13 @@ class ModelSyntax:
         """
         is_free = answer is None and not must_call
         is_strict = is_free and self.follows_strict(tools)
-        if is_free:
-            if budget is None and not is_strict:
-                return ""
-            tools = [tool if tool.is_strict else tool._replace(parameters=_ANY_OBJECT) for tool in tools]
+        if is_free and budget is None and not is_strict:
+            return ""
         if answer is not None and not tools and not self.has_thoughts:
             return answer
         rules, bodies = [], []
         if tools and (is_strict or self.has_channels or not is_free):
-            rules.append(call_rules(self.calls, tools, spell=self._spell, is_parallel=is_parallel))
+            rules.append(call_rules(self.calls, tools, spell=self._spell, is_parallel=is_parallel, is_free=is_free))
             bodies.append("calls")
         if answer is not None:
             bodies.append("final" if self.has_channels else "@answer")
@@ -199,7 +195,7 @@ class ModelSyntax:
 
     def _word_rules(self, tools: Sequence[Tool], *, is_strict: bool, is_limited: bool) -> str:
         """Return rules of which `words` are what an answer may say. If thoughts are limited, no others begin there."""
-        trigger = [self._trigger or ""] if is_strict else []
+        trigger = call_marks(self.calls) if is_strict else []
         thoughts = self.thoughts
         if not is_limited or thoughts is None:
             return f"words: TEXT\nTEXT: {any_text(without=trigger)}"

@@ -1,39 +1,45 @@
 """Writes the rules of a Lark grammar by which calls are written as a syntax says.
 
 What the reader needs no pattern for, the grammar need not know either: a text that a mark ends is any text without it.
-Where arguments between tags could not be held to their schema, the call is written as an object, which readers read in
-any syntax.
+Where arguments one by one could not be held to their schema, the call is written as an object, which the reader reads
+in any syntax.
 """
 
 import json
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Thoughts, Wrapped
+from jaxserve.server.parsing.arguments import PythonArguments, Spell, TaggedArguments, Unsayable, literal, sequence
+from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.structured.grammar import json_rule
 
 _SPACE = r"[ \t\r\n]"
-
-Spell = Callable[[str], str]
-"""How a grammar writes a text: marks that are one token of the tokenizer as that, all else as text."""
-
-
-def literal(text: str) -> str:
-    """Return a text in a Lark rule."""
-    return json.dumps(text, ensure_ascii=False)
+_ANY_OBJECT = {"type": "object"}
+_logger = logging.getLogger(__name__)
 
 
-def call_rules(calls: Calls, tools: Sequence[Tool], *, spell: Spell, is_parallel: bool) -> str:
-    """Return rules of which `calls` is one call of these tools, or several."""
+def call_rules(calls: Calls, tools: Sequence[Tool], *, spell: Spell, is_parallel: bool, is_free: bool = False) -> str:
+    """Return rules of which `calls` is one call of these tools, or several. `is_free`: those of tools that are not
+    strict may have any arguments.
+    """
+    frees = [is_free and not tool.is_strict for tool in tools]
+    tools = [tool._replace(parameters=_ANY_OBJECT) if free else tool for tool, free in zip(tools, frees, strict=True)]
     if isinstance(calls.arguments, Channels):
         return "calls: " + "\n    | ".join(_channel_call(tool, spell) for tool in tools)
     opening, closing = (f"{calls.section[0]}[", f"]{calls.section[1]}") if calls.is_list else calls.section
     if calls.is_bare and not calls.is_list:
         opening = ""
-    more = f"({_sequence(spell(calls.separator), 'call')})*" if is_parallel and calls.is_parallel else ""
-    whole = _sequence(spell(opening), "call", more, spell(closing))
-    return f"calls: {whole}\ncall: " + "\n    | ".join(_call(calls, tool, spell) for tool in tools)
+    more = f"({sequence(spell(calls.separator), 'call')})*" if is_parallel and calls.is_parallel else ""
+    whole = sequence(spell(opening), "call", more, spell(closing))
+    rules = [f"calls: {whole}", *_native_rules(calls, spell)]
+    written = []
+    for index, (tool, free) in enumerate(zip(tools, frees, strict=True)):
+        native = _native_call(calls, tool, spell=spell, is_free=free, prefix=f"call{index}_")
+        written.append(_object_call(calls, tool, spell) if native is None else native[0])
+        rules += [] if native is None else native[1]
+    return "\n".join([*rules, "call: " + "\n    | ".join(written)])
 
 
 def message_rules(spell: Spell, answer: str) -> str:
@@ -91,31 +97,56 @@ def _any(texts: Sequence[str]) -> str:
 
 def _channel_call(tool: Tool, spell: Spell) -> str:
     head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
-    return _sequence(spell(head), json_rule(tool.parameters))
+    return sequence(spell(head), json_rule(tool.parameters))
 
 
-def _call(calls: Calls, tool: Tool, spell: Spell) -> str:
+def _native_rules(calls: Calls, spell: Spell) -> list[str]:
+    return [TaggedArguments(calls, calls.arguments, spell).rules()] if isinstance(calls.arguments, Tags) else []
+
+
+def _native_call(calls: Calls, tool: Tool, *, spell: Spell, is_free: bool, prefix: str) -> tuple[str, list[str]] | None:
+    """Return a call whose arguments stand one by one, and the rules for it, with names that begin with `prefix`; None:
+    the syntax has no such calls, or they could not be held to the tool's schema.
+    """
+    opening, closing = calls.call
+    rules = []
+    try:
+        match calls.arguments:
+            case Tags() as tags:
+                writer = TaggedArguments(calls, tags, spell)
+                arguments = writer.write_free() if is_free else writer.write(tool.parameters)
+                head = f"{opening}{calls.name[0]}{tool.name}{calls.name[1]}"
+            case PythonCall():
+                writer = PythonArguments(prefix)
+                arguments = writer.write_free() if is_free else writer.write(tool.parameters)
+                rules = writer.rules
+                head, closing = f"{opening}{tool.name}(", f"){closing}"
+            case _:
+                return None
+    except Unsayable as error:
+        _logger.debug("calls of %s are written as objects: %s", tool.name, error)
+        return None
+    return sequence(spell(head), arguments, spell(closing)), rules
+
+
+def _object_call(calls: Calls, tool: Tool, spell: Spell) -> str:
     opening, closing = calls.call
     if isinstance(calls.arguments, Object):
         before, _, after = calls.name[1].partition("{index}")
         index = "/[0-9]/" if calls.ids is Ids.NUMBERED else ""
         head = [spell(f"{opening}{calls.name[0]}{tool.name}{before}"), index, spell(after)]
-        return _sequence(*head, json_rule(tool.parameters), spell(closing))
+        return sequence(*head, json_rule(tool.parameters), spell(closing))
     wrapped = calls.arguments if isinstance(calls.arguments, Wrapped) else Wrapped()
-    return _sequence(spell(opening), _object(wrapped, tool), spell(_object_end(calls)))
+    return sequence(spell(opening), _object(wrapped, tool), spell(_object_end(calls)))
 
 
 def _object(wrapped: Wrapped, tool: Tool) -> str:
     name = json.dumps(tool.name)
     if not wrapped.name:
-        return _sequence(literal(f"{{{name}: "), json_rule(tool.parameters), literal("}"))
+        return sequence(literal(f"{{{name}: "), json_rule(tool.parameters), literal("}"))
     number = [literal(f'{{"{wrapped.id}": "'), "/[0-9]/", literal('", ')] if wrapped.id else [literal("{")]
     keys = literal(f'"{wrapped.name}": {name}, "{wrapped.arguments}": ')
-    return _sequence(*number, keys, json_rule(tool.parameters), literal("}"))
-
-
-def _sequence(*parts: str) -> str:
-    return " ".join(part for part in parts if part and part != '""')
+    return sequence(*number, keys, json_rule(tool.parameters), literal("}"))
 
 
 def _object_end(calls: Calls) -> str:
