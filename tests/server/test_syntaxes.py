@@ -401,3 +401,86 @@ def sentence(grammar, choose, words=()):
         text += bytes(written)
         assert len(text) < 5000
     return text.decode()
+
+
+FORECAST = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "ok": {"type": ["boolean", "null"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "units": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "ok"],
+}
+QWEN = "<tool_call>\n<function=f>\n{}</function>\n</tool_call>"
+
+
+def tag(key, value):
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+def allows(name, schema, text):
+    """Whether a call of the tool f in this syntax may be this text."""
+    rules = call_rules(ROWS[name], [Tool("f", prepared(schema))], spell=literal, is_parallel=False)
+    matcher = LLMatcher(LLTokenizer("byte"), lark_grammar(f"start: calls\n{rules}", param="tools"))
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_allowed"),
+    [
+        ("qwen3_coder", QWEN.format(tag("city", "A <b>\n</b> {x}\n") + tag("ok", "true")), True),
+        ("qwen3_coder", QWEN.format(tag("city", "") + tag("ok", "null") + tag("tags", '["a < b"]')), True),
+        ("qwen3_coder", QWEN.format(tag("city", "A") + tag("days", "3") + tag("ok", "true") + tag("units", "F")), True),
+        ("qwen3_coder", QWEN.format(tag("city", "A")), False),
+        ("qwen3_coder", QWEN.format(tag("ok", "true") + tag("city", "A")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "</parameter>") + tag("ok", "true")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "< / parameter1>") + tag("ok", "true")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "<parameter=x>") + tag("ok", "true")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "A") + tag("ok", "yes")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "A") + tag("ok", "true") + tag("tags", '["</parameter>"]')), False),
+        ("qwen3_coder", QWEN.format(tag("city", "A") + tag("ok", "true") + tag("units", "K")), False),
+        ("qwen3_coder", QWEN.format(tag("city", "A") + tag("ok", "true") + tag("more", "K")), False),
+        ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {"city":"A","ok":true}}\n</tool_call>', False),
+        ("glm47", "<tool_call>f<arg_key>city</arg_key><arg_value>A</arg_value><arg_key>ok</arg_key><arg_value>true"
+         "</arg_value></tool_call>", True),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city"'  # noqa: RUF001
+         ' string="true">A</｜DSML｜parameter>\n<｜DSML｜parameter name="ok" string="false">true</｜DSML｜parameter>\n'  # noqa: RUF001
+         '</｜DSML｜invoke>\n</｜DSML｜function_calls>', True),  # noqa: RUF001
+        ("pythonic", '[f(city="A \\"B\\"", ok=True)]', True),
+        ("pythonic", '[f(city="A", days=3, ok=None, tags=["</parameter>"], units="C")]', True),
+        ("pythonic", '[f(city="A", ok=False, units="C")]', True),
+        ("pythonic", '[f(city="A")]', False),
+        ("pythonic", '[f(ok=True, city="A")]', False),
+        ("pythonic", '[f(city="A", ok=true)]', False),
+        ("pythonic", '[f(city="A", ok=True, )]', False),
+        ("pythonic", '[{"name": "f", "arguments": {"city":"A","ok":true}}]', False),
+        ("lfm2", '<|tool_call_start|>[f(city="A", ok=True)]<|tool_call_end|>', True),
+        ("olmo3", '<function_calls>f(city="A", ok=True)</function_calls>', True),
+    ],
+)  # fmt: skip
+def test_a_forced_call_is_written_as_the_syntax_has_it(name, text, is_allowed):
+    assert allows(name, FORECAST, text) == is_allowed
+
+
+@pytest.mark.parametrize("case", ["bounded", "pattern", "open", "unnamed", "referred", "either", "odd names", "free"])
+def test_what_tags_cannot_say_is_an_object(case):
+    arguments = {"bounded": {"city": "A"}, "pattern": {"city": "a"}, "open": {"b": 1}, "unnamed": {"x": []}}
+    arguments |= {"referred": {"lat": 1}, "either": {"lat": 1}, "odd names": {"a b": 1}, "free": {"any": {"</a>": 1}}}
+    for name in ("qwen3_coder", "glm45", "seed_oss"):
+        opening, closing = ROWS[name].call
+        text = f'{opening}{{"name": "f", "arguments": {json.dumps(arguments[case])}}}{closing.splitlines()[-1]}'
+        assert allows(name, {"type": "object", **WRITTEN[case]}, text)
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "deepseek_v32", "lfm2"])
+def test_a_tool_that_is_not_strict_is_called_with_any_arguments(name):
+    row = ROWS[name]
+    tools = [Tool("get_weather", {"type": "object", **WRITTEN["typed"]}), Tool("now", {}, is_strict=False)]
+    rules = call_rules(row, tools, spell=literal, is_parallel=True, is_free=True)
+    matcher = LLMatcher(LLTokenizer("byte"), lark_grammar(f"start: calls\n{rules}", param="tools"))
+    text = write(row, None, Message("", (("get_weather", {"what": 'a "b"', "n": None}), ("now", {"x": 3}))))
+    text = text.removeprefix("\n").replace("'a \"b\"'", '"a"')
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+    assert matcher.is_accepting()
