@@ -25,6 +25,8 @@ FILES = {
 """Files beside config.json that converters write, and whose they are; None: they say that themselves."""
 FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors", "quantization": "mlx"}
 """The same for fields of config.json."""
+MARKERS = ("quant", "load_in_4bit", "load_in_8bit", "sparsity_config", "bnb_", "hqq_")
+"""Parts of names of fields and files that converters use, or may use, to say that weights are not what they seem."""
 ADAPTER = "adapter_config.json"
 
 
@@ -55,6 +57,15 @@ def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[
 def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The method and the object of each file or field that is about quantization, by their names in words."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
+    unknown = [f"{name} of its config.json" for name in _unknown_fields(fields)]
+    unknown += sorted(
+        path.name for path in directory.glob("*.json") if _is_marker(path.stem) and path.name not in FILES
+    )
+    if unknown:
+        raise CheckpointError(
+            f"{directory}: {' and '.join(unknown)} may say how weights are quantized, in a way that is not known: "
+            f"known are {', '.join((*FIELDS, *FILES))}"
+        )
     for name, method in FIELDS.items():
         content = fields.get(name)
         if content is not None and not isinstance(content, dict):
@@ -66,3 +77,20 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
             content = read_object(directory / name)
             found[name] = method or content.get("quant_method"), content
     return found
+
+
+def _unknown_fields(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Names of fields that speak of quantization and are not read, those of objects in the config included."""
+    found = []
+    for name, value in fields.items():
+        if not value or (not prefix and name in FIELDS):
+            continue
+        if _is_marker(name):
+            found.append(f"{prefix}{name}")
+        elif isinstance(value, dict) and not prefix:
+            found += _unknown_fields(value, f"{name}.")
+    return found
+
+
+def _is_marker(name: str) -> bool:
+    return any(part in name.lower() for part in MARKERS)

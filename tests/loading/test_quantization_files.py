@@ -26,6 +26,8 @@ FILES = [
     ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),
     ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),
     ("quantization_map.json", {"lm_head": "qint8"}, "quantization_map.json is 'quanto'"),
+    ("config_quant.json", {"bits": 4}, "config_quant.json may say how weights are quantized"),
+    ("hqq_config.json", {"nbits": 4}, "hqq_config.json may say how weights are quantized"),
     ("adapter_config.json", {"peft_type": "LORA"}, "adapter_config.json: adapters are not supported: merge it"),
 ]
 FIELDS = [
@@ -34,6 +36,11 @@ FIELDS = [
     ("quantization_config", {"quant_method": "mxfp4"}, "and gpt_oss in mxfp4: .* is 'mxfp4'"),
     ("compression_config", {"format": "x"}, "compression_config in its config.json: config_groups must be an object"),
     ("quantization", {"bits": 4, "group_size": 64}, "quantization in its config.json is 'mlx'"),
+    ("quant_config", {"w_bit": 4}, "quant_config of its config.json may say how weights are quantized"),
+    ("bnb_quantization_config", {"x": 1}, "bnb_quantization_config of its config.json may say"),
+    ("load_in_4bit", True, "load_in_4bit of its config.json may say"),
+    ("sparsity_config", {"format": "x"}, "sparsity_config of its config.json may say"),
+    ("text_config", {"quantization_config": {"quant_method": "fp8"}}, "text_config.quantization_config of its config"),
     ("quantization", "int4", "quantization must be an object, got 'int4'"),
 ]
 
