@@ -109,6 +109,11 @@ class EngineConfig:
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", alias="--async-scheduling"
     )
+    dequantize: bool | None = _option(
+        None,
+        "execution",
+        "hold the weights of a quantized checkpoint as floats; default: on CPU only",
+    )
     warmup: bool = _option(True, "execution", "compile every step shape at start-up")
     compilation_cache_dir: str | None = _option(
         None, "execution", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"

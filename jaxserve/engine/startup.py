@@ -99,7 +99,13 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
-    specs = stored_specs(path, family.param_specs(model_config), dtype=dtype, quantization=config.quantization)
+    specs = stored_specs(
+        path,
+        family.param_specs(model_config),
+        dtype=dtype,
+        quantization=config.quantization,
+        dequantizes=is_cpu if config.dequantize is None else config.dequantize,
+    )
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
     check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     model_config = with_context(model_config, max_model_len)

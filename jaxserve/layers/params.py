@@ -367,7 +367,7 @@ def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtyp
     """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`."""
 
     def apply(path: Any, spec: ParamSpec) -> ParamSpec:
-        scheme = schemes.get(_path_name(path))
+        scheme = schemes.get(path_name(path))
         return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
 
     return jax.tree_util.tree_map_with_path(apply, specs)
@@ -376,18 +376,19 @@ def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtyp
 def schemes_of(specs: Params) -> dict[str, Scheme]:
     """Return the Scheme of each weight that has one, by path such as "layers.0.mlp.down"."""
     found = jax.tree_util.tree_leaves_with_path(specs)
-    return {_path_name(path): spec.scheme for path, spec in found if spec.scheme is not None}
+    return {path_name(path): spec.scheme for path, spec in found if spec.scheme is not None}
 
 
 def rounded_to(specs: Params, scheme: Scheme) -> dict[str, Scheme]:
     """Return the Scheme, fitted to its shape, of each weight that `--quantization` rounds; others stay as they are."""
     marked = {
-        _path_name(path): scheme.fitted(spec.shape, spec.num_inputs)
+        path_name(path): scheme.fitted(spec.shape, spec.num_inputs)
         for path, spec in jax.tree_util.tree_leaves_with_path(specs)
         if spec.quantize
     }
     return {name: fitted for name, fitted in marked.items() if fitted is not None}
 
 
-def _path_name(path: Any) -> str:
+def path_name(path: Any) -> str:
+    """Return a path in the tree of weights as text, such as "layers.0.mlp.down"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

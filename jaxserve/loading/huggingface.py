@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from jaxserve.config import DType
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes
+from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes, path_name
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
@@ -30,7 +30,7 @@ from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.quantized import QuantizedMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
-from jaxserve.quantization.scheme import Parts
+from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -63,6 +63,10 @@ class StoredTensor(Protocol):
 @runtime_checkable
 class QuantizedTensor(StoredTensor, Protocol):
     """A matrix that a checkpoint stores as codes; `read` returns what they stand for."""
+
+    def scheme(self) -> Scheme | None:
+        """How an engine can hold the codes as they are; None if it cannot."""
+        ...
 
     def read_parts(self) -> Parts:
         """Its codes and scales as the scheme of its weight has them, with outputs before inputs."""
@@ -153,6 +157,24 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
 
+def stored_schemes(path: str | pathlib.Path, specs: Params) -> dict[str, Scheme]:
+    """Return the schemes of the weights that a quantized checkpoint stores so that an engine can hold their codes.
+
+    They are those of the matrices that `quantize` marks and whose sources are all stored alike, by path in the tree.
+    Raises CheckpointError as `load_params` does.
+    """
+    directory = pathlib.Path(path)
+    if not _formats(directory):
+        return {}
+    with open_weights(path, specs) as weights:
+        found = {
+            path_name(where): weight.stored_scheme()
+            for where, weight in jax.tree_util.tree_leaves_with_path(weights)
+            if weight.spec.quantize and not weight.spec.is_transposed
+        }
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceWeight:
     """A weight that its tensors in a checkpoint are made into when it is asked for."""
@@ -167,9 +189,9 @@ class SourceWeight:
         """
         if self.spec.scheme is not None:
             stored = [self.tensors.get(name) for name in self.spec.source]
-            parts = [tensor.read_parts() for tensor in stored if isinstance(tensor, QuantizedTensor)]
-            if len(parts) == len(stored):
-                return self.spec.encode_parts(parts)
+            alike = [each for each in stored if isinstance(each, QuantizedTensor) and each.scheme() == self.spec.scheme]
+            if len(alike) == len(stored):
+                return self.spec.encode_parts(tensor.read_parts() for tensor in alike)
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
         values = self.spec.assemble(sources).astype(dtype, copy=False)
@@ -177,6 +199,17 @@ class SourceWeight:
             return self.spec.encode(values)
         except ValueError as error:
             raise CheckpointError(f"{', '.join(self.spec.source)}: {error}") from error
+
+    def stored_scheme(self) -> Scheme | None:
+        """Return the scheme that all sources are stored by, or None if there is no such one."""
+        schemes = {
+            tensor.scheme() if isinstance(tensor, QuantizedTensor) else None
+            for tensor in (self.tensors[name] for name in self.spec.source)
+        }
+        [scheme, *others] = schemes
+        if scheme is None or others:
+            return None
+        return scheme if scheme == scheme.fitted(self.spec.shape, self.spec.num_inputs) else None
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.stored import Format, Header
+from jaxserve.quantization.scheme import Parts, Scheme
+from jaxserve.quantization.stored import Codes, Format, Header
+
+ORDERS = ("g_idx", "weight_g_idx")
+"""Tensors that say which group each input is in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,25 @@ class QuantizedMatrix:
 
     def read(self) -> np.ndarray:
         """Return the values in the type of the scales. Raises CheckpointError for codes that make no sense."""
-        return self.format.read(self.module, {name: each.read() for name, each in self.tensors.items()}).dequantize()
+        return self._codes().dequantize()
+
+    def scheme(self) -> Scheme | None:
+        """Return how an engine can hold the codes as they are, or None if it has to hold the values.
+
+        The tensors must fit. Of those, only the order of groups is read, if there is one.
+        """
+        scheme = self.format.scheme({name: _header(tensor) for name, tensor in self.tensors.items()})
+        has_order = any(name in self.tensors for name in ORDERS)
+        return scheme if scheme is None or not has_order or self._codes().has_runs() else None
+
+    def read_parts(self) -> Parts:
+        """Return the arrays that `scheme` stores the matrix as. Raises CheckpointError as `read` does."""
+        scheme = self.scheme()
+        assert scheme is not None
+        return self._codes().parts(scheme)
+
+    def _codes(self) -> Codes:
+        return self.format.read(self.module, {name: each.read() for name, each in self.tensors.items()})
 
 
 def join_parts(tensors: Mapping[str, Any], formats: Iterable[Format]) -> dict[str, Any]:

@@ -40,15 +40,23 @@ def naming_config(path: str | pathlib.Path) -> Iterator[None]:
 
 
 def stored_specs(
-    path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, quantization: Quantization | None
+    path: str | pathlib.Path,
+    specs: Params,
+    *,
+    dtype: np.dtype,
+    quantization: Quantization | None,
+    dequantizes: bool = True,
 ) -> Params:
     """Return `specs` with the schemes by which the weights are held in an engine that serves in `dtype`.
 
     They are those of the store, or with `quantization` those that a checkpoint of floats is rounded to while it loads.
+    Unless it `dequantizes`, codes of a quantized checkpoint are held as they are, where that can be.
     Raises ConfigError for a store that is asked to be what it is not.
     """
     schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
     if not orbax_store.is_store(path):
+        if quantization is None and not dequantizes and pathlib.Path(path).is_dir():
+            schemes = huggingface.stored_schemes(path, specs)
         return with_schemes(specs, schemes, dtype=dtype)
     stored = orbax_store.read_manifest(path).schemes
     if quantization is not None and stored != schemes:

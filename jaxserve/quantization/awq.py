@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.stored import Codes, Header, unpack
+from jaxserve.quantization.scheme import Scheme
+from jaxserve.quantization.stored import Codes, Header, scheme_of_groups, unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where, from the lowest bits on, the word has each of eight outputs."""
@@ -35,6 +36,11 @@ class AWQ:
                 f"{module}: qweight {dtype} {list(words)}, qzeros {list(zeros)} and scales {list(scales)} do not fit"
             )
         return 8 * words[1], words[0]
+
+    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+        """Return the scheme of the integers and their zero points."""
+        scales = headers["scales"]
+        return scheme_of_groups("uint4", scales, headers["qweight"].shape[0], num_groups=scales.shape[0])
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes with outputs first."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.stored import Codes, Header, unpack
+from jaxserve.quantization.scheme import CodeName, Scheme
+from jaxserve.quantization.stored import Codes, Header, scheme_of_groups, unpack
 
 _REQUIRED = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -41,6 +42,16 @@ class GPTQ:
             if headers[name].shape != shape:
                 raise CheckpointError(f"{module}.{name} is {list(headers[name].shape)} and not {list(shape)}")
         return outputs, inputs
+
+    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+        """Return the scheme of integers of 4 bits, or of 8 if they are symmetric."""
+        scales = headers["scales"]
+        kinds: dict[tuple[int, bool], CodeName] = {(4, True): "int4", (4, False): "uint4", (8, True): "int8"}
+        codes = kinds.get((self.bits, self.is_symmetric))
+        num_inputs = headers["qweight"].shape[0] * (32 // self.bits)
+        if codes is None:
+            return None
+        return scheme_of_groups(codes, scales, num_inputs, num_groups=scales.shape[0])
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
         """Return the codes with outputs first, and the zero points that count."""

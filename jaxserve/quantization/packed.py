@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.stored import UNUSED, Codes, Header, unpack
+from jaxserve.quantization.scheme import CodeName, Scheme
+from jaxserve.quantization.stored import UNUSED, Codes, Header, scheme_of_groups, unpack
 
 _REQUIRED = ("weight_packed", "weight_scale", "weight_shape")
 
@@ -45,6 +46,16 @@ class Packed:
             if name in headers and headers[name].shape != shape:
                 raise CheckpointError(f"{module}.{name} is {list(headers[name].shape)} and not {list(shape)}")
         return outputs, inputs
+
+    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+        """Return the scheme of integers of 4 bits, or of 8 without zero points."""
+        scales, has_zeros = headers["weight_scale"], "weight_zero_point" in headers
+        kinds: dict[tuple[int, bool], CodeName] = {(4, False): "int4", (4, True): "uint4", (8, False): "int8"}
+        codes = kinds.get((self.bits, has_zeros))
+        num_inputs = headers["weight_packed"].shape[1] * (32 // self.bits)
+        if codes is None:
+            return None
+        return scheme_of_groups(codes, scales, num_inputs, num_groups=scales.shape[1])
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
         """Return the codes less their offset."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.stored import UNUSED, Codes, Header
+from jaxserve.quantization.scheme import Scheme
+from jaxserve.quantization.stored import UNUSED, Codes, Header, scheme_of_groups
 
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
@@ -42,6 +43,19 @@ class Plain:
         if dtype not in SCALE_TYPES or self._per_group(found, shape) is None:
             raise CheckpointError(f"{module}: scales are {dtype} {list(found)}, which fits no codes of {list(shape)}")
         return shape[0], shape[1]
+
+    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+        """Return the scheme of the codes, each output with scales of its own."""
+        codes, [scales] = headers["weight"], [headers[name] for name in SCALES if name in headers]
+        per_group = self._per_group(scales.shape, codes.shape)
+        assert per_group is not None
+        num_inputs = codes.shape[1]
+        num_groups = -(-num_inputs // per_group[1])
+        if num_inputs % per_group[1]:  # the last block has fewer
+            return None
+        return scheme_of_groups(
+            "fp8" if codes.dtype == "F8_E4M3" else "int8", scales, num_inputs, num_groups=num_groups
+        )
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes, with a row of scales for each output."""

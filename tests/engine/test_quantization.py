@@ -158,3 +158,27 @@ def test_random_codes_for_benchmarks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | MODELS["int4"]))
     tokens = greedy_tokens(tmp_path, "int4", load_format="dummy")
     assert greedy_tokens(tmp_path, "int4", 4, load_format="dummy") == tokens
+
+
+def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
+    """On a CPU they are dequantized unless the engine is told otherwise; the tokens are the same."""
+    config = {"num_bits": 8, "type": "int"}
+    config = {"format": "int-quantized", "targets": ["Linear"], "weights": config}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": config}, "ignore": ["lm_head"]}
+    fields = FIELDS | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in source_shapes(specs_of(tmp_path)).items():
+        if name.endswith("_proj.weight"):
+            rows = shape[0], int(np.prod(shape[1:]))
+            tensors[name] = rng.integers(-127, 128, rows).astype(np.int8)
+            tensors[f"{name}_scale"] = rng.uniform(0.002, 0.006, (rows[0], 1)).astype(np.float32)
+        else:
+            tensors[name] = rng.normal(0.5 if len(shape) == 1 else 0.0, 0.3, shape).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    expected = greedy_tokens(tmp_path, None)
+    assert len(set().union(*expected)) > 5
+    assert greedy_tokens(tmp_path, None, dequantize=True) == expected
+    for num_devices in (1, 4):
+        assert greedy_tokens(tmp_path, None, num_devices, dequantize=False) == expected

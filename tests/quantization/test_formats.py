@@ -13,8 +13,10 @@ from golden_models import GOLDENS, full_logits, load_golden
 
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.params import schemes_of
+from jaxserve.layers.weight import Weight
 from jaxserve.loading.huggingface import load_config, load_params
-from jaxserve.loading.weights import load_weights
+from jaxserve.loading.weights import load_weights, stored_specs
 from jaxserve.models import get_family
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
@@ -30,6 +32,7 @@ def compressed(*groups):
     return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": ["lm_head"]}
 
 
+MATRICES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 MODULE = "model.layers.0.self_attn.q_proj"
 BLOCK = (24, 40)  # neither divides a matrix
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
@@ -110,6 +113,64 @@ def test_a_quantized_checkpoint_computes_what_its_floats_do(tmp_path, name):
     found, expected = load_golden(quantized), load_golden(floats)
     jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
     np.testing.assert_array_equal(full_logits(found), full_logits(expected))
+
+
+HELD = {
+    "fp8 blocks": None,  # which do not divide the inputs
+    "fp8 blocks that divide": "fp8",
+    "fp8 tensor": "fp8",
+    "fbgemm": "fp8",
+    "modelopt": "fp8",
+    "float channel": "fp8",
+    "float tensor": "fp8",
+    "float block": None,
+    "int8": "int8",
+    "packed groups": "int4",
+    "packed channels": "int4",
+    "packed zeros": "uint4",
+    "packed order": None,
+    "packed 8": "int8",
+    "gptq": "uint4",
+    "gptq order": None,
+    "gptq v2": "uint4",
+    "gptq symmetric": "int4",
+    "gptq symmetric, wrong label": "int4",
+    "gptq 8": None,  # with zero points
+    "gptq 2": None,
+    "awq": "uint4",
+    "nvfp4": None,
+    "nvfp4 of modelopt": None,
+}
+"""The codes that an engine holds of each; None where it holds floats."""
+BLOCKS_THAT_DIVIDE = {"quant_method": "fp8", "weight_block_size": [24, 32]}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, name):
+    blocks = functools.partial(stored.fp8, scheme="block", leaf="weight_scale_inv", block=(24, 32))
+    quantized, floats = write_models(
+        tmp_path, *(CASES | {"fp8 blocks that divide": (BLOCKS_THAT_DIVIDE, blocks)})[name]
+    )
+    _, config, family, _, mesh = load_golden(floats)
+    float32 = np.dtype(np.float32)
+    specs = stored_specs(quantized, family.param_specs(config), dtype=float32, quantization=None, dequantizes=False)
+    schemes = schemes_of(specs)
+    matrices = {f"layers.{layer}.{name}" for layer in range(len(specs["layers"])) for name in MATRICES}
+    assert schemes.keys() == (set() if HELD[name] is None else matrices)
+    assert {scheme.codes for scheme in schemes.values()} <= {HELD[name]}
+    params = load_weights(quantized, specs, dtype=float32, mesh=mesh, progress=False)
+    values = jax.tree.map(
+        lambda node: np.asarray(node.array() if isinstance(node, Weight) else node),
+        params,
+        is_leaf=lambda node: isinstance(node, Weight),
+    )
+    plain = jax.tree.map(
+        lambda node: np.asarray(node.array() if isinstance(node, Weight) else node),
+        load_weights(floats, family.param_specs(config), dtype=float32, mesh=mesh, progress=False),
+        is_leaf=lambda node: isinstance(node, Weight),
+    )
+    # Packages round products to the type of the scales, which codes that are held do not.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-8), values, plain)
 
 
 def test_files_that_say_it_in_place_of_the_config(tmp_path):
