@@ -59,6 +59,8 @@ MAY_IMPORT = {
 }
 
 # Modules, or whole packages, in which jax is never loaded.
+QUANTIZATION = "awq", "declared", "gptq", "nvfp4", "packed", "plain", "scheme", "stored"
+
 NO_JAX = (
     "jaxserve.__main__",
     "jaxserve.bench",
@@ -98,7 +100,7 @@ NO_JAX = (
     "jaxserve.metrics",
     "jaxserve.parse",
     "jaxserve.progress",
-    *(f"jaxserve.quantization.{name}" for name in ("awq", "declared", "gptq", "nvfp4", "packed", "plain", "stored")),
+    *(f"jaxserve.quantization.{name}" for name in QUANTIZATION),
     "jaxserve.request",
     "jaxserve.scheduling",
     "jaxserve.server",

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.quantization.scheme import Parts, Scheme
+from jaxserve.quantization.values import dequantize
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 
@@ -199,9 +200,9 @@ class Quantized(Weight):
     def array(self) -> Float[Array, "..."]:
         """Return the values of all codes; each device makes those of its shard."""
         if not self.is_split:
-            return self.scheme.dequantize(self.parts, self.dtype)
+            return dequantize(self.scheme, self.parts, self.dtype)
         run = jax.shard_map(
-            lambda parts: self.scheme.dequantize(parts, self.dtype),
+            lambda parts: dequantize(self.scheme, parts, self.dtype),
             in_specs=(partition_specs(self.parts),),
             out_specs=self.spec,
         )
@@ -209,7 +210,7 @@ class Quantized(Weight):
 
     @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
-        return self.scheme.dequantize(jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
+        return dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
 
     @override
     def why_not_plain(self) -> str:

@@ -8,11 +8,10 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
 import ml_dtypes
 import msgspec
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Float, Shaped
 
 CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4"]
 
@@ -127,7 +126,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         largest = np.abs(groups).max(axis=-1)
         if not np.isfinite(largest).all():
             raise ValueError("there are values that are not finite")
-        scales = (largest / np.float32(kind.largest)).astype(jnp.dtype(self.scale_dtype))
+        scales = (largest / np.float32(kind.largest)).astype(_dtype(self.scale_dtype))
         scales = np.where(scales == 0, np.ones_like(scales), scales)
         groups /= scales.astype(np.float32)[..., None]
         values = groups.reshape(num_rows, num_inputs)
@@ -138,26 +137,6 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         if kind.per_byte == 1:
             return Parts(codes, scales)
         return Parts(pack((codes - kind.first).astype(np.uint8)), scales)
-
-    def dequantize(self, parts: Parts, dtype: jnp.dtype) -> Float[Array, "..."]:
-        """Return the values, computed in float32: the reference for kernels. Scales may be of smaller groups, too."""
-        values = self._values(parts.codes)
-        grouped = values.reshape(*parts.scales.shape, -1)
-        if parts.zeros is not None:
-            grouped = grouped - parts.zeros.astype(jnp.float32)[..., None]
-        scaled = grouped * parts.scales.astype(jnp.float32)[..., None]
-        return scaled.reshape(values.shape).astype(dtype)
-
-    def _values(self, codes: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        """What the codes stand for, before zero points and scales."""
-        kind = self.kind
-        if kind.per_byte == 1:
-            return codes.astype(jnp.float32)
-        halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
-        halves = halves.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-        if kind.values is None:
-            return halves.astype(jnp.float32) + jnp.float32(kind.first)
-        return jnp.asarray(kind.values, jnp.float32)[halves]
 
 
 def pack(codes: Shaped[np.ndarray, "... K"]) -> Shaped[np.ndarray, "... half"]:
@@ -174,3 +153,7 @@ SCHEMES: dict[str, Scheme] = {
     "int4": Scheme(codes="int4", group_size=128, scale_dtype="bfloat16"),
 }
 """What `--quantization` may ask for: how a checkpoint of floats is rounded while it loads."""
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

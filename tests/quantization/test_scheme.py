@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.quantization.scheme import KINDS, SCHEMES, Parts, Scheme, pack
+from jaxserve.quantization.values import dequantize
 
 
 def on_device(parts):
@@ -13,7 +14,7 @@ def on_device(parts):
 
 
 def dequantized(scheme, parts, dtype=jnp.float32):
-    return np.asarray(scheme.dequantize(on_device(parts), jnp.dtype(dtype)))
+    return np.asarray(dequantize(scheme, on_device(parts), jnp.dtype(dtype)))
 
 
 def draw(shape=(24, 256), seed=0):
