@@ -376,7 +376,7 @@ def test_a_strict_tool_whose_schema_cannot_be_followed(serve):
 @pytest.mark.parametrize("reasoning_parser", ["deepseek_r1", "qwen3", "gpt_oss", "mistral", "none"])
 def test_an_answer_of_a_form_behind_free_thoughts(random_engine, tokenizer, reasoning_parser):
     config = ServerConfig(port=0, reasoning_parser=reasoning_parser, served_model_name="tiny")
-    ends = {"gpt_oss": ["<|end|>"], "mistral": ["[/THINK]"], "none": []}.get(reasoning_parser, ["</think>"])
+    ends = {"gpt_oss": ["<|end|>"], "mistral": [], "none": []}.get(reasoning_parser, ["</think>"])
     bias = {token: 4.0 for end in ends for token in tokenizer.encode(end)}
     server = Running(Frontend(random_engine, tokenizer, seed=0, default_sampling={"logit_bias": bias}), config)
     server.start()
@@ -388,6 +388,8 @@ def test_an_answer_of_a_form_behind_free_thoughts(random_engine, tokenizer, reas
         "structured_outputs": {"regex": "[ab]{4}"},
         "chat_template_kwargs": {"enable_thinking": True},
     }
+    if reasoning_parser == "mistral":  # eight tokens of this tokenizer, which no random model writes in their order
+        body["thinking_token_budget"] = 20
     choices = server.post(CHAT, body).json()["choices"]
     finished = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
     assert finished
