@@ -112,7 +112,7 @@ class EngineConfig:
     dequantize: bool | None = _option(
         None,
         "execution",
-        "hold the weights of a quantized checkpoint as floats; default: on CPU only",
+        "hold the weights of a quantized checkpoint as floats; default: where no kernel multiplies by its codes",
     )
     warmup: bool = _option(True, "execution", "compile every step shape at start-up")
     compilation_cache_dir: str | None = _option(

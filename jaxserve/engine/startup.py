@@ -99,13 +99,11 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
-    specs = stored_specs(
-        path,
-        family.param_specs(model_config),
-        dtype=dtype,
-        quantization=config.quantization,
-        dequantizes=is_cpu if config.dequantize is None else config.dequantize,
-    )
+    specs, dequantizes = family.param_specs(model_config), config.dequantize
+    if dequantizes is None:  # what has no kernel for codes would make floats of them in every step
+        has_experts = any(spec.expert_size is not None for spec in jax.tree.leaves(specs))
+        dequantizes = kernels != "sm90" or mesh.size > 1 or has_experts
+    specs = stored_specs(path, specs, dtype=dtype, quantization=config.quantization, dequantizes=dequantizes)
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
     check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     model_config = with_context(model_config, max_model_len)
