@@ -69,14 +69,14 @@ class TestProcessors:
         np.testing.assert_allclose(got, penalized(logits, **values), rtol=1e-6, atol=1e-6)
 
     def test_logit_bias(self, logits, history):
-        bias = {0: 1.5, 31: -100.0, VOCAB - 1: 100.0, VOCAB: 7.0, -1: 7.0, 10**6: 7.0}
+        bias = {0: 1.5, 31: -100.0, VOCAB - 1: 100.0, VOCAB: 7.0, 10**6: 7.0}
         want = logits.copy()
         want[[0, 31, VOCAB - 1]] += [1.5, -100.0, 100.0]
         got = processed(make_request(logit_bias=bias), logits, history=history)
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
     def test_allowed_tokens(self, logits, history):
-        allowed = [0, 31, 32, VOCAB - 1, VOCAB, -1, VOCAB + 32]
+        allowed = [0, 31, 32, VOCAB - 1, VOCAB, VOCAB + 32]
         want = np.full(VOCAB, -np.inf, np.float32)
         want[allowed[:4]] = logits[allowed[:4]]
         got = processed(make_request(allowed_token_ids=allowed), logits, history=history)

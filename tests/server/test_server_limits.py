@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from waiting import PATIENCE, wait_until
 
+from jaxserve.engine import memory
 from jaxserve.server import generation, middleware
 from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
 from jaxserve.server.state import MAX_PREPARING, MAX_TOKENIZING
@@ -242,7 +243,7 @@ def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
 
 def test_memory_of_large_bodies_is_given_back(server, monkeypatch):
     sizes = []
-    monkeypatch.setattr(generation, "_malloc_trim", sizes.append)
+    monkeypatch.setattr(memory, "_malloc_trim", sizes.append)
     assert server.post("/tokenize", {"prompt": "x" * THREAD_THRESHOLD}).status_code == 200
     assert sizes == []
     assert server.post("/tokenize", {"prompt": "x" * TURN_THRESHOLD}).status_code == 200
