@@ -80,6 +80,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
+        dequantize: bool | None = None,
         warmup: bool = True,
         compilation_cache_dir: str | None = None,
     ):
@@ -107,6 +108,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             kernels=kernels,
             overlap=overlap,
+            dequantize=dequantize,
             warmup=warmup,
             compilation_cache_dir=compilation_cache_dir,
         )

@@ -159,6 +159,7 @@ class TestOptions:
             "tensor_parallel_size": 2,
             "kernels": "xla",
             "overlap": False,
+            "dequantize": True,
             "warmup": False,
             "compilation_cache_dir": "",
         }
