@@ -54,7 +54,7 @@ def _run(job: Job) -> Result:
         return Refused(error.message, error.param or job.param, error.code)
     except MemoryError:
         return Refused(f"{job.param}: it takes too much memory to compile", job.param, "unsupported_grammar")
-    except Exception:
+    except Exception:  # a fault of ours: whoever asked for this grammar is told, and the process serves others
         return Broken(traceback.format_exc())
 
 
