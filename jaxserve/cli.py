@@ -221,7 +221,7 @@ def _serve(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
 
     from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
-    from jaxserve.server.supervisor import serve
+    from jaxserve.server.process.supervisor import serve
 
     name = server_config.served_model_name or config.model or DEFAULT_MODEL
     server_config = dataclasses.replace(server_config, served_model_name=name)

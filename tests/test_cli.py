@@ -306,7 +306,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
 
 def test_serve_hands_on_what_it_was_told(monkeypatch):
     served = []
-    monkeypatch.setattr("jaxserve.server.supervisor.serve", lambda *configs: served.append(configs) or 0)
+    monkeypatch.setattr("jaxserve.server.process.supervisor.serve", lambda *configs: served.append(configs) or 0)
     assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", "7", "--api-workers", "2"]) == 0
     ((engine, server),) = served
     assert pathlib.Path(engine.model).name == "scribe-2m"

@@ -23,7 +23,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import RequestFailed
 from jaxserve.loading.builtin import resolve_model
-from jaxserve.server.supervisor import Supervisor
+from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.tokenizer import Tokenizer
 
 NUM_TOKEN_IDS = 97

@@ -5,6 +5,6 @@
 """
 
 from jaxserve.server.app import create_app
-from jaxserve.server.lifecycle import bind, run
+from jaxserve.server.process.lifecycle import bind, run
 
 __all__ = ["bind", "create_app", "run"]

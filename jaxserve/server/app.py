@@ -16,10 +16,10 @@ from starlette.routing import Route
 from jaxserve.config import ServerConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.server import errors
-from jaxserve.server.keys import admin_keys, client_keys
-from jaxserve.server.middleware import Authentication, Door, Faults, Limits, Syntax
-from jaxserve.server.observation import QUIET_PATHS, Observation
-from jaxserve.server.root_path import RootPath
+from jaxserve.server.middleware.admission import Authentication, Door, Faults, Limits, Syntax
+from jaxserve.server.middleware.keys import admin_keys, client_keys
+from jaxserve.server.middleware.observation import QUIET_PATHS, Observation
+from jaxserve.server.middleware.root_path import RootPath
 from jaxserve.server.routes import (
     admin,
     chat,

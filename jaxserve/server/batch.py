@@ -21,7 +21,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.server.app import create_app
-from jaxserve.server.lifecycle import make_state
+from jaxserve.server.process.lifecycle import make_state
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 REQUESTS_PER_SEQUENCE = 2

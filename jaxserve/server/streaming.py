@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxserve.errors import Draining, JaxserveError, RequestFailed
 from jaxserve.server.body import encoded
 from jaxserve.server.errors import error_body
-from jaxserve.server.http import WRITE_CHUNK
+from jaxserve.server.process.http import WRITE_CHUNK
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ def patience():
         patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
         patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)
         patch.setattr("jaxserve.server.generation.QUEUE_TIMEOUT", PATIENCE)
-        patch.setattr("jaxserve.server.lifecycle.FLUSH_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.process.lifecycle.FLUSH_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
         patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)
         yield

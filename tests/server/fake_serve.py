@@ -24,7 +24,7 @@ from jaxserve.engine.process import serve
 from jaxserve.engine.subprocesses import Child, Parent, run_child
 from jaxserve.errors import OutOfMemory, StartupError
 from jaxserve.flags import Parser, add_config_flags, given
-from jaxserve.server.supervisor import Supervisor
+from jaxserve.server.process.supervisor import Supervisor
 
 STEP_SECONDS = 0.02
 ENDLESS = 1000

@@ -8,7 +8,7 @@ import pytest
 from waiting import PATIENCE
 
 from jaxserve.errors import Draining, RequestFailed
-from jaxserve.server.http import WRITE_CHUNK
+from jaxserve.server.process.http import WRITE_CHUNK
 from jaxserve.server.streaming import DONE, EventStream, SlowReaders
 
 

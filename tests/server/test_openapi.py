@@ -6,7 +6,7 @@ from server.serving import frames, running
 from waiting import wait_until
 
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
-from jaxserve.server.middleware import OPEN_PATHS
+from jaxserve.server.middleware.admission import OPEN_PATHS
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
 from jaxserve.server.routes.playground import FILES
 

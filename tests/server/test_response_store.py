@@ -7,7 +7,7 @@ import threading
 import pytest
 from waiting import PATIENCE
 
-from jaxserve.server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.responses.store import ResponseStore, StoredResponse
 
 
 def stored(text, size=0):

@@ -11,7 +11,7 @@ from server.serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import Draining
-from jaxserve.server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"

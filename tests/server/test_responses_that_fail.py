@@ -12,8 +12,8 @@ from waiting import wait_until
 
 from jaxserve.errors import RequestFailed
 from jaxserve.server.protocol.responses import Reasoning, ResponseBody, ResponseError, TextConfig, TextFormat
-from jaxserve.server.response_store import ResponseStore
-from jaxserve.server.response_writer import ResponseWriter
+from jaxserve.server.responses.store import ResponseStore
+from jaxserve.server.responses.writer import ResponseWriter
 from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"

@@ -12,12 +12,12 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.server.access import check_access
 from jaxserve.server.app import ADMIN_PATHS, ROUTES
-from jaxserve.server.keys import admin_keys, client_keys
+from jaxserve.server.middleware.keys import admin_keys, client_keys
+from jaxserve.server.process.access import check_access
+from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.routes import playground
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
-from jaxserve.server.tls import ssl_context
 
 KEY = "s3cret-\u00e9"
 ADMIN_KEY = "root-0"

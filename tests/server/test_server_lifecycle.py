@@ -17,7 +17,8 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
-from jaxserve.server import bind, lifecycle
+from jaxserve.server import bind
+from jaxserve.server.process import lifecycle
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -88,7 +89,7 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(started):
     [(0, "shutting down"), (1, "shutting down: 1 request may finish"), (2, "shutting down: 2 requests may finish")],
 )
 def test_what_may_finish_is_said(started, caplog, number, message):
-    caplog.set_level("INFO", logger="jaxserve.server.lifecycle")
+    caplog.set_level("INFO", logger="jaxserve.server.process.lifecycle")
     server = started(shutdown_timeout=0)
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     streams = [Stream(server) for _ in range(number)]
@@ -222,7 +223,8 @@ from engine.fake_client import FakeEngineClient, Script, echo
 from server.serving import byte_tokenizer
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.server import bind, lifecycle, run
+from jaxserve.server import bind, run
+from jaxserve.server.process import lifecycle
 assert "jax" not in sys.modules
 lifecycle.FLUSH_TIMEOUT = float(sys.argv[1])
 config = ServerConfig(port=0, shutdown_timeout=float(sys.argv[1]))

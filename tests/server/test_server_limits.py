@@ -15,8 +15,9 @@ from starlette.responses import Response
 from waiting import PATIENCE, wait_until
 
 from jaxserve.engine import memory
-from jaxserve.server import generation, middleware
+from jaxserve.server import generation
 from jaxserve.server.generation import THREAD_THRESHOLD, TURN_THRESHOLD
+from jaxserve.server.middleware import admission
 from jaxserve.server.state import MAX_PREPARING, MAX_TOKENIZING
 
 KEY = "s3cret-\u00e9"
@@ -207,7 +208,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(server, monkeypatch, path, bod
 
 
 def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
-    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(admission, "MAX_HELD_BYTES", 0)
     with running(tokenizer, max_body_size=2**20) as server, contextlib.ExitStack() as stack:
 
         def begin():
@@ -233,7 +234,7 @@ def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1" in head
             assert b'"type":"service_unavailable_error"' in body or not body
-        small = "x" * (middleware.FREE_BODY_BYTES // 2)
+        small = "x" * (admission.FREE_BODY_BYTES // 2)
         assert server.post("/tokenize", {"prompt": small}).status_code == 200
         for connection in unfinished:
             connection.close()
@@ -264,7 +265,7 @@ def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, mo
         while data := connection.recv(2**16):
             answer += data
     assert answer.startswith(b"HTTP/1.1 413 ")
-    monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**20)
+    monkeypatch.setattr(admission, "MAX_DISCARDED_BYTES", 2**20)
     connection = socket.create_connection(server.server.address, timeout=PATIENCE)
     with connection, pytest.raises(ConnectionError):
         connection.sendall(head + (b"%x\r\n%b" % (len(body), body) if is_chunked else body))
@@ -274,7 +275,7 @@ def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, mo
 @pytest.mark.parametrize("case", ["it has come", "it does not come", "it comes when it is asked for"])
 def test_how_long_an_answer_waits_for_a_body_that_is_too_large(monkeypatch, case):
     """uvicorn says nothing more once it has handed on the last part, until the client goes."""
-    monkeypatch.setattr(middleware, "LINGERING_SECONDS", 0.01 if case == "it does not come" else 2 * PATIENCE)
+    monkeypatch.setattr(admission, "LINGERING_SECONDS", 0.01 if case == "it does not come" else 2 * PATIENCE)
     parts = [{"type": "http.request", "body": b"x" * 5, "more_body": True}] * 2
     headers = []
     if case == "it has come":
@@ -299,7 +300,7 @@ def test_how_long_an_answer_waits_for_a_body_that_is_too_large(monkeypatch, case
         except HTTPException as error:
             await Response(status_code=error.status_code)(scope, receive, send)
 
-    limits = middleware.Limits(read_all, max_body_size=9)
+    limits = admission.Limits(read_all, max_body_size=9)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
     asyncio.run(asyncio.wait_for(limits(scope, receive, send), PATIENCE))
     assert sent[0]["status"] == 413

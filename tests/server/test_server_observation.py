@@ -20,7 +20,8 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve import logs
 from jaxserve.errors import ConfigError
-from jaxserve.server import generation, lifecycle, tracing
+from jaxserve.server import generation, tracing
+from jaxserve.server.process import lifecycle
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 17\r\n\r\n"
 BODY = b'{"prompt": "abc"}'

@@ -23,7 +23,7 @@ from server.serving import assert_error
 from waiting import PATIENCE, until, wait_until
 
 from jaxserve.config import ServerConfig
-from jaxserve.server import supervisor
+from jaxserve.server.process import supervisor
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -68,7 +68,7 @@ class Serving:
 
     @property
     def workers(self):
-        return [child for child in self.children if "jaxserve.server.worker" in child.cmdline()]
+        return [child for child in self.children if "jaxserve.server.process.worker" in child.cmdline()]
 
     @property
     def engine(self):

@@ -12,8 +12,8 @@ from engine.fake_client import Script, echo
 from server.serving import assert_well
 from waiting import PATIENCE, wait_until
 
-from jaxserve.server import http
-from jaxserve.server.http import MAX_HEAD_BYTES, HttpProtocol
+from jaxserve.server.process import http
+from jaxserve.server.process.http import MAX_HEAD_BYTES, HttpProtocol
 
 OFFERS = {
     "http2": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n",

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxserve import __version__
 from jaxserve.server.engine_view import EngineState
 from jaxserve.server.errors import ErrorBody
-from jaxserve.server.middleware import OPEN_PATHS
+from jaxserve.server.middleware.admission import OPEN_PATHS
 from jaxserve.server.protocol.chat import ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse

@@ -15,15 +15,6 @@ from starlette.types import Message, Receive
 
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFound, QueueFull
 from jaxserve.server.body import decode, encoded, json_response
-from jaxserve.server.conversation import (
-    Item,
-    as_messages,
-    chat_request,
-    input_items,
-    is_reference,
-    listed,
-    name_as_sent,
-)
 from jaxserve.server.errors import error_body
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.common import decode_body
@@ -42,9 +33,18 @@ from jaxserve.server.protocol.responses import (
     without_logprobs,
 )
 from jaxserve.server.reading import read_request
-from jaxserve.server.relay import Relay
-from jaxserve.server.response_store import ResponseStore, StoredResponse
-from jaxserve.server.response_writer import Event, ResponseWriter, frame
+from jaxserve.server.responses.conversation import (
+    Item,
+    as_messages,
+    chat_request,
+    input_items,
+    is_reference,
+    listed,
+    name_as_sent,
+)
+from jaxserve.server.responses.relay import Relay
+from jaxserve.server.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.responses.writer import Event, ResponseWriter, frame
 from jaxserve.server.routes.chat import Chat, prepare
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, Write, while_wanted

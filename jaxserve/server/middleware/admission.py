@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.errors import error_body, error_response, refusal
-from jaxserve.server.keys import Keys
+from jaxserve.server.middleware.keys import Keys
 from jaxserve.server.routes import playground
 from jaxserve.server.state import server_state
 

@@ -27,9 +27,9 @@ from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
 from jaxserve.engine import process
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
-from jaxserve.server.access import check_access
-from jaxserve.server.lifecycle import FLUSH_TIMEOUT, bind, url_of
-from jaxserve.server.worker import ENGINE_DIED, Settings
+from jaxserve.server.process.access import check_access
+from jaxserve.server.process.lifecycle import FLUSH_TIMEOUT, bind, url_of
+from jaxserve.server.process.worker import ENGINE_DIED, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,10 @@ class Supervisor:
             opens_when_told=is_first,
         )
         worker.child = await Child.start(
-            f"API worker {worker.index}", "jaxserve.server.worker", settings, pass_fds=[worker.listener.fileno()]
+            f"API worker {worker.index}",
+            "jaxserve.server.process.worker",
+            settings,
+            pass_fds=[worker.listener.fileno()],
         )
 
     async def _all_ready(self, engine: Child, workers: list[_Worker]) -> bool:

@@ -14,9 +14,9 @@ from uvicorn.server import ServerState
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.errors import refusal
-from jaxserve.server.http import protocol_class
+from jaxserve.server.process.http import protocol_class
+from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.protocol.utility import Health
-from jaxserve.server.tls import ssl_context
 
 RETRY_AFTER = 5
 """Seconds after which a client may ask again; nobody knows how long a start takes."""

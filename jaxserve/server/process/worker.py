@@ -20,8 +20,8 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
-from jaxserve.server import early
-from jaxserve.server.lifecycle import Server
+from jaxserve.server.process import early
+from jaxserve.server.process.lifecycle import Server
 from jaxserve.server.template import served_tokenizer
 from jaxserve.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ import ipaddress
 import logging
 
 from jaxserve.config import ServerConfig
-from jaxserve.server.keys import admin_keys, client_keys
-from jaxserve.server.tls import ssl_context
+from jaxserve.server.middleware.keys import admin_keys, client_keys
+from jaxserve.server.process.tls import ssl_context
 
 logger = logging.getLogger(__name__)
 

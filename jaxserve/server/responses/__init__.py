@@ -1,0 +1,1 @@
+"""/v1/responses beside its route: items made into a conversation, answers written as items, kept and relayed."""
