@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import DType, EngineConfig
-from jaxserve.execution.builder import StepSpec, build
 from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.execution.programs.builder import StepSpec, build
 from jaxserve.layers.params import abstract_params, shard_bytes
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model

@@ -23,7 +23,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from jaxserve.execution.mosaic import ask_ptxas_once
+from jaxserve.execution.programs.mosaic import ask_ptxas_once
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time,

@@ -155,7 +155,7 @@ def test_interrupted_imports_are_silent(module, interrupt):
 
 COMPILE = """
 import os, sys, threading, time
-from jaxserve.execution.compile import CompiledSteps
+from jaxserve.execution.programs.compile import CompiledSteps
 
 def compile(*_):
     os.kill(os.getpid(), signal.SIGINT)

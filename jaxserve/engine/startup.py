@@ -19,10 +19,10 @@ from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
-from jaxserve.execution.builder import StepSpec, build, reaches_peers
-from jaxserve.execution.compile import enable_persistent_cache
 from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
-from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.programs.builder import StepSpec, build, reaches_peers
+from jaxserve.execution.programs.compile import enable_persistent_cache
+from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, schemes_of, shard_bytes

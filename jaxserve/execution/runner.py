@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, pack_nothing, wants_prompt_logprobs
-from jaxserve.execution.builder import StepBuilder
-from jaxserve.execution.compile import CompiledSteps, WarmUp
 from jaxserve.execution.kv_cache import init_kv_cache
-from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.mosaic import MosaicKernel, kernels_of
-from jaxserve.execution.parts import Compiled, Lowered, parts_of
-from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, Step
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
+from jaxserve.execution.programs.parts import Compiled, Lowered, parts_of
+from jaxserve.execution.programs.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
 from jaxserve.layers.batch import KVCache

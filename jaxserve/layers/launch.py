@@ -24,7 +24,7 @@ the GPU waits for it; the next are launched while it runs.
 def cut_launch(x: Float[Array, "T E"], batch: Batch, *, index: int, num_layers: int) -> Float[Array, "T E"]:
     """The residual stream behind a layer, as it is. If the launch is cut there, behind a loop that does nothing to it,
     of a known number of turns: XLA leaves it out of command buffers, and the host does not wait for it. The first cut
-    of a launch in programs is a boundary for `execution.parts` instead.
+    of a launch in programs is a boundary for `execution.programs.parts` instead.
     """
     cuts = [int(num_layers / share) for share in CUTS[batch.launch]]
     if num_layers < MIN_LAYERS or index + 1 not in cuts:

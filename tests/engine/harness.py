@@ -9,7 +9,7 @@ import numpy as np
 from naive import naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.builder import StepBuilder
+from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config, load_params

@@ -7,7 +7,7 @@ import pytest
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench.workloads import LLAMA_100M, write_config
-from jaxserve.execution import builder
+from jaxserve.execution.programs import builder
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams

@@ -13,10 +13,10 @@ import pytest
 from harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
-from jaxserve.execution import lowering as lowering_module
-from jaxserve.execution.builder import StepBuilder, StepSpec, build
-from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.parts import CompiledInTwo
+from jaxserve.execution.programs import lowering as lowering_module
+from jaxserve.execution.programs.builder import StepBuilder, StepSpec, build
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.parts import CompiledInTwo
 from jaxserve.execution.runner import Runner
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
@@ -201,14 +201,14 @@ def test_what_a_lowered_step_is_made_from(monkeypatch):
 def test_all_code_of_a_step_is_hashed():
     script = """
 import sys
-import jaxserve.execution.lowering_worker
+import jaxserve.execution.programs.lowering_worker
 for name, module in sys.modules.items():
     if name.startswith(("jaxserve", "pallas_kernels")):
         print(module.__file__)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    package = pathlib.Path(lowering_module.__file__).parents[1]
+    package = pathlib.Path(lowering_module.__file__).parents[2]
     code = [(package / name).resolve() for name in lowering_module.CODE]
     files = {pathlib.Path(file).resolve() for file in ran.stdout.split()} - {package.resolve() / "__init__.py"}
     assert len(files) > 20

@@ -17,11 +17,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
 from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
-from jaxserve.execution.builder import StepBuilder, StepSpec
 from jaxserve.execution.kv_cache import choose_num_blocks
-from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.programs.builder import StepBuilder, StepSpec
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.shapes import Draw, PromptLogprobs
 from jaxserve.execution.runner import Runner
-from jaxserve.execution.shapes import Draw, PromptLogprobs
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 

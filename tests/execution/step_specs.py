@@ -1,6 +1,6 @@
 """What steps of large models are built from, in tests that compile them for an H200 that is not there."""
 
-from jaxserve.execution.builder import StepSpec
+from jaxserve.execution.programs.builder import StepSpec
 
 
 def make_spec(model, **sizes):

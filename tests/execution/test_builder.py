@@ -7,8 +7,8 @@ import pytest
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.builder import StepSpec, build
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.builder import StepSpec, build
+from jaxserve.execution.programs.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
 

@@ -14,9 +14,9 @@ from waiting import PATIENCE
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
-from jaxserve.execution import compile as compile_module
-from jaxserve.execution.compile import CompiledSteps, enable_persistent_cache
-from jaxserve.execution.mosaic import MosaicKernel
+from jaxserve.execution.programs import compile as compile_module
+from jaxserve.execution.programs.compile import CompiledSteps, enable_persistent_cache
+from jaxserve.execution.programs.mosaic import MosaicKernel
 from jaxserve.request import EngineRequest, SamplingParams
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -168,7 +168,7 @@ def test_a_kernel_that_does_not_compile_stops_the_warm_up(monkeypatch):
     def fail(kernel, mesh):
         raise RuntimeError("this kernel does not compile")
 
-    monkeypatch.setattr("jaxserve.execution.compile.compile_kernel", fail)
+    monkeypatch.setattr("jaxserve.execution.programs.compile.compile_kernel", fail)
     steps = CompiledSteps(lambda size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)))
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     with pytest.raises(RuntimeError, match="this kernel"):

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.builder import build
-from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.mosaic import ask_ptxas_once, compile_kernel, kernels_of
+from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.mosaic import ask_ptxas_once, compile_kernel, kernels_of
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.deviceless import compile_lowered, h200_mesh, without_cache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.execution.parts import CompiledInTwo, LoweredInTwo, cut_in_two, parts_of
+from jaxserve.execution.programs.parts import CompiledInTwo, LoweredInTwo, cut_in_two, parts_of
 from jaxserve.layers.launch import launch_boundary
 from jaxserve.layers.linear import linear
 from jaxserve.layers.sharding import with_explicit_axes

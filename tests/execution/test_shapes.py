@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from jaxserve.execution.batch import make_buckets
-from jaxserve.execution.lowering import MAX_WORKERS
-from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
+from jaxserve.execution.programs.lowering import MAX_WORKERS
+from jaxserve.execution.programs.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
 
 NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
 

@@ -9,11 +9,11 @@ import pytest
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
-from jaxserve.execution import builder as builder_module
-from jaxserve.execution.builder import build
-from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.parts import parts_of
-from jaxserve.execution.shapes import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs import builder as builder_module
+from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.parts import parts_of
+from jaxserve.execution.programs.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh

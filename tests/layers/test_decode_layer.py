@@ -12,7 +12,7 @@ from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.builder import StepSpec, build
+from jaxserve.execution.programs.builder import StepSpec, build
 from jaxserve.layers import paths
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache

@@ -22,8 +22,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.batch import Bucket, make_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.execution.parts import Cut, Halves, Lowered, LoweredInTwo, cut_in_two
-from jaxserve.execution.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
+from jaxserve.execution.programs.parts import Cut, Halves, Lowered, LoweredInTwo, cut_in_two
+from jaxserve.execution.programs.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, StepShapes
 from jaxserve.execution.slots import Slots, init_slots, pack_admissions
 from jaxserve.execution.step import (
     PROMPT_LOGPROBS_CHUNK,

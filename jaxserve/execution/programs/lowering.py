@@ -27,9 +27,9 @@ import msgspec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.cpus import num_usable_cpus
-from jaxserve.execution.builder import StepBuilder, StepSpec
-from jaxserve.execution.parts import Lowered
-from jaxserve.execution.shapes import Program
+from jaxserve.execution.programs.builder import StepBuilder, StepSpec
+from jaxserve.execution.programs.parts import Lowered
+from jaxserve.execution.programs.shapes import Program
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class _Worker:
         self._answers = open(reader, "rb")  # noqa: SIM115 - closed by `close`
         try:
             self._process = subprocess.Popen(
-                [sys.executable or "", "-P", "-m", "jaxserve.execution.lowering_worker", str(writer)],
+                [sys.executable or "", "-P", "-m", "jaxserve.execution.programs.lowering_worker", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=2,  # standard error: what libraries print is for people
                 pass_fds=(writer,),
@@ -357,7 +357,7 @@ def _versions() -> dict[str, Any] | None:
     """What decides how a step is lowered, besides the settings and its sizes: versions of packages, and a hash of our
     own code. None if that does not lie in files of its own, as in a zip.
     """
-    package = pathlib.Path(__file__).parents[1]
+    package = pathlib.Path(__file__).parents[2]
     code = hashlib.sha256()
     for name in CODE:
         root = package / name

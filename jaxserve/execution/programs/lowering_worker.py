@@ -11,9 +11,9 @@ import threading
 
 import jax
 
-from jaxserve.execution.builder import build
-from jaxserve.execution.lowering import Answer, Job, WorkerSettings, read_message, write_message
-from jaxserve.execution.mosaic import ask_ptxas_once, name_kernels_by_content
+from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.lowering import Answer, Job, WorkerSettings, read_message, write_message
+from jaxserve.execution.programs.mosaic import ask_ptxas_once, name_kernels_by_content
 
 
 def main() -> None:

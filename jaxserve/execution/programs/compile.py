@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import ConfigError
-from jaxserve.execution.mosaic import MosaicKernel, compile_kernel
-from jaxserve.execution.parts import Compiled, Lowered
+from jaxserve.execution.programs.mosaic import MosaicKernel, compile_kernel
+from jaxserve.execution.programs.parts import Compiled, Lowered
 
 logger = logging.getLogger(__name__)
 
