@@ -1,1 +1,3 @@
-"""Measurements: workloads, runs in processes of their own, and tables. Nothing here imports jax before it runs."""
+"""Benchmarks: workloads, the processes that run them, and the tables they print. No module imports jax before it
+runs.
+"""

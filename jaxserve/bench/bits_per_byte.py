@@ -1,4 +1,6 @@
-"""`jaxserve bench bits-per-byte`: how well a model predicts a text, by the engine's own prompt log probabilities."""
+"""`jaxserve bench bits-per-byte`: how well a model predicts a text, measured by the engine's prompt log
+probabilities.
+"""
 
 import dataclasses
 import lzma
@@ -12,11 +14,14 @@ from jaxserve.request import SamplingParams
 
 
 def run(config: EngineConfig, *, text_path: pathlib.Path) -> str:
-    """Cut a text into runs that fill the context, each behind the tokenizer's BOS, and sum what its tokens cost.
+    """Measure how many bits per byte the model needs for the text, and return the report.
 
-    Bits are counted over the bytes of the text, so that models with different tokenizers compare; `xz -9` on the same
-    bytes stands beside. Without a BOS the first token of each run is free, which is said. Raises StartupError, and
-    InvalidRequest for a text that is not there or empty.
+    The text is cut into runs that fill the context, each prefixed with the tokenizer's BOS token. Bits are divided by
+    the bytes of the text rather than its tokens, so that models with different tokenizers can be compared; the report
+    also shows `xz -9` on the same bytes. Without a BOS token the first token of each run costs nothing, and the report
+    says so.
+
+    Raises StartupError, and InvalidRequest if the text cannot be read or is empty.
     """
     from jaxserve.llm import LLM
 
@@ -31,7 +36,7 @@ def run(config: EngineConfig, *, text_path: pathlib.Path) -> str:
         tokenizer = llm.get_tokenizer()
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        length = llm.info.max_model_len - 1 - len(bos)  # every request generates a token
+        length = llm.info.max_model_len - 1 - len(bos)  # every request generates one token
         runs = [token_ids[start : start + length] for start in range(0, len(token_ids), length)]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = llm.generate([bos + run for run in runs], params)
@@ -40,7 +45,7 @@ def run(config: EngineConfig, *, text_path: pathlib.Path) -> str:
         entries = output.prompt_logprobs or []
         num_free += not bos
         for token_id, entry in zip(output.prompt_token_ids, entries, strict=True):
-            if entry is not None:  # the first token of a prompt has no past
+            if entry is not None:  # None for the first token of a prompt, which has no context
                 bits -= entry[token_id].logprob / math.log(2)
     compressed = len(lzma.compress(text.encode(), preset=9))
     title = f"{text_path.name}: {num_bytes} bytes, {len(token_ids)} tokens in {len(runs)} runs"

@@ -1,4 +1,4 @@
-"""The flags of `jaxserve bench ...`, one function a benchmark."""
+"""The flags of `jaxserve bench ...`, one function per benchmark."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ _ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 def add_commands(parser: Parser) -> None:
-    """Add the benchmarks to `jaxserve bench` as its commands."""
+    """Add the benchmarks as subcommands of `jaxserve bench`."""
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 
     def add(name: str, summary: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
@@ -186,7 +186,7 @@ def _steps(args: argparse.Namespace) -> None:
 
 
 def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
-    """Of a model, or of a shape, whose config.json goes into the folder."""
+    """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`."""
     given_config = given(args, _ENGINE_FIELDS)
     if args.shape:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
@@ -195,7 +195,7 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
 
 
 def _server(args: argparse.Namespace) -> None:
-    from jaxserve.bench import server_cost  # it starts a server: too heavy for `--help`
+    from jaxserve.bench import server_cost  # imported late: it starts a server, which is too heavy for `--help`
 
     load = server_cost.Load(
         num_streams=args.num_streams,
@@ -209,7 +209,7 @@ def _server(args: argparse.Namespace) -> None:
 
 
 def _grammar(args: argparse.Namespace) -> None:
-    from jaxserve.bench import grammar_cost  # llguidance and a tokenizer: too heavy for `--help`
+    from jaxserve.bench import grammar_cost  # imported late: llguidance and a tokenizer are too heavy for `--help`
     from jaxserve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
@@ -224,7 +224,7 @@ def _grammar(args: argparse.Namespace) -> None:
 
 
 def _parsing(args: argparse.Namespace) -> None:
-    from jaxserve.bench import parsing_cost  # the server is too heavy for `--help`
+    from jaxserve.bench import parsing_cost  # imported late: the server is too heavy for `--help`
 
     print(parsing_cost.run(names=args.syntax, num_characters=args.num_characters))
 

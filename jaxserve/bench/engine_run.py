@@ -1,4 +1,4 @@
-"""One workload on one engine, in a process of its own: `python -m jaxserve.bench.engine_run SPEC.json`.
+"""Run one workload on one engine, in a process of its own: `python -m jaxserve.bench.engine_run SPEC.json`.
 
 Prints one JSON line: an EngineRun.
 """
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from jaxserve.engine.profile import Work
 
 NUM_WARMUPS = 3
-"""Runs of a batch before the timed one: XLA on a GPU compiles for the first and records its graphs in the next two."""
+"""Untimed runs of a batch before the timed one: on a GPU, XLA compiles in the first and records CUDA graphs in the next
+two.
+"""
 
 _SAMPLING_INTERVAL = 0.02
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, and on what; `num_threads` is for those who must be told (torch)."""
+    """The jobs to run and the engine to run them on. Only runtimes that cannot find it out (torch) read
+    `num_threads`.
+    """
 
     engine: EngineConfig
     jobs: list[Job]
@@ -36,10 +40,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The measurements of one run.
 
-    `kv_use` is the share of allocated block positions that hold a token, averaged over the snapshots at full load:
-    those with at least nine tenths of the most requests that ever ran at once. None if there was no snapshot.
+    `kv_use` is the fraction of allocated block positions that hold a token, averaged over the snapshots at full load:
+    those with at least nine tenths of the highest number of requests running at once. None if there was no snapshot.
     """
 
     seconds: float
@@ -52,7 +56,7 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(spec: RunSpec) -> EngineRun:
-    """Start an engine, give it all jobs at once and wait for the last."""
+    """Start an engine, submit all jobs at once and wait until the last one has finished."""
     from jaxserve.engine.local import LocalEngineClient
 
     client = LocalEngineClient.start(spec.engine)
@@ -84,10 +88,10 @@ def complete(
     heard: Callable[[list[EngineOutput]], object] = lambda _: None,
     once_all_decode: Callable[[], object] = lambda: None,
 ) -> "list[EngineStats]":
-    """Run these jobs to their end and return snapshots taken on the way. `heard` gets the outputs of each step;
-    `once_all_decode` is called when each job has its first token, if they do not end before that is noticed.
+    """Run these jobs to completion and return the snapshots taken meanwhile.
 
-    Raises RuntimeError if a job ends early.
+    `heard` is called with the outputs of each step; `once_all_decode` is called when every job has its first token,
+    unless all end before that is noticed. Raises RuntimeError if a job ends early.
     """
     unfinished = {f"{prefix}-{number}": job.output_len for number, job in enumerate(jobs)}
     in_prefill = set(unfinished)
@@ -122,7 +126,9 @@ def complete(
 
 
 def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[Job]:
-    """Run a batch until nothing is compiled for it any more. Returns one like it to be measured."""
+    """Run batches of this shape until nothing is left to compile. Return another batch of this shape, to be
+    measured.
+    """
     for run in range(NUM_WARMUPS):
         jobs = shape.jobs(seed=10 + run, vocab_size=client.info.vocab_size)
         complete(client, jobs, prefix=f"{prefix}-warmup-{run}")
@@ -130,7 +136,9 @@ def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[J
 
 
 def traced(client: "EngineClient", jobs: list[Job], *, prefix: str, is_decode_only: bool = False) -> "list[Work]":
-    """What GPUs run while these jobs are; `is_decode_only`: from when each of them has its first token."""
+    """Run the jobs and return the GPU work traced meanwhile; with `is_decode_only`, only from when each has its first
+    token.
+    """
     from jaxserve.engine.profile import read_profile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +162,7 @@ def traced(client: "EngineClient", jobs: list[Job], *, prefix: str, is_decode_on
 
 
 def engine_request(request_id: str, job: Job) -> EngineRequest:
-    """A job as the engine takes it: greedy, of exactly its output length."""
+    """Return the engine request for a job: greedy, with exactly the job's output length."""
     params = SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True)
     return EngineRequest(
         request_id=request_id,
@@ -166,7 +174,7 @@ def engine_request(request_id: str, job: Job) -> EngineRequest:
 
 
 def kv_use_at_full_load(snapshots: "list[EngineStats]") -> float | None:
-    """The mean share of allocated positions that hold a token, see EngineRun."""
+    """Return the mean fraction of allocated positions that hold a token (`EngineRun.kv_use`)."""
     peak = max((snapshot.num_running for snapshot in snapshots), default=0)
     shares = [
         snapshot.kv_tokens_held / snapshot.kv_positions_allocated

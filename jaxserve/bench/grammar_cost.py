@@ -1,7 +1,7 @@
-"""`jaxserve bench grammar`: what the masks of requests with a grammar cost the host in a step.
+"""`jaxserve bench grammar`: host time per step spent on the token masks of requests with a grammar.
 
-The texts wander: each next token is drawn from all that its grammar lets pass, as by a model with random weights, which
-brings a matcher into more and harder states than a text that means something.
+Each next token is drawn uniformly from all that the grammar allows, as from a model with random weights. This drives a
+matcher through more states, and harder ones, than meaningful text would.
 """
 
 import statistics
@@ -37,7 +37,7 @@ _WARMUP_STEPS = 5
 
 
 def run(tokenizer: Tokenizer, *, grammar: str, num_requests: Sequence[int], num_steps: int, seed: int) -> str:
-    """Milliseconds of `Matchers.masks` a step, for each of these numbers of requests. Returns the report.
+    """Measure the milliseconds that `Matchers.masks` takes per step for each number of requests, and return the report.
 
     Raises InvalidRequest.
     """
@@ -56,7 +56,7 @@ def run(tokenizer: Tokenizer, *, grammar: str, num_requests: Sequence[int], num_
 def measure(
     tokenizer: Tokenizer, *, grammar: str, num_requests: int, num_steps: int, seed: int
 ) -> tuple[list[float], int]:
-    """Seconds of each step, and the number of masks in all of them. A text that ends begins anew."""
+    """Return the seconds of each step and the total number of masks. A text that ends is replaced by a new one."""
     rng = np.random.default_rng(seed)
     matchers = Matchers(lambda: tokenizer, vocab_size=tokenizer.vocab_size)
     text = make_grammar(GRAMMARS[grammar])

@@ -1,7 +1,7 @@
-"""`jaxserve bench host`: what a decode step costs the host, phase by phase, with many requests running.
+"""`jaxserve bench host`: host time of a decode step, phase by phase, with many requests running.
 
-The model has the layers of a large one but no width. Steps do not overlap: where the device is the CPU itself, its
-threads would otherwise take the cores on which the host is being timed.
+The model has as many layers as a large one but next to no width. Steps do not overlap: when the device is the CPU, its
+threads would otherwise compete for the cores on which the host is timed.
 """
 
 import pathlib
@@ -52,7 +52,7 @@ def run(config: Mapping[str, Any], *, num_requests: int, input_len: int, num_ste
 
 
 def measure(engine: "Engine", *, num_requests: int, input_len: int, num_steps: int) -> list[dict[str, float]]:
-    """Seconds of each phase in each of `num_steps` steps, once every request decodes."""
+    """Return the seconds of each phase in each of `num_steps` steps, counted from when every request decodes."""
     output_len = _WARMUP_STEPS + num_steps + 4
     prompts = [[(number + position) % 499 for position in range(input_len)] for number in range(num_requests)]
     engine.add([engine_request(f"host-{number}", Job(ids, output_len)) for number, ids in enumerate(prompts)])
@@ -75,7 +75,7 @@ def _phase_seconds(engine: "Engine") -> dict[str, float]:
 
 
 def report(steps: list[dict[str, float]], *, num_requests: int, input_len: int) -> str:
-    """Deciles 1, 5 and 9 of each phase and of their sum, in microseconds."""
+    """Format deciles 1, 5 and 9 of each phase and of their sum, in microseconds."""
     columns = {phase: [step[phase] for step in steps] for phase in PHASES}
     columns["all"] = [sum(step[phase] for phase in PHASES) for step in steps]
     rows = []

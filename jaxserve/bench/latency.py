@@ -1,4 +1,6 @@
-"""`jaxserve bench latency`: batches of equal requests, submitted together, beside a floor and what a peer took."""
+"""`jaxserve bench latency`: batches of equal requests, compared with a lower bound and with another engine (the
+peer).
+"""
 
 import json
 import pathlib
@@ -24,18 +26,20 @@ HEADER = (
 )
 
 LONG_ENOUGH, MAX_RUNS = 1.0, 9
-"""Seconds, and runs: what takes less is run again until all took so long together, or there are so many; their median
+"""A measurement is repeated until its runs total LONG_ENOUGH seconds or there are MAX_RUNS of them; the median
 counts.
 """
 
 MIN_TRACED = 64
-"""Tokens of output of a run that is traced, as far as the context allows: some have gone by when the trace begins, and
-its first half does not count.
+"""Minimum output length of a traced run, if the context allows: some tokens pass before the trace begins, and its first
+half is discarded.
 """
 
 
 class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a peer's file: B requests of i tokens in, o out. What it did not measure is None."""
+    """One row of a peer's file: B requests with i input and o output tokens. Figures that the peer did not measure are
+    None.
+    """
 
     B: int
     i: int
@@ -46,17 +50,17 @@ class PeerRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch, timed. Times in seconds; None where there is no second token."""
+    """The timing of one batch, in seconds. `per_token` is None if only one token is generated."""
 
     prefill: float
     total: float
     per_token: float | None
     busy: float | None
-    """Share of the decoding's second half during which the device ran something; None where it could not be seen."""
+    """Fraction of the second half of decoding during which the device was busy; None if it was not traced."""
 
 
 def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
-    """The runs of one entry of a peer's file, the first by default. Raises ConfigError if it is not there."""
+    """Return the runs of one entry of a peer's file, by default the first. Raises ConfigError if there is none."""
     try:
         entries: dict[str, Any] = json.loads(path.read_text())
         entry = entry or next(name for name, value in entries.items() if isinstance(value, dict))
@@ -68,13 +72,15 @@ def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
 def run(
     config: EngineConfig, shapes: list[BatchShape], *, peer: list[PeerRun], bandwidth: float | None, profile: bool
 ) -> str:
-    """Time each shape twice: with one token of output (prefill), and in full.
+    """Time each shape twice: with one token of output (prefill), and in full. Return the report.
 
-    Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile, and timed again if it is
-    short. The prefix cache should be off. Time per output token is (total - prefill) / (output_len - 1), as in vLLM's
-    benchmarks; its floor is the time in which the memories of the devices, of `bandwidth` bytes a second each, give the
-    weights and the KV of the contexts. `profile` traces one more run, from when all its requests decode, to see how
-    much of the second half of that the device is at work. Raises StartupError, InvalidRequest.
+    Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile, and short runs are
+    repeated. The prefix cache should be off. Time per output token is (total - prefill) / (output_len - 1), as in
+    vLLM's benchmarks. Its floor is the time in which the devices' memories, at `bandwidth` bytes per second each, can
+    deliver the weights and the KV of the contexts. With `profile`, one more run is traced from when all its requests
+    decode, to see for what fraction of its second half the device is busy.
+
+    Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
@@ -89,7 +95,7 @@ def run(
             measured = _measure(client, shape, profile=profile)
             floor = _floor(client, shape, bandwidth) if bandwidth and measured.per_token else None
             rows.append(_row(shape, measured, theirs.get(shape), floor))
-            print(" ".join(rows[-1]), file=sys.stderr)  # the table comes at the end
+            print(" ".join(rows[-1]), file=sys.stderr)  # progress; the table is printed at the end
     finally:
         client.close()
     return f"ready after {started:.1f} s\n\n" + table(HEADER, rows)
@@ -125,8 +131,8 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
 
 
 def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> float:
-    """Seconds a token if nothing but memory counted: weights once, of experts those that as many tokens choose by lot,
-    and on average half of the output's KV.
+    """Return the lower bound in seconds per token: the time to read the weights once (of the experts, the expected
+    number that the batch's tokens choose at random) and the KV of the mean context (the input and half of the output).
     """
     context = shape.input_len + shape.output_len / 2
     weights = client.info.expected_weight_bytes(shape.batch_size)

@@ -1,8 +1,8 @@
-"""`jaxserve bench load`: how long a generated checkpoint takes to load, as safetensors, GGUF and a store, and in how
-much memory of the host. Each kind has a process of its own, which loads several times; the files are in the page cache.
+"""`jaxserve bench load`: time and host memory for loading a generated checkpoint as safetensors, GGUF and a store.
 
-The first load of a process is told apart: it pays for memory that the system must find first, and a virtual machine may
-have to ask its host for. The others get the memory of those before.
+Each kind is loaded several times in a process of its own; the files are in the page cache. The first load of a process
+is reported separately: it pays for memory that the kernel has to provide first (in a virtual machine, perhaps from its
+host), which later loads reuse.
 """
 
 import functools
@@ -28,13 +28,13 @@ SHAPE: dict[str, Any] = LLAMA_100M | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-"""The width of a Llama of a billion parameters; layers are added until it has the size that is asked for."""
+"""The width of a Llama with a billion parameters; layers are added until the checkpoint has the requested size."""
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """What one process has seen; seconds of its loads in their order, and bytes.
+    """The measurements of one process: seconds of each load in order, and memory in bytes.
 
-    `peak` is all that was in memory besides the weights, `largest` the largest weight.
+    `peak` is all memory used besides the weights, `largest` the size of the largest weight.
     """
 
     seconds: list[float]
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, kw_only=True):
     largest: int
 
     def row(self) -> list[str]:
-        """First and best seconds, best seconds of the processor, the peak and its limit in MiB."""
+        """Format the first and best wall time, the best CPU time, the peak and its limit in MiB."""
         later = slice(1 if len(self.seconds) > 1 else 0, None)
         return [
             f"{self.seconds[0]:.2f}",
@@ -55,10 +55,11 @@ class Load(msgspec.Struct, kw_only=True):
 
 
 def run(size: int, *, stored: DType, dtype: DType, folder: pathlib.Path | None, num_runs: int, with_orbax: bool) -> str:
-    """Load as `dtype` a checkpoint of about `size` bytes in `stored`, a store made of it, and a GGUF file like it.
+    """Load a checkpoint of about `size` bytes stored as `stored`, a store made of it, and a similar GGUF file, as
+    `dtype`.
 
-    `with_orbax` has Orbax restore the store too. `folder` is where all are written and removed again, by default where
-    temporary files go. Returns the report.
+    With `with_orbax`, Orbax restores the store too. The files are written to `folder`, by default the directory for
+    temporary files, and removed again. Returns the report.
     """
     from jaxserve.convert import convert
 
@@ -83,7 +84,7 @@ def run(size: int, *, stored: DType, dtype: DType, folder: pathlib.Path | None, 
 
 
 def generate(folder: pathlib.Path, *, size: int, dtype: str) -> None:
-    """A model directory with about `size` bytes of weights in files of a layer each. Their values mean nothing."""
+    """Write a model directory with about `size` bytes of random weights, one file per layer."""
     import jax
     import ml_dtypes
     import numpy as np
@@ -120,7 +121,7 @@ def generate(folder: pathlib.Path, *, size: int, dtype: str) -> None:
 
 
 def generate_gguf(path: pathlib.Path, model: pathlib.Path) -> None:
-    """A GGUF file of the shape of `model`, a directory that `generate` has made; matrices in Q8_0."""
+    """Write a GGUF file with the shapes of `model`, a directory written by `generate`; matrices are stored as Q8_0."""
     import gguf
     import jax
     import numpy as np
@@ -178,9 +179,9 @@ def _bytes_below(path: pathlib.Path) -> int:
 
 
 def _measure(way: str, path: str, dtype: DType, num_runs: int) -> Load:
-    """Load so many times, and watch the memory meanwhile.
+    """Load `num_runs` times and record time and memory.
 
-    On a CPU the weights lie in the host's memory, from which they are taken off. Pages of mapped files do not count.
+    On a CPU the weights are in host memory too, and are subtracted from the peak. Pages of mapped files do not count.
     """
     import jax
 
@@ -211,7 +212,7 @@ def _measure(way: str, path: str, dtype: DType, num_runs: int) -> Load:
 
 
 def _restore(path: str, specs: Any, *, dtype: Any, mesh: Any) -> Any:
-    """What `load_weights` does with a store, by Orbax."""
+    """Restore a store by Orbax, as `load_weights` would."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -224,7 +225,7 @@ def _restore(path: str, specs: Any, *, dtype: Any, mesh: Any) -> Any:
 
 
 class _Watch:
-    """The most memory of this process while it is entered, looked at 500 times a second."""
+    """Context manager that records the process's peak memory in bytes, sampled 500 times a second."""
 
     def __enter__(self) -> "_Watch":
         self.peak, self._is_over = _anonymous_memory(), threading.Event()
@@ -242,7 +243,7 @@ class _Watch:
 
 
 def _anonymous_memory() -> int:
-    """Bytes of this process that are no pages of files (Linux)."""
+    """Return the bytes of this process that are not backed by files (Linux)."""
     fields = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].removesuffix("kB")) * 1024
 

@@ -1,7 +1,7 @@
-"""`jaxserve bench parsing`: characters a second that answers are read at, by syntax, and what the worst input takes.
+"""`jaxserve bench parsing`: how many characters a second are parsed in each syntax, and the cost of the worst input.
 
-Pieces of four characters are about a token each, as a stream brings them. The worst inputs are pushed one character
-after the other: blank lines, marks that lead to no call, brackets and quotes that never close.
+Text arrives in pieces of four characters, about one token, as in a stream. The worst inputs are pushed one character at
+a time: blank lines, marks that lead to no call, brackets and quotes that never close.
 """
 
 import json
@@ -22,9 +22,9 @@ _WORDS = "The quokka, a small marsupial, lives on Rottnest Island {really}. "
 
 
 def run(*, names: Sequence[str], num_characters: int) -> str:
-    """Read so many characters of words, of one call, and of each worst input in the syntaxes `names`; none: in all.
+    """Parse `num_characters` of words, of one call and of each worst input, in the syntaxes `names` (all if empty).
 
-    Returns the report. Raises InvalidRequest for a name that is none.
+    Returns the report. Raises InvalidRequest for an unknown name.
     """
     if unknown := [name for name in names if name not in TOOL_PARSERS]:
         raise InvalidRequest(f"no syntax {unknown[0]!r}; there are: {', '.join(TOOL_PARSERS)}", param="syntax")

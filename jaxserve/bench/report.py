@@ -1,10 +1,10 @@
-"""Tables of a benchmark, in plain text that is Markdown too."""
+"""Plain-text tables of benchmark results, which are valid Markdown too."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first to the left, the others to the right."""
+    """Format a Markdown table with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

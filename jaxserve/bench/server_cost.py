@@ -1,7 +1,7 @@
-"""`jaxserve bench server`: what the API side costs, over an engine stub that emits tokens at a fixed rate.
+"""`jaxserve bench server`: what the API side costs, measured over an engine stub that emits tokens at a fixed rate.
 
-Reports the CPU time of the API workers for each streamed token, and how long short requests, /health and /metrics take,
-with and without the load. The server is the real one, in processes of its own; this process is its client.
+Reports the CPU time of the API workers per streamed token, and the latency of short requests, /health and /metrics with
+and without the load. The server is the real one, in processes of its own; this process is its client.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.tokenizer import Tokenizer
 
 NUM_TOKEN_IDS = 97
-STREAM_TOKENS = 2**19  # more than any run takes
+STREAM_TOKENS = 2**19  # more than any run consumes
 SETTLE_SECONDS = 1.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """`num_streams` clients that each get a token every `step_seconds`, for `seconds`."""
+    """The load: `num_streams` clients that each receive a token every `step_seconds`, for `seconds`."""
 
     num_streams: int
     step_seconds: float
@@ -46,7 +46,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probes:
-    """Seconds to the first token of short requests, and to the answers of /health and /metrics."""
+    """Seconds to the first token of short requests, and to the responses of /health and /metrics."""
 
     first_token: list[float]
     health: list[float]
@@ -55,7 +55,9 @@ class Probes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """`cpu_seconds` of all API workers while `num_tokens` were streamed; what the probes took without and with them."""
+    """The CPU seconds of all API workers while `num_tokens` were streamed, and the probes' latencies without and with
+    load.
+    """
 
     num_tokens: int
     cpu_seconds: float
@@ -65,12 +67,12 @@ class Result:
 
     @property
     def microseconds_per_token(self) -> float:
-        """CPU time of the API side."""
+        """CPU time of the API workers per streamed token."""
         return self.cpu_seconds / self.num_tokens * 1e6
 
 
 class _Stream(asyncio.Protocol):
-    """A client that only counts events, so that it costs little itself."""
+    """A client that only counts events, so that it costs little CPU time itself."""
 
     def __init__(self, request: bytes):
         self.num_events = 0
@@ -79,7 +81,7 @@ class _Stream(asyncio.Protocol):
         self._request = request
 
     @override
-    def connection_made(self, transport: Any) -> None:  # uvloop's are no asyncio.Transport
+    def connection_made(self, transport: Any) -> None:  # uvloop's transports do not subclass asyncio.Transport
         self._sent = time.perf_counter()
         transport.write(self._request)
 
@@ -98,7 +100,7 @@ class _Stream(asyncio.Protocol):
 
 
 class _Get(asyncio.Protocol):
-    """A client that asks for one path. `answered`: seconds to the first bytes of the answer."""
+    """A client that requests one path. `answered` resolves to the seconds until the first bytes of the response."""
 
     def __init__(self, path: bytes):
         self.answered = asyncio.get_running_loop().create_future()
@@ -125,7 +127,7 @@ class _Get(asyncio.Protocol):
 
 
 def run(load: Load) -> Result:
-    """Measure. Raises StartupError, and RequestFailed when a stream has not lasted."""
+    """Run the benchmark. Raises StartupError, and RequestFailed if a stream ends early."""
     return uvloop.run(_run(load))
 
 
@@ -150,7 +152,7 @@ async def _run(load: Load) -> Result:
 async def _server(load: Load) -> AsyncIterator[tuple[Supervisor, list[int]]]:
     path = resolve_model("")
     tokenizer = Tokenizer.load(path)
-    # Every token is a word of its own, so that each makes an event: none holds back a part of a character.
+    # Only tokens that are whole ASCII words: each makes an event, as no part of a character is held back.
     ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i).strip().isascii()][-NUM_TOKEN_IDS:]
 
     async def start_engine(folder: pathlib.Path) -> Child:
@@ -176,7 +178,7 @@ async def _server(load: Load) -> AsyncIterator[tuple[Supervisor, list[int]]]:
 
 
 async def _open(supervisor: Supervisor, load: Load, *, max_tokens: int) -> _Stream:
-    """Ask for a stream."""
+    """Start one streaming request."""
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if load.is_chat else {"prompt": "hi"}
     body = json.dumps({**prompt, "stream": True, "max_tokens": max_tokens}).encode()
     path = b"/v1/chat/completions" if load.is_chat else b"/v1/completions"
@@ -190,7 +192,7 @@ async def _connect[P: asyncio.Protocol](supervisor: Supervisor, protocol: Callab
 
 
 async def _probe(supervisor: Supervisor, load: Load) -> Probes:
-    """Short requests of all kinds, one after another."""
+    """Send short requests of each kind, one after another."""
     probes = Probes(first_token=[], health=[], metrics=[])
     for _ in range(load.num_probes):
         stream = await _open(supervisor, load, max_tokens=1)
@@ -202,7 +204,7 @@ async def _probe(supervisor: Supervisor, load: Load) -> Probes:
 
 
 def _cpu_seconds(pids: list[int]) -> float:
-    """User and system time of these processes, all threads."""
+    """Return the user and system time of these processes, all threads included."""
     ticks = 0
     for pid in pids:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -211,7 +213,7 @@ def _cpu_seconds(pids: list[int]) -> float:
 
 
 def report(load: Load, result: Result) -> str:
-    """Two tables."""
+    """Format the cost per token and the probes' latencies as two tables."""
     rate = result.num_tokens / result.wall_seconds
     cost = [
         ["streams", str(load.num_streams)],

@@ -1,4 +1,4 @@
-"""`jaxserve bench steps`: how long the steps of a batch take, and what a GPU does in them."""
+"""`jaxserve bench steps`: the duration of each step of a batch, and the GPU kernels that run in it."""
 
 import itertools
 import statistics
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 STEPS_HEADER = ("tokens", "of them first ones", "steps", "ms a step", "shortest", "longest")
 KERNELS_HEADER = ("kernel", "runs", "us a run", "share of the time")
 MAX_KERNELS = 25
-"""That are named, those that take the most time."""
+"""Maximum number of kernels listed, those that take the most time."""
 
 
 class Step(NamedTuple):
-    """From the tokens of one step to those of the next. One that brings no token counts with the one after it."""
+    """The time from the tokens of one step to those of the next. A step without tokens counts towards the next."""
 
     num_tokens: int
     num_first: int
-    """Of them the first ones of their requests, whose prompts were in the step."""
+    """Number of tokens that are the first of their request, whose prompt was in this step."""
     seconds: float
 
 
 def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Iterator[str]:
-    """A report for each batch, as soon as it has run: its steps in their order, equal ones in a row in one
-    line. With `profile` a second report for each, of another run that is traced: the GPU's kernels in the second half
-    of its time. Raises StartupError, InvalidRequest.
+    """Yield a report for each batch as soon as it has run: its steps in order, with consecutive equal ones on one line.
+
+    With `profile` a second report follows, of another run that is traced: the GPU kernels in the second half of its
+    time. Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
@@ -48,7 +49,7 @@ def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Ite
 
 
 def grouped(steps: Iterable[Step]) -> list[list[Step]]:
-    """Steps that follow each other and bring as many tokens, of which as many are first ones."""
+    """Group consecutive steps with the same numbers of tokens and of first tokens."""
     return [list(group) for _, group in itertools.groupby(steps, lambda step: (step.num_tokens, step.num_first))]
 
 

@@ -1,7 +1,7 @@
-"""An engine that costs nothing: its requests get a token each at a fixed rate. For measuring the server alone.
+"""An engine stub that generates a token for each request at a fixed rate, for measuring the server alone.
 
-`python -m jaxserve.bench.stub_engine`, started in the place of `jaxserve.engine.process`. The first token of a request
-comes at once, as if its prompt took no time.
+Started as `python -m jaxserve.bench.stub_engine` instead of `jaxserve.engine.process`. The first token of a request
+comes at once, as if prefill took no time.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from jaxserve.request import EngineOutput, EngineRequest
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` are generated in turn by every request, one each `step_seconds`."""
+    """Settings of the stub. Every request generates `token_ids` in turn, one each `step_seconds`."""
 
     folder: str
     vocab_size: int
@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StubEngineClient(EngineClient):
-    """Plays an engine in a thread of its own."""
+    """An EngineClient whose engine is a thread that only counts."""
 
     def __init__(self, settings: Settings):
         self.info = EngineInfo(
@@ -47,7 +47,7 @@ class StubEngineClient(EngineClient):
         )
         self._settings = settings
         self._lock = threading.Lock()
-        self._running: dict[str, tuple[EngineRequest, OutputSink, int]] = {}  # with the number of tokens so far
+        self._running: dict[str, tuple[EngineRequest, OutputSink, int]] = {}  # id -> request, sink, tokens so far
         self._num_steps = 0
         self._is_alive = True
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -83,11 +83,11 @@ class StubEngineClient(EngineClient):
 
     @override
     def start_profile(self, directory: str) -> None:
-        """There is nothing to record."""
+        """Do nothing: there is no device to profile."""
 
     @override
     def stop_profile(self) -> None:
-        """There is nothing to record."""
+        """Do nothing: there is no device to profile."""
 
     @override
     def close(self) -> None:
@@ -104,7 +104,7 @@ class StubEngineClient(EngineClient):
                 self._step(list(self._running))
 
     def _step(self, request_ids: list[str]) -> None:
-        """The next token of these requests, in one list for each sink."""
+        """Emit the next token of each request, in one list per sink."""
         token_ids = self._settings.token_ids
         outputs: dict[OutputSink, list[EngineOutput]] = {}
         for request_id in request_ids:

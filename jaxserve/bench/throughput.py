@@ -1,6 +1,7 @@
 """`jaxserve bench throughput`: mixed requests under continuous and static batching, and under transformers.
 
-Each contender runs alone, in a process of its own, one after the other in one run, so that ratios can be read off.
+The contenders run one after another in one run, each alone in a process of its own, so that their times can be
+compared.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jaxserve.errors import JaxserveError
 
 
 class Contender(NamedTuple):
-    """One row of the table. `cpu_seconds` tell what a machine with other work to do took away from `seconds`."""
+    """One row of the table. `cpu_seconds` shows how much of `seconds` was lost to other work on the machine."""
 
     name: str
     seconds: float
@@ -35,9 +36,9 @@ class Contender(NamedTuple):
 def run(jobs: list[Job], *, model_config: Mapping[str, Any], engine: EngineConfig, peer_python: str | None) -> str:
     """Measure every contender on these jobs and return the report.
 
-    `model_config` is the config.json of the model, which gets random weights; `engine` has the options that the
-    contenders share. `peer_python` is an interpreter with torch and transformers, or None to leave the peer out.
-    Raises JaxserveError if a contender fails.
+    `model_config` is the config.json of the model, which gets random weights; `engine` has the options common to all
+    contenders. `peer_python` is an interpreter with torch and transformers, or None to leave the peer out. Raises
+    JaxserveError if a contender fails.
     """
     max_model_len = max(len(job.prompt_token_ids) + job.output_len for job in jobs)
     contenders = []
@@ -61,7 +62,7 @@ def run(jobs: list[Job], *, model_config: Mapping[str, Any], engine: EngineConfi
 
 
 def report(contenders: list[Contender], jobs: list[Job]) -> str:
-    """The workload in a sentence, and the table; the first contender is the one the others are compared with."""
+    """Format the workload in one sentence, and the table; all contenders are compared with the first."""
     num_output = sum(job.output_len for job in jobs)
     num_input = sum(len(job.prompt_token_ids) for job in jobs)
     rows = [

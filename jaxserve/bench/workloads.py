@@ -1,4 +1,4 @@
-"""What a benchmark asks for: seeded request mixes, and model directories to run them on with random weights."""
+"""The workloads of benchmarks: seeded request mixes, and model directories with random weights to run them on."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from jaxserve.errors import ConfigError
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One request of a workload: a prompt of token ids, and how many tokens to generate, neither more nor fewer."""
+    """One request of a workload: a prompt of token ids, and the exact number of tokens to generate."""
 
     prompt_token_ids: list[int]
     output_len: int
 
 
 class BatchShape(msgspec.Struct, frozen=True):
-    """Equal requests that are submitted together."""
+    """The shape of a batch of equal requests that are submitted together."""
 
     batch_size: int
     input_len: int
@@ -28,14 +28,14 @@ class BatchShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "BatchShape":
-        """From B:IN:OUT. Raises ConfigError."""
+        """Parse B:IN:OUT. Raises ConfigError."""
         sizes = text.split(":")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
         return cls(*map(int, sizes))
 
     def jobs(self, *, seed: int, vocab_size: int) -> list[Job]:
-        """Their prompts are random tokens."""
+        """Make the jobs of one batch, with random prompt tokens."""
         rng = random.Random(seed)
         return [
             Job([rng.randrange(vocab_size) for _ in range(self.input_len)], self.output_len)
@@ -44,15 +44,15 @@ class BatchShape(msgspec.Struct, frozen=True):
 
 
 def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, vocab_size: int) -> list[Job]:
-    """`count` jobs whose prompt and output lengths are log-normal with these means, so that a few are much longer.
+    """Make `count` jobs whose prompt and output lengths are log-normal with these means, so that a few are much longer.
 
-    Lengths lie between 1 and four times the mean.
+    Lengths are between 1 and four times the mean.
     """
     rng = random.Random(seed)
 
     def length(mean: int) -> int:
         sigma = 0.8
-        drawn = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)  # so that the mean is `mean`
+        drawn = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)  # makes the mean of the distribution `mean`
         return round(min(max(drawn, 1), 4 * mean))
 
     return [
@@ -78,7 +78,7 @@ LLAMA_100M: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
-"""100 million parameters, as the config.json of a Hugging Face checkpoint."""
+"""A Llama with 100 million parameters, as the config.json of a Hugging Face checkpoint."""
 
 LLAMA_HOST: dict[str, Any] = LLAMA_100M | {
     "vocab_size": 512,
@@ -88,7 +88,9 @@ LLAMA_HOST: dict[str, Any] = LLAMA_100M | {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""As many layers, hence arrays to pass, as a model of 8 billion parameters, but next to no work for the device."""
+"""A model with as many layers, hence arrays to pass, as one of 8 billion parameters, but next to no work for the
+device.
+"""
 
 
 LLAMA_3_8B: dict[str, Any] = LLAMA_100M | {
@@ -137,7 +139,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "eos_token_id": 151645,
     "dtype": "bfloat16",
 }
-"""The shape of Qwen3 30B A3B: 128 experts a layer, of which a token has 8."""
+"""The shape of Qwen3 30B A3B: 128 experts a layer, 8 of which are active per token."""
 
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -179,7 +181,9 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "eos_token_id": 100001,
     "dtype": "bfloat16",
 }
-"""The shape of DeepSeek V2 Lite: a latent of 512 a token and layer, 64 experts, of which a token has 6."""
+"""The shape of DeepSeek V2 Lite: a latent of width 512 per token and layer, and 64 experts, 6 of which are active per
+token.
+"""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": LLAMA_100M,
@@ -192,6 +196,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(folder: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
-    """A model directory without weights, for `load_format="dummy"`."""
+    """Write a model directory without weights, for `load_format="dummy"`."""
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

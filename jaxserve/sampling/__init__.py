@@ -1,7 +1,7 @@
 """From the logits of a step's sampled rows to their next tokens: pure functions over per-slot device state.
 
-`features` says what a request needs, `state` holds it on the device, `processors` change the logits, `filters` cut
-the distribution, `sampler` draws and records, `logprobs` reports.
+`features` says what a request needs, `state` holds its parameters and history on the device, `processors` change the
+logits, `sampler` draws the token and records it, `logprobs` reports.
 """
 
 from jaxserve.sampling.features import Feature, features, has_extras

@@ -1,6 +1,6 @@
-"""What a request needs of a step besides the model and an argmax, as a set of bits. No jax.
+"""The parts of a step that a request needs besides the model and an argmax, as a set of bits. No jax.
 
-The runner ORs the bits of a step's rows and uploads the result: what no row needs is not run.
+The runner ORs the bits of a step's rows and uploads the result; parts that no row needs do not run.
 """
 
 import enum
@@ -9,7 +9,7 @@ from jaxserve.request import EngineRequest
 
 
 class Feature(enum.IntFlag):
-    """One bit for each part of a step that can be left out."""
+    """One bit for each optional part of a step."""
 
     RANDOM = 1
     TOP_K = 2
@@ -22,16 +22,16 @@ class Feature(enum.IntFlag):
     MIN_TOKENS = 256
     LOGPROBS = 512
     LAST_POOLING = 4096  # the hidden state of the last token is read
-    MEAN_POOLING = 8192  # those of all prompt tokens are summed
+    MEAN_POOLING = 8192  # the hidden states of all prompt tokens are summed
 
     PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
     FILTERS = TOP_K | TOP_P | MIN_P
-    PLAIN = RANDOM | FILTERS  # what a step without the other parts can do
+    PLAIN = RANDOM | FILTERS  # all that a step without processors and logprobs supports
     POOLING = LAST_POOLING | MEAN_POOLING
 
 
 def features(request: EngineRequest) -> int:
-    """The features that a request needs in each of its steps."""
+    """Return the features that a request needs in each of its steps."""
     params = request.params
     needed = Feature(0)
     if not params.is_greedy:
@@ -46,7 +46,7 @@ def features(request: EngineRequest) -> int:
         needed |= Feature.PENALTIES
     if params.logit_bias:
         needed |= Feature.LOGIT_BIAS
-    if params.allowed_token_ids is not None or request.grammar:  # a grammar's tokens are allowed anew in each step
+    if params.allowed_token_ids is not None or request.grammar:  # a grammar's mask changes in each step
         needed |= Feature.ALLOWED_TOKENS
     if request.bad_word_ids:
         needed |= Feature.BAD_WORDS
@@ -60,5 +60,5 @@ def features(request: EngineRequest) -> int:
 
 
 def has_extras(request: EngineRequest) -> bool:
-    """Whether a request needs `admit_extras` besides `admit`: every processor keeps its data there."""
+    """Return true if a request needs `admit_extras` besides `admit`: every processor keeps its data there."""
     return bool(features(request) & Feature.PROCESSORS)

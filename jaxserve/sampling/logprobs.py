@@ -1,4 +1,4 @@
-"""Log probabilities of chosen and of most likely tokens, for `logprobs` and `prompt_logprobs`."""
+"""Log probabilities of chosen tokens and of the most likely ones, for `logprobs` and `prompt_logprobs`."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int32
 
 
 class Logprobs(NamedTuple):
-    """Of N positions: the token's log probability and rank (1 = most likely), and the most likely tokens, in order.
+    """Log probability and rank (1 = most likely) of one token at each of N positions, and the most likely tokens in
+    order.
 
     Equally likely tokens rank by their ids.
     """
@@ -21,7 +22,7 @@ class Logprobs(NamedTuple):
 
 
 def token_logprobs(logits: Float[Array, "N V"], token_ids: Int32[Array, " N"], num_top: int) -> Logprobs:
-    """Log-softmax of the model's raw logits at `token_ids` and at the `num_top` (static) most likely tokens."""
+    """Return the log-softmax of the raw logits at `token_ids` and at the `num_top` (static) most likely tokens."""
     logits = logits.astype(jnp.float32)
     normalizer = logsumexp(logits, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1, mode="clip")

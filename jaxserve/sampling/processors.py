@@ -1,4 +1,5 @@
-"""Logits processors, each a small pure function: what a request's history and wishes make of the model's logits.
+"""Logits processors, each a small pure function that applies one sampling parameter or the request's history to the
+logits.
 
 They run before the temperature, in the order of `process`, each only in a step in which some row needs it.
 """
@@ -20,10 +21,10 @@ def process(
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
 ) -> Float[Array, "B V"]:
-    """Apply the processors in `features` to the rows that ask for them. `extras` are those of all slots.
+    """Apply the processors in `features` to the rows that need them. `extras` are those of all slots.
 
-    A row whose every token ends up masked gets its raw logits back, within its allowed tokens if it has any: the
-    alternative would be to fail a request because its wishes contradict each other.
+    A row whose tokens would all be masked gets its raw logits back, restricted to its allowed tokens if it has any: the
+    alternative would be to fail a request because its parameters contradict each other.
     """
 
     def of_rows(leaf: Array) -> Array:
@@ -77,9 +78,10 @@ def apply_penalties(
     output_counts: Int32[Array, "B V"],
     params: RowParams,
 ) -> Float[Array, "B V"]:
-    """Repetition penalty on the tokens of prompt and output (Keskar et al. 2019, "CTRL"), then frequency and presence
-    penalty on those of the output (OpenAI API). A row without penalties has 1, 0 and 0 in its scalars, which change
-    nothing whatever its slot's history is.
+    """Penalize the tokens of prompt and output for repetition (Keskar et al. 2019, "CTRL"), then those of the output
+    for frequency and presence (OpenAI API).
+
+    A row without penalties has scalars of 1, 0 and 0, which change nothing whatever its slot's history is.
     """
     has_output = output_counts > 0
     is_seen = has_output | unpack_mask(prompt_mask, logits.shape[1])
@@ -102,9 +104,9 @@ def apply_bad_words(
     words: Int32[Array, "B words tokens"],
     recent_tokens: Int32[Array, "B tokens-1"],
 ) -> Float[Array, "B V"]:
-    """Mask the last token of each word whose other tokens are the latest of the output.
+    """Mask the last token of each word whose preceding tokens are the latest of the output.
 
-    Words are aligned to the right and padded with NO_TOKEN, which matches anything.
+    Words are right-aligned and padded with NO_TOKEN, which matches anything.
     """
     prefixes = words[:, :, :-1]
     is_complete = jnp.all((prefixes == NO_TOKEN) | (prefixes == recent_tokens[:, None]), axis=2)
@@ -114,7 +116,7 @@ def apply_bad_words(
 
 
 def unpack_mask(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
-    """Bit masks over the vocabulary as booleans."""
+    """Unpack bit masks over the vocabulary into booleans."""
     bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]
     return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]
 

@@ -1,4 +1,4 @@
-"""The last part of a step: one token for each sampled row, and the note of it in the sampling state."""
+"""The last part of a step: draw one token for each sampled row, and record it in the sampling state."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from pallas_kernels import sampling as kernels
 
 
 class SampledTokens(NamedTuple):
-    """`is_corrupted` rows had no usable logits (NaN, +inf, or nothing but -inf); their token is 0."""
+    """The drawn tokens. Rows with `is_corrupted` had no usable logits (NaN, +inf, or nothing but -inf); their token is
+    0.
+    """
 
     token_ids: Int32[Array, " B"]
     is_corrupted: Bool[Array, " B"]
@@ -32,14 +34,15 @@ def sample(
     plain: bool = False,
     implementation: kernels.Implementation = "xla",
 ) -> SampledTokens:
-    """Choose the next token of each row, by the parameters of its slot.
+    """Draw the next token of each row by the parameters of its slot.
 
-    `num_output_tokens` are the tokens generated before this one, those the host has not seen included: with the seed
-    they determine the draw, so that a row's token does not depend on the rows beside it. `features` are the bits that
-    some row needs (see `Feature`); what is not in them is not run. `plain` (static) leaves the processors out
-    altogether, for steps in which no row needs them. The order is that of Hugging Face transformers: processors,
-    temperature, top-k, top-p, min-p. Ties go to the lowest id when greedy, and all tokens that tie at a filter's
-    threshold are kept.
+    `num_output_tokens` counts the tokens generated before this one, including those the host has not seen yet. Together
+    with the seed it determines the draw, so that a row's token does not depend on the other rows. `features` are the
+    bits that some row needs (see `Feature`); parts that are not in it do not run. `plain` (static) leaves the
+    processors out of the program, for steps in which no row needs them.
+
+    The order is that of Hugging Face transformers: processors, temperature, top-k, top-p, min-p. Greedy ties go to the
+    lowest id, and all tokens that tie at a filter's threshold are kept.
     """
     params = unpack_rows(state, slot_ids)
     processed = logits
@@ -59,7 +62,9 @@ def sample(
         )
 
     def if_needed(feature: Feature, column: Array, otherwise: float) -> Array:
-        """Rows of padding have some slot's parameters, which must not make work."""
+        """Neutralize a parameter that no row needs: padding rows carry the parameters of some slot, which must not cost
+        work.
+        """
         return jnp.where(features & feature != 0, column, jnp.asarray(otherwise, column.dtype))
 
     def draw(logits: Float[Array, "B V"], parameters: dict[str, Array]) -> tuple[Array, Array]:
@@ -67,7 +72,7 @@ def sample(
 
     mesh = jax.typeof(processed).sharding.mesh
     if implementation != "xla" and not mesh.empty:
-        everywhere = PartitionSpec()  # each device draws all tokens for itself
+        everywhere = PartitionSpec()  # replicated: each device draws all tokens itself
         draw = jax.shard_map(draw, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     token_ids, maximum = draw(
         processed,
@@ -79,7 +84,7 @@ def sample(
             "uniform": uniforms(params.seed, num_output_tokens),
         },
     )
-    # The largest of the raw logits carries everything that makes a softmax fail: NaN, +inf, and -inf if all are.
+    # The largest raw logit shows everything that makes a softmax fail: it is NaN, +inf, or -inf if all are.
     is_corrupted = ~jnp.isfinite(maximum if plain else jnp.max(logits, axis=1))
     return SampledTokens(jnp.where(is_corrupted, 0, token_ids), is_corrupted)
 
@@ -91,9 +96,9 @@ def record(
     active: Bool[Array, " B"],
     features: Int32[Array, ""],
 ) -> SamplingState:
-    """Note the tokens of the `active` rows in their slots' histories, if `features` says that some row needs them.
+    """Record the tokens of the `active` rows in their slots' histories, if `features` says that some row needs them.
 
-    No two active rows share a slot.
+    No two active rows have the same slot.
     """
     extras = state.extras
     num_slots = state.scalars.shape[0]
@@ -110,7 +115,7 @@ def record(
 
 
 def uniforms(seed: UInt32[Array, "B 2"], counters: Int32[Array, " B"]) -> Float[Array, "B 2"]:
-    """Two numbers in [0, 1) for each row, a function of its seed and counter alone (Threefry 2x32)."""
+    """Return two numbers in [0, 1) for each row, a function of its seed and counter alone (Threefry 2x32)."""
 
     def of_row(words: Array, counter: Array) -> Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")

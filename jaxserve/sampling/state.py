@@ -1,8 +1,8 @@
 """SamplingState: every request's sampling parameters and history, in arrays indexed by slot that stay on the device.
 
-`pack_*` run on the host when a request is admitted (again after a preemption), `admit*` on the device: `admit` in a
-forward pass or before it, `admit_extras` before it. Slots are reused: `admit` replaces the scalars, and their feature
-bits decide whether a slot's extras are looked at, so that what an earlier request has left there never acts.
+`pack_*` run on the host when a request is admitted (again after a preemption). `admit*` run on the device: `admit` in a
+forward pass or before it, `admit_extras` before it. Slots are reused: `admit` replaces the scalars, whose feature bits
+decide if a slot's extras are read, so that the extras of an earlier request have no effect.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jaxtyping import Array, Float, Int, Int32, UInt32
 from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, EngineRequest
 from jaxserve.sampling.features import features
 
-# Below this a distribution is as good as its maximum, and logits / temperature is far from overflow.
+# Below this, sampling is as good as an argmax; at it, logits / temperature is still far from overflow.
 MIN_TEMPERATURE = 1e-6
 
 NO_TOKEN = -1
 
 
 class _Column(enum.IntEnum):
-    """The columns of a slot's scalars; floats are stored by their bits."""
+    """The columns of a slot's scalars; floats are stored as their bits."""
 
     FEATURES = 0
     TEMPERATURE = 1
@@ -45,13 +45,14 @@ class _Column(enum.IntEnum):
 NUM_SCALARS = len(_Column)
 
 
-@no_type_check  # jax rebuilds pytrees with leaves of other kinds too
+@no_type_check  # jax also rebuilds pytrees with leaves of other types
 @flax.struct.dataclass
 class Extras:
-    """What only the processors need: of one request in NumPy, or of all slots with a leading axis, on the device.
+    """The data that only the processors need: NumPy arrays of one request, or device arrays of all slots with a leading
+    axis.
 
-    V is the vocabulary. Sets of token ids are bit masks of W = ceil(V / 32) words: token i is bit i % 32 of word
-    i // 32. Token ids outside the vocabulary are left out.
+    V is the vocabulary size. Sets of token ids are bit masks of W = ceil(V / 32) words: token i is bit i % 32 of word i
+    // 32. Token ids outside the vocabulary are omitted.
     """
 
     prompt_mask: UInt32[Any, "*N W"]
@@ -59,15 +60,15 @@ class Extras:
     stop_mask: UInt32[Any, "*N W"]
     output_counts: Int32[Any, "*N V"]
     bias_ids: Int32[Any, "*N biases"]
-    """Padded with V."""
+    """Token ids with a bias, padded with V."""
     bias_values: Float[Any, "*N biases"]
     bad_words: Int32[Any, "*N words tokens"]
-    """Aligned to the right, padded with NO_TOKEN."""
+    """Banned token sequences, right-aligned and padded with NO_TOKEN."""
     recent_tokens: Int32[Any, "*N tokens-1"]
-    """The last output tokens, the latest at the end; NO_TOKEN where there are fewer."""
+    """The last output tokens, with the latest at the end, padded with NO_TOKEN on the left."""
 
 
-@no_type_check  # jax rebuilds pytrees with leaves of other kinds too
+@no_type_check  # jax also rebuilds pytrees with leaves of other types
 @flax.struct.dataclass
 class SamplingState:
     """The sampling state of N slots; donated with the step."""
@@ -92,14 +93,14 @@ class RowParams(NamedTuple):
 
 
 def init_state(num_slots: int, vocab_size: int) -> SamplingState:
-    """The state of `num_slots` slots that hold no request. `vocab_size` is the width of the logits."""
+    """Return the state of `num_slots` empty slots. `vocab_size` is the width of the logits."""
     empty = _empty_extras(vocab_size)
     extras = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots, *leaf.shape)), empty)
     return SamplingState(scalars=jnp.zeros((num_slots, NUM_SCALARS), jnp.int32), extras=extras)
 
 
 def pack_scalars(request: EngineRequest) -> Int32[np.ndarray, " scalars"]:
-    """A request's scalars as one row of words, to be uploaded and given to `admit`."""
+    """Pack a request's scalars into one row of words, to be uploaded and passed to `admit`."""
     params = request.params
     row = np.zeros(NUM_SCALARS, np.int32)
     floats = row.view(np.float32)
@@ -119,7 +120,7 @@ def pack_scalars(request: EngineRequest) -> Int32[np.ndarray, " scalars"]:
 
 
 def unpack_rows(state: SamplingState, slot_ids: Int32[Array, " B"]) -> RowParams:
-    """The scalars of the rows' slots. Slot ids out of range, those of padding rows, give some slot's."""
+    """Read the scalars of the rows' slots. Out-of-range slot ids, those of padding rows, read some slot's."""
     rows = state.scalars.at[slot_ids].get(mode="clip")
 
     def number(column: _Column) -> Float[Array, " B"]:
@@ -140,14 +141,14 @@ def unpack_rows(state: SamplingState, slot_ids: Int32[Array, " B"]) -> RowParams
 
 
 def admit(state: SamplingState, slot_ids: Int32[Array, " A"], scalars: Int32[Array, "A scalars"]) -> SamplingState:
-    """Give slots to new requests. Slot ids >= N are padding and dropped."""
+    """Write the scalars of newly admitted requests into their slots. Slot ids >= N are padding and dropped."""
     return dataclasses.replace(state, scalars=state.scalars.at[slot_ids].set(scalars, mode="drop"))
 
 
 def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tokens: int, *, vocab_size: int) -> Extras:
-    """What the processors need to know of a request that comes into a slot, in shapes that depend on V only.
+    """Pack the processors' data of a request that gets a slot, in shapes that depend on V only.
 
-    `token_ids` are all its tokens, the prompt's first: the counts are rebuilt from them after a preemption.
+    `token_ids` are all its tokens, beginning with the prompt: the counts are rebuilt from them after a preemption.
     """
     params = request.params
     extras = _empty_extras(vocab_size)
@@ -163,7 +164,7 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
     extras.bias_ids[: len(bias)] = list(bias.keys())
     extras.bias_values[: len(bias)] = list(bias.values())
 
-    # A word with a token that does not exist can never come up.
+    # A word with a token outside the vocabulary can never occur.
     words = [word for word in request.bad_word_ids if word and all(0 <= token < vocab_size for token in word)]
     assert len(words) <= MAX_BAD_WORDS
     for row, word in zip(extras.bad_words, words, strict=False):
@@ -173,7 +174,7 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
 
 
 def admit_extras(state: SamplingState, slot_id: Int32[Array, ""], extras: Extras) -> SamplingState:
-    """Give one slot the extras of its new request. A slot id >= N is dropped."""
+    """Write the extras of a newly admitted request into its slot. A slot id >= N is dropped."""
     admitted = jax.tree.map(lambda held, new: held.at[slot_id].set(new, mode="drop"), state.extras, extras)
     return dataclasses.replace(state, extras=admitted)
 

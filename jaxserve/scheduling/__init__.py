@@ -1,1 +1,1 @@
-"""Who runs next, with how many tokens, in which blocks: the host's half of a step. NumPy and stdlib only."""
+"""Decide who runs next, with how many tokens and in which blocks: the host's half of a step. NumPy and stdlib only."""

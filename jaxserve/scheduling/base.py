@@ -1,6 +1,7 @@
-"""Scheduler: what every scheduler is. It takes requests in, hands out a StepPlan a step, takes tokens back.
+"""Scheduler: the interface of all schedulers. It takes in requests, returns a StepPlan per step, and takes back tokens.
 
-Here is a request's life (queue, slot, tokens, finish); what goes into a step is decided in `continuous` and `static`.
+This module implements a request's life cycle (queue, slot, tokens, finish); `continuous` and `static` decide what goes
+into a step.
 """
 
 import abc
@@ -21,7 +22,7 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot, RequestSnapshot, Schedu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """What a scheduler must keep within."""
+    """The resources and policy of a scheduler."""
 
     num_blocks: int
     block_size: int
@@ -30,7 +31,7 @@ class SchedulerLimits:
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
     windows: tuple[int | None, ...] = (None,)
-    """How far each group of layers looks back, see BlockNeeds."""
+    """The window of each KV group, see BlockNeeds."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -39,16 +40,16 @@ class SchedulerLimits:
 
     @property
     def needs(self) -> BlockNeeds:
-        """What a request needs of the blocks."""
+        """The block counts of requests under these limits."""
         return BlockNeeds(windows=self.windows, block_size=self.block_size, max_chunk=self.max_num_batched_tokens)
 
 
 class SchedulerStats(NamedTuple):
-    """Gauges of this moment, then counters since the start; prefix cache queries and hits count prompt tokens.
+    """Gauges at this moment, then counters since the start; prefix cache queries and hits count prompt tokens.
 
-    A token has a KV position in each group of layers that still holds it. `held_blocks` are those of running requests,
-    by the window of the layers that they are for, `num_cached_blocks` those that only the prefix cache has. Of the
-    waiting requests, `num_preempted` have run before.
+    A token has one KV position in each KV group that still holds it. `held_blocks` counts the blocks of running
+    requests by the window of their layers, `num_cached_blocks` those referenced by the prefix cache only.
+    `num_preempted` of the waiting requests have run before.
     """
 
     num_running: int
@@ -66,12 +67,12 @@ class SchedulerStats(NamedTuple):
 
 
 class RowOutcome(enum.Enum):
-    """What `update` made of one row of a step.
+    """The result of `update` for one row of a step.
 
-    TOKEN: its token was appended. LAST_TOKEN: that too, and the request is finished; if its `finish_reason` is "stop",
-    the token is what stopped it. CHUNK: part of a sequence was computed, nothing sampled. FAILED: its numbers were not
-    finite; the request is finished, `finish_reason` "error". DROPPED: the request had already finished when the row
-    came back (a stop token one step earlier, an abort): nobody waits for it.
+    TOKEN: its token was appended. LAST_TOKEN: its token was appended and the request is finished; if its
+    `finish_reason` is "stop", the token is the stop token. CHUNK: part of a sequence was computed, nothing was sampled.
+    FAILED: its numbers were not finite; the request is finished with `finish_reason` "error". DROPPED: the request had
+    finished before the row came back (a stop token one step earlier, an abort), so its token is discarded.
     """
 
     TOKEN = enum.auto()
@@ -82,14 +83,15 @@ class RowOutcome(enum.Enum):
 
 
 class Scheduler(abc.ABC):
-    """Owns every unfinished request. One thread calls it, `check_admissible` and `num_waiting` aside.
+    """The owner of every unfinished request. Called by one thread only, except for `check_admissible` and
+    `num_waiting`.
 
-    The caller executes every plan that `schedule` returns, in order, and reads the requests' block tables for it
-    before it calls anything else; then hands each plan to `update`, oldest first. Any number of plans may be in flight
-    in between. `add`, `abort` and `fail` are welcome at any moment.
+    The caller executes every plan that `schedule` returns, in order, and reads the requests' block tables for it before
+    it calls anything else; then it hands each plan to `update`, oldest first. Any number of plans may be in flight in
+    between. `add`, `abort` and `fail` may be called at any time.
 
     Requests are ordered by (priority, arrival), or by arrival alone under "fcfs": `_waiting` and `_running` are lists
-    sorted by this key, which no two requests share.
+    sorted by this key, which is unique.
     """
 
     def __init__(self, limits: SchedulerLimits):
@@ -103,29 +105,29 @@ class Scheduler(abc.ABC):
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._num_preempted = 0  # in `_waiting`
+        self._num_preempted = 0  # preempted requests in `_waiting`
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrived = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished. When no plan is in flight, `schedule` then returns one."""
+        """True while a request is unfinished. When no plan is in flight, `schedule` then returns one."""
         return bool(self._requests)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have yet to run, or to run again, as of this moment. From any thread."""
+        """Number of requests waiting to run, or to run again, at this moment. Thread-safe."""
         return len(self._waiting)
 
     def check_admissible(self, request: EngineRequest) -> None:
-        """Whether this request could ever run here, alone. Pure: from any thread.
+        """Check that this request could run here if it were alone. Pure and thread-safe.
 
         Raises InvalidRequest, ContextLengthExceeded or CapacityExceeded.
         """
         limits = self._limits
         num_prompt_tokens = len(request.prompt_token_ids)
         total = num_prompt_tokens + request.max_tokens
-        total_in_context = num_prompt_tokens if request.pooling else total  # the token that is drawn is dropped
+        total_in_context = num_prompt_tokens if request.pooling else total  # an embedding's drawn token is discarded
         if num_prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if request.max_tokens < 1:
@@ -145,9 +147,9 @@ class Scheduler(abc.ABC):
             )
 
     def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
-        """Queue all of these requests or none. The `n` siblings of a group come in one call.
+        """Queue all of these requests or none. The `n` siblings of a prompt must come in one call.
 
-        Raises InvalidRequest (an id that is in use), or what `check_admissible` raises.
+        Raises InvalidRequest for an id that is in use, and what `check_admissible` raises.
         """
         limits = self._limits
         ids = {request.request_id for request in engine_requests}
@@ -160,7 +162,7 @@ class Scheduler(abc.ABC):
             request = Request(engine_request, arrival=self._num_arrived, num_groups=len(limits.windows))
             self._num_arrived += 1
             if not self._by_priority:
-                request.priority = 0  # then the key is the arrival alone
+                request.priority = 0  # the key is then the arrival alone
             self._requests[request.request_id] = request
             insort(self._waiting, request, key=request_key)
             requests.append(request)
@@ -168,14 +170,16 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def schedule(self) -> StepPlan | None:
-        """Decide the next step. None: nothing can run before a plan in flight has come back, or nothing is there."""
+        """Decide the next step. None if nothing can run before a plan in flight has come back, or there is nothing to
+        run.
+        """
 
     def update(
         self, plan: StepPlan, sampled_token_ids: Sequence[int], ok: Sequence[bool] | None = None
     ) -> list[RowOutcome]:
-        """Take in the results of the oldest plan in flight; returns one outcome a row.
+        """Process the results of the oldest plan in flight; return one outcome per row.
 
-        `sampled_token_ids` has one int a row, anything where a row does not sample; `ok` says which rows' numbers were
+        `sampled_token_ids` has one int per row, ignored where a row does not sample; `ok` says which rows' numbers were
         finite, None that all were. Requests finish here: at a stop token ("stop"), at their last token ("length"), or
         because a row is not ok ("error").
         """
@@ -206,8 +210,9 @@ class Scheduler(abc.ABC):
         return outcomes
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """Finish these requests ("abort") and take back what they hold; returns those that were unfinished. Their rows
-        in flight run and are dropped. Ids that are unknown are ignored.
+        """Finish these requests ("abort") and release what they hold; return those that were unfinished.
+
+        Their rows in flight still run, and their results are dropped. Unknown ids are ignored.
         """
         aborted = []
         for request_id in request_ids:
@@ -218,32 +223,32 @@ class Scheduler(abc.ABC):
         return aborted
 
     def fail(self, request: Request) -> None:
-        """Finish a request ("error") whose KV cannot be trusted: nothing of it stays in the prefix cache."""
+        """Finish a request ("error") whose KV cannot be trusted, and drop its blocks from the prefix cache."""
         self._distrust(request)
         if request.status is not RequestStatus.FINISHED:
             self._finish(request, "error")
 
     @abc.abstractmethod
     def stats(self) -> SchedulerStats:
-        """Gauges and counters. Linear in the running requests."""
+        """Return gauges and counters. Linear in the running requests."""
 
     def snapshot(self, *, max_waiting: int) -> SchedulerSnapshot:
-        """What is held at this moment, copied, with as many waiting requests at most. Linear in requests and blocks."""
+        """Copy the current state, with at most `max_waiting` waiting requests. Linear in requests and blocks."""
         running = [RequestSnapshot.of(request) for request in self._running]
         waiting = [RequestSnapshot.of(request) for request in self._waiting[:max_waiting]]
         return SchedulerSnapshot(sorted(running, key=lambda one: one.slot), waiting, self._blocks())
 
     @abc.abstractmethod
     def _blocks(self) -> BlocksSnapshot:
-        """The state of every block, copied."""
+        """Copy the state of every block."""
 
     @abc.abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing is done, while a request is running."""
+        """Drop every cached prefix. Returns false, and does nothing, while a request is running."""
 
     @abc.abstractmethod
     def _release(self, request: Request) -> None:
-        """Take back the slot and the blocks of a request that stops running."""
+        """Release the slot and the blocks of a request that stops running."""
 
     @abc.abstractmethod
     def _distrust(self, request: Request) -> None:
@@ -253,7 +258,7 @@ class Scheduler(abc.ABC):
         return -(-num_tokens // self._limits.block_size)
 
     def _has_unseen(self, request: Request) -> bool:
-        """Whether `_drop_unseen` would find something; for every request at every step, so quick."""
+        """Return true if `_drop_unseen` would drop a block. Must be fast: it runs for every request at every step."""
         for window, group in self._one_of_each_window:
             oldest = request.num_computed_tokens - window + 1
             if oldest // self._limits.block_size > request.first_blocks[group]:
@@ -261,7 +266,7 @@ class Scheduler(abc.ABC):
         return False
 
     def _drop_unseen(self, request: Request) -> list[int]:
-        """Take out of its block tables what no token to come attends to; returns the ids of these blocks."""
+        """Drop from the request's block tables the blocks that no future token attends to; return their ids."""
         dropped = []
         for group in self._windowed:
             first, held = self._needs.first_block(group, request.num_computed_tokens), request.first_blocks[group]
@@ -273,8 +278,9 @@ class Scheduler(abc.ABC):
         return dropped
 
     def _fail_rows(self, plan: StepPlan, ok: Sequence[bool]) -> set[Request]:
-        """Fail the requests of the rows that are not ok; returns those that were unfinished until now. A finished one
-        is distrusted too: an abort does not make its blocks any better.
+        """Fail the requests of the rows that are not ok; return those that were unfinished until now.
+
+        A finished request is distrusted too: an abort does not make its blocks valid.
         """
         failed = set()
         for row, row_ok in zip(plan.rows, ok, strict=True):
@@ -354,7 +360,7 @@ class Scheduler(abc.ABC):
 
 
 def request_key(request: Request) -> tuple[int, int]:
-    """Who goes first: a strict total order."""
+    """Return the sort key of a request: a strict total order, the least of which runs first."""
     return request.priority, request.arrival
 
 

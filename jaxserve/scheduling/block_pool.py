@@ -1,8 +1,9 @@
-"""BlockPool: the ref-counted allocator of KV blocks. Every block of a running request comes from here and returns here.
+"""BlockPool: the ref-counted allocator of KV blocks. Every block of a running request is allocated and released here.
 
-All groups of layers take their blocks from the same pool, so that memory goes to those who need it.
+All KV groups allocate from the same pool, so that memory goes to the groups that need it.
 
-A block is in exactly one of three places: held (ref-count > 0), free, or evictable, that is cached but held by nobody.
+A block is in exactly one of three states: held (ref-count > 0), free, or evictable, that is cached but held by no
+request.
 """
 
 from collections import Counter, OrderedDict
@@ -13,44 +14,46 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class BlockPool:
-    """`num_blocks` blocks, all operations O(1) a block.
+    """A pool of `num_blocks` blocks. Every operation is O(1) per block.
 
-    Free blocks are handed out first, then evictable ones, least recently released first. A request gives its blocks
-    back from its tail, so that of one sequence the tail is evicted before the head: a prefix is never cached in vain.
+    Free blocks are allocated first, then evictable ones, least recently released first. A request releases its blocks
+    from its tail, so that the tail of a sequence is evicted before its head: a prefix stays reachable as long as it is
+    cached.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache, *, num_groups: int = 1):
         self.num_blocks = num_blocks
         self.num_held = [0] * num_groups
-        """Blocks of each group that somebody holds."""
+        """Number of held blocks of each KV group."""
         self._cache = cache
         self._ref_counts = [0] * num_blocks
-        self._group_of = [0] * num_blocks  # the group of layers that a block was last handed out for
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is handed out first
+        self._group_of = [0] * num_blocks  # KV group that a block was last allocated for
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is allocated first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now, evictable ones included."""
+        """Number of blocks that `allocate` can return now, including evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that are cached, and held by nobody."""
+        """Number of blocks that are cached but held by no request."""
         return len(self._evictable)
 
     def is_held(self, block_id: int) -> bool:
-        """Whether a request holds this block."""
+        """Return true if a request holds this block."""
         return self._ref_counts[block_id] > 0
 
     def held_only_by(self, holders: Sequence[Sequence[int]]) -> set[int]:
-        """The blocks that would be given back if the holders of these block tables let go."""
+        """Return the blocks that would become unreferenced if the holders of these block tables released them."""
         counts = Counter(block_id for table in holders for block_id in table)
         return {block_id for block_id, count in counts.items() if count == self._ref_counts[block_id]}
 
     def allocate(self, count: int, group: int = 0) -> list[int]:
-        """`count` blocks for one holder and group, their content undefined. The caller has made sure that they are
-        there.
+        """Allocate `count` blocks for one holder and KV group; their content is undefined.
+
+        The caller has checked `num_free`.
         """
         assert count <= self.num_free, "the pool is exhausted"
         block_ids = []
@@ -67,7 +70,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more holder for these cached blocks."""
+        """Add a holder to each of these cached blocks."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._evictable[block_id]
@@ -75,7 +78,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One holder, who has these in its block table in this order, lets go."""
+        """Remove one holder, whose block table has these blocks in this order."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -92,18 +95,18 @@ class BlockPool:
                 self._free.append(block_id)
 
     def forget_evictable(self) -> None:
-        """Drop every cached block that nobody holds."""
+        """Drop every cached block that no request holds."""
         for block_id in self._evictable:
             self._cache.remove(block_id)
         self._free += self._evictable
         self._evictable.clear()
 
     def snapshot(self) -> BlocksSnapshot:
-        """The state of every block, copied."""
+        """Copy the state of every block."""
         return BlocksSnapshot(self._ref_counts.copy(), list(self._evictable))
 
     def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert that ref-counts equal the holders in `tables`, and that each block is in exactly one place."""
+        """Assert that ref-counts equal the holders in `tables`, and that each block is in exactly one state."""
         counts = Counter(block_id for table in tables for block_id in table)
         held = {block_id for block_id, count in enumerate(self._ref_counts) if count}
         assert counts == {block_id: self._ref_counts[block_id] for block_id in held}, "ref-counts differ from holders"

@@ -1,30 +1,30 @@
-"""ContinuousScheduler: every step anew, who computes how many tokens, which blocks that takes, who must give way.
+"""ContinuousScheduler: decide anew at every step who computes how many tokens, in which blocks, and who is preempted.
 
 There is no prefill or decode phase: each running request's `num_computed_tokens` catches up with its `num_tokens`.
 
-Why nobody waits for ever. Requests have a strict total order, the key. The running request with the least key always
-progresses: its row comes first in the budget, and for a block it may preempt every other one; alone it fits, or `add`
-had refused it. So running requests finish. Waiting ones are admitted in key order only, so that the first of them gets
-in when the pool is empty, if not before. By induction over the key everyone finishes, under "priority" as long as no
-more better ones arrive.
+Why no request waits forever. The key is a strict total order of requests. The running request with the least key always
+progresses: its row is first in the budget, and to get a block it may preempt every other request; alone it fits, or
+`add` would have refused it. So running requests finish. Waiting ones are admitted in key order only, so that the first
+of them is admitted when the pool is empty, if not before. By induction over the key every request finishes, under
+"priority" as long as no more requests of better priority arrive.
 
-Why admission need not look ahead. A row that does not reach the end of its sequence has used up the budget, so nobody
-is admitted while a running request lacks blocks for tokens it has. Siblings (n > 1) come after their first, and for the
-same reason not before its whole prompt is scheduled: they find its blocks in the cache.
+Why admission need not look ahead. A row that does not reach the end of its sequence has used up the budget, so no
+request is admitted while a running one lacks blocks for tokens it has. Siblings (n > 1) come after their first, and for
+the same reason not before its whole prompt is scheduled: they find its blocks in the cache.
 
-Why late writes do no harm. The device runs steps in order, and a row writes only at positions >= its start, into
-blocks that, when it was scheduled, its request alone held and that were not cached (`check_integrity`). If the request
-loses such a block while the row is in flight, whoever gets it next writes in a later step. A block enters the cache
-only when the step that fills it is scheduled and its tokens are known, so that whatever is still in flight for it is
-what it stands for. Rows of the same step may read it too if some row has several tokens: a layer then writes all K and
-V of a step before it attends. In a step of one token a row no row attends to what another writes, in blocks of more
-than one token: a token that fills a block is not indexed before the next step, unless the budget cut its row off
-there, and then nobody is admitted after it.
+Why late writes do no harm. The device runs steps in order. A row writes only at positions >= its start, into blocks
+that were held by its request alone, and were not cached, when the row was scheduled (`check_integrity`). If the request
+loses such a block while the row is in flight, the next holder writes in a later step. A block enters the cache only
+when the step that fills it is scheduled and its tokens are known, so that whatever is still in flight for the block
+writes exactly what its hash stands for. Rows of the same step may read it too if some row has several tokens: each
+layer then writes all K and V of the step before it attends. In a step of one token per row, and with blocks of more
+than one token, no row attends to what another writes: a token that fills a block is not indexed before the next step,
+unless the budget cut its row off there, and then nobody is admitted after it.
 
-Why blocks out of a window can go while the request runs. They go when a step is planned, before anyone in it gets
-blocks, and are those that no token from there on attends to. Steps in flight that still do come before the step in
-which the next owner writes. The device keeps their ids in the request's block table, where they mean nothing any more:
-attention lets nothing from outside of a window into its result, whatever it may be.
+Why blocks outside a window can be released while the request runs. They are released when a step is planned, before any
+request in it gets blocks, and only if no token from there on attends to them. Steps in flight that still attend to them
+run before the step in which the next holder writes. Their ids remain in the request's block table on the device without
+effect: attention lets nothing from outside a window into its result.
 """
 
 import math
@@ -41,7 +41,7 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class _Step:
-    """A plan in the making."""
+    """A plan under construction."""
 
     __slots__ = ("admitted", "budget", "chunk_rows", "has_preempted", "single_rows")
 
@@ -56,8 +56,8 @@ class _Step:
 class ContinuousScheduler(Scheduler):
     """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
 
-    `model_domain` separates the prefixes of different models. Without `enable_prefix_caching` only the siblings of a
-    group share their prompt.
+    `model_domain` separates the prefixes of different models. Without `enable_prefix_caching` only siblings share their
+    prompt.
     """
 
     def __init__(self, limits: SchedulerLimits, *, enable_prefix_caching: bool, model_domain: bytes):
@@ -67,9 +67,10 @@ class ContinuousScheduler(Scheduler):
         self._cache = PrefixCache(self._needs)
         self._pool = BlockPool(limits.num_blocks, self._cache, num_groups=len(limits.windows))
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._group_sizes: Counter[str] = Counter()  # unfinished siblings
-        # Who lacked how many blocks when last looked at: spares a long prompt that waits the matching at every step.
-        # An admission ends it, since it may have taken up part of the same prefix.
+        self._group_sizes: Counter[str] = Counter()  # group id -> number of unfinished siblings
+        # The first waiting request and the number of blocks it lacked, so that a long waiting prompt is not matched
+        # again at every step. An admission clears it, since the admitted request may have computed part of the same
+        # prefix.
         self._blocked: tuple[Request, int] | None = None
         self._num_preemptions = 0
         self._num_prefix_queries = 0
@@ -106,8 +107,8 @@ class ContinuousScheduler(Scheduler):
             num_tokens = len(request.token_ids) + request.num_pending
             if start % block_size == 0 or num_tokens - start != 1:
                 self._extend(request, step)
-            elif num_tokens != request.max_total_tokens:  # else its last token is on its way
-                # `_extend` for the common case, one token into a block that has room.
+            elif num_tokens != request.max_total_tokens:  # else its last token is in flight
+                # Inlined `_extend` for the common case: one token into a block that has room.
                 request.num_computed_tokens = num_tokens
                 request.num_pending += 1
                 step.budget -= 1
@@ -126,7 +127,7 @@ class ContinuousScheduler(Scheduler):
     def stats(self) -> SchedulerStats:
         pool, size = self._pool, self._limits.block_size
         num_held_blocks = pool.num_blocks - pool.num_free
-        # Only the last block of a table can have room, and it is never shared.
+        # Only the last block of a table can have free positions, and it is never shared.
         num_unused = sum(
             len(table) * size - request.num_computed_tokens
             for request in self._running
@@ -162,13 +163,15 @@ class ContinuousScheduler(Scheduler):
         return True
 
     def _extend(self, request: Request, step: _Step) -> None:
-        """Give a running request its row: as many tokens as it has and the budget allows, and blocks for them. For
-        these it preempts the worst running request, one after the other; if that is itself, it gets no row.
+        """Add a row for a running request: all tokens that it has and the budget allows, with blocks for them.
+
+        If blocks run out, preempt the running request with the greatest key, repeatedly; if that is this request, it
+        gets no row.
         """
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         if num_tokens == request.max_total_tokens:
-            return  # its last token is on its way
+            return  # its last token is in flight
         end = min(num_tokens, start + step.budget)
         tables = request.block_tables
         num_new_blocks = self._num_blocks(end) - len(tables[0])
@@ -187,8 +190,8 @@ class ContinuousScheduler(Scheduler):
         rows.append(Row(request, request.slot, start, end - start, samples, num_new_blocks))
 
     def _preempt_worst(self, step: _Step) -> Request:
-        """The running request with the greatest key starts over later. It has no row in this step yet: rows are given
-        in key order.
+        """Preempt the running request with the greatest key. It has no row in this step yet, as rows are added in key
+        order.
         """
         victim = self._running.pop()
         self._release(victim)
@@ -203,7 +206,7 @@ class ContinuousScheduler(Scheduler):
     @override
     def _release(self, request: Request) -> None:
         if request.finish_reason != "error":
-            self._index_blocks(request)  # the last full block: a conversation's next turn starts with it
+            self._index_blocks(request)  # also the last full block: a conversation's next turn starts with it
         self._pool.release(request.held_blocks())
         request.clear_blocks()
         request.num_computed_tokens = 0
@@ -222,12 +225,13 @@ class ContinuousScheduler(Scheduler):
     # Admission
 
     def _admit_waiting(self, step: _Step) -> None:
-        """Admit in key order until a slot, blocks or the budget lack."""
+        """Admit waiting requests in key order until slots, blocks or the token budget run out."""
         while step.budget and self._free_slots and self._waiting:
             request = self._waiting[0]
             num_available = self._pool.num_free
             if request.status is RequestStatus.PREEMPTED:
-                # Blocks are scarce: some to spare for each running request, or it would soon be preempted again.
+                # Blocks are scarce: leave a spare one per running request and KV group, or this one would soon be
+                # preempted again.
                 num_available -= len(self._running) * len(self._limits.windows)
             hits = self._find_room(request, num_available)
             if hits is None:
@@ -235,22 +239,27 @@ class ContinuousScheduler(Scheduler):
             self._admit(request, hits, step)
 
     def _challenger_priority(self) -> float:
-        """Running requests of a worse priority than this come after a waiting one; infinite: none do."""
+        """Return the priority of the first waiting request; running requests with a greater one yield to it. Infinite
+        if none does.
+        """
         return self._waiting[0].priority if self._by_priority and self._waiting else math.inf
 
     def _admit_challenger(self, step: _Step) -> bool:
-        """Admit the next waiting request before those of strictly worse priority that are running, and preempt as many
-        of these as it takes; none if that would not be enough.
+        """Admit the next waiting request before running ones of strictly worse priority, preempting as many of these as
+        needed.
+
+        Preempts nothing and returns false if even all of them would not be enough.
         """
         request = self._waiting[0]
-        # Preempted a moment ago? Then everyone running was better, and nobody has been admitted past it since.
+        # If it was preempted in this step, every request still running is better, and no other has been admitted since.
         assert request.num_pending == 0
         worse = [other for other in self._running if other.priority > request.priority]
         released = self._pool.held_only_by([other.held_blocks() for other in worse])
         num_missing = self._num_missing(request, self._match(request), released)
         if num_missing > self._pool.num_free + len(released):
             return False
-        self._blocked = None  # may be worse than what has just been found, and cost one of the better ones its blocks
+        # the recorded number may exceed what was just computed, which would cost a better request its blocks
+        self._blocked = None
         while True:
             hits = self._find_room(request, self._pool.num_free)
             if hits is not None and self._free_slots:
@@ -259,11 +268,11 @@ class ContinuousScheduler(Scheduler):
             self._preempt_worst(step)
 
     def _find_room(self, request: Request, num_available: int) -> list[list[int]] | None:
-        """The block tables of cached blocks that a waiting request would start from, if `num_available` blocks are
-        enough for the rest of its tokens. None: not now.
+        """Return the block tables of the cached prefix that a waiting request would start from, or None if it cannot be
+        admitted now because the rest of its tokens needs more than `num_available` blocks.
         """
         if request.num_pending:
-            return None  # a token of its is still to come back, and belongs before any new one
+            return None  # a token of its own is still in flight, and precedes any new one
         if self._blocked is not None and self._blocked[0] is request and self._blocked[1] > num_available:
             return None
         hits = self._match(request)
@@ -274,9 +283,10 @@ class ContinuousScheduler(Scheduler):
         return hits
 
     def _num_missing(self, request: Request, hits: list[list[int]], released: set[int]) -> int:
-        """Blocks that a waiting request takes from those that nobody holds, once `released` are among them.
+        """Return the number of blocks that a waiting request takes from the unreferenced ones, with `released` among
+        these.
 
-        What it shares with a running request is not counted, except in a window, which moves on and leaves it behind.
+        Blocks shared with a running request are not counted, except in a window, which moves on and leaves them behind.
         """
         num_shared = sum(
             self._pool.is_held(block_id) and block_id not in released
@@ -288,7 +298,7 @@ class ContinuousScheduler(Scheduler):
         return self._needs.peak(len(request.token_ids), start=start) - num_shared
 
     def _admit(self, request: Request, hits: list[list[int]], step: _Step) -> None:
-        """The first of the queue runs from now on, with a slot, the cached prefix and a first row."""
+        """Move the first waiting request to the running ones, with a slot, its cached prefix and a first row."""
         self._blocked = None
         self._waiting.pop(0)
         self._num_preempted -= request.status is RequestStatus.PREEMPTED
@@ -315,18 +325,19 @@ class ContinuousScheduler(Scheduler):
         return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
 
     def _may_hit(self, request: Request) -> bool:
-        """Whether it may start from cached KV: not if it wants something of every prompt position."""
+        """Return true if a request may start from cached KV: not if it needs an output of every prompt position."""
         wants_all = request.request.params.prompt_logprobs is not None or request.request.pooling == "mean"
         return not wants_all and self._shares(request)
 
     def _domain(self, request: Request) -> bytes:
-        """Requests of one domain may share KV."""
+        """Return the start of the request's hash chain. Only requests of the same domain may share KV."""
         group_id = "" if self._enable_prefix_caching else request.request.group_id
         return domain_hash((self._model_domain, request.request.cache_salt.encode(), group_id.encode()))
 
     def _match(self, request: Request) -> list[list[int]]:
-        """Block tables of the cached blocks that the request's tokens start with, all but one token at most: one must
-        be computed, so that there are logits.
+        """Return block tables of the longest cached prefix of the request's tokens.
+
+        At least one token is left to be computed, so that there are logits.
         """
         if not self._may_hit(request):
             return [[] for _ in self._limits.windows]
@@ -336,7 +347,7 @@ class ContinuousScheduler(Scheduler):
         return self._cache.match(request.block_hashes, request.token_ids, num_blocks, domain=domain)
 
     def _index_blocks(self, request: Request) -> None:
-        """Offer to the cache the blocks that are full of tokens known here whose KV has been scheduled."""
+        """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled."""
         size = self._limits.block_size
         num_full = min(request.num_computed_tokens, len(request.token_ids)) // size
         first = request.num_indexed_blocks
@@ -373,7 +384,7 @@ class ContinuousScheduler(Scheduler):
         assert open_blocks.isdisjoint(self._cache.block_ids()), "a block that will be written to is cached"
         for request in self._requests.values():
             assert request.num_indexed_blocks * size <= request.num_computed_tokens
-            hashes: list[bytes] = []  # the chain once more
+            hashes: list[bytes] = []  # recompute the chain
             num_hashes = len(request.block_hashes)
             assert num_hashes * size <= len(request.token_ids), "a hash of unknown tokens"
             self._cache.extend_hashes(hashes, request.token_ids, num_hashes, domain=self._domain(request))

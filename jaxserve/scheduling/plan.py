@@ -1,4 +1,4 @@
-"""StepPlan: what the scheduler decides and the runner executes. Plain data, no jax."""
+"""StepPlan: decided by the scheduler, executed by the runner. Plain data, no jax."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from jaxserve.request import Request
 
 
 class Row(NamedTuple):
-    """One request's share of a step: its tokens [start, start + num_tokens) are computed.
+    """One request's part of a step: its tokens [start, start + num_tokens) are computed.
 
-    `samples` says that they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is how many
-    ids at the end of each of its block tables the request got for this step.
+    `samples` is true if they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is the
+    number of ids at the end of each of its block tables that were allocated for this step.
     """
 
     request: Request
@@ -23,10 +23,10 @@ class Row(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of the device.
 
-    `rows` has the requests that compute exactly one token first (`num_decode_rows` of them), then the others.
-    `admitted` are the requests (also in `rows`) that have just got their slot: their whole slot state, block table
-    included, must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with:
-    0, except under the static scheduler, which pays for its padding.
+    `rows` begins with the requests that compute exactly one token (`num_decode_rows` of them). `admitted` are the
+    requests (also in `rows`) that have just got their slot: their whole slot state, including the block table, must be
+    written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except under the
+    static scheduler, which pays for its padding.
     """
 
     rows: list[Row]

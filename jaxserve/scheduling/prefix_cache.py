@@ -1,9 +1,10 @@
-"""PrefixCache: which blocks hold the KV of which token prefix. Looked up when a request is admitted, filled as it runs.
+"""PrefixCache: the index from token prefixes to the blocks that hold their KV. Read at admission, filled as requests
+run.
 
 A block's key is a chained hash, h_i = sha256(h_(i-1), token ids of block i), so that equal keys mean equal prefixes.
-The chain starts from a domain tag (the model, the caller's salt): prefixes of different domains never meet. Under one
-key lie the blocks of all groups of layers, as far as they are still there: of a group with a window it takes the last
-few before the end of a prefix to go on from it, of the others all.
+The chain starts from a domain tag (the model, the caller's salt), so that prefixes of different domains never match.
+One key maps to the blocks of all KV groups, as far as these are still cached. To continue a prefix, a KV group with a
+window needs only the last few blocks before its end, a group without one needs all.
 """
 
 import hashlib
@@ -15,33 +16,35 @@ from typing import NamedTuple
 from jaxserve.request import NO_BLOCK
 from jaxserve.scheduling.block_needs import BlockNeeds
 
-_TOKEN_TYPE = "q"  # eight bytes a token id: hash and comparison both run over these bytes
+_TOKEN_TYPE = "q"  # eight bytes a token id: hash and comparison both use these bytes
 
 
 class CachedBlock(NamedTuple):
-    """One full block of tokens: where its KV lies, for each group, and exactly what it stands for."""
+    """One full block of tokens: the block id of each KV group, and the exact content that the key stands for."""
 
     block_ids: list[int]
-    """NO_BLOCK where a group has none; of one group at least there is one."""
+    """NO_BLOCK where a KV group has none; at least one group has one."""
     parent: bytes
     tokens: bytes
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """The token ids as bytes, the form in which blocks are hashed and compared."""
+    """Return the token ids as bytes, which are hashed and compared."""
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
 
 def domain_hash(parts: Iterable[bytes]) -> bytes:
-    """The start of a hash chain. Each part is hashed on its own first, so that no two lists of parts run together."""
+    """Return the start of a hash chain. Each part is hashed separately first, so that different lists of parts never
+    collide.
+    """
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
 class PrefixCache:
-    """The index from chained block hash to blocks, nothing more: who holds a block is the BlockPool's business.
+    """The index from chained block hashes to blocks. It does not own blocks: the BlockPool does.
 
-    Invariants (`check_integrity`): a block has one entry at most, an entry's hash is that of its parent and tokens.
-    An entry may outlive its parent: it is then unreachable until somebody computes the same parent again.
+    Invariants (`check_integrity`): a block has at most one entry, and an entry's hash is that of its parent and tokens.
+    An entry may outlive its parent: it is then unreachable until the same parent is computed again.
     """
 
     def __init__(self, needs: BlockNeeds):
@@ -67,8 +70,9 @@ class PrefixCache:
             hashes.append(parent)
 
     def match(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, *, domain: bytes) -> list[list[int]]:
-        """A block table for each group, of the longest prefix that one can go on from, `num_blocks` at most; NO_BLOCK
-        where nobody looks any more. What is found is verified against parent and token ids.
+        """Return a block table per KV group of the longest prefix that can be continued, at most `num_blocks` long.
+
+        Entries before a group's window are NO_BLOCK. Every match is verified against its parent and token ids.
         """
         size = self._block_size
         absent = [NO_BLOCK] * len(self._needs.windows)
@@ -95,9 +99,11 @@ class PrefixCache:
         return tables
 
     def _last_complete(self, found: list[list[int]]) -> int:
-        """The last end of a prefix, in blocks, at which each group has all that the tokens behind it attend to."""
+        """Return the last length, in blocks, at which each KV group has everything that the following tokens attend
+        to.
+        """
         last = 0
-        num_before = [0] * len(self._needs.windows)  # blocks without a gap before the end
+        num_before = [0] * len(self._needs.windows)  # consecutive cached blocks before the end
         for end, block_ids in enumerate(found, start=1):
             num_before = [
                 0 if block_id == NO_BLOCK else count + 1 for count, block_id in zip(num_before, block_ids, strict=True)
@@ -112,9 +118,12 @@ class PrefixCache:
     def insert(
         self, block_ids: list[int], block_hash: bytes, *, parent: bytes, is_first: bool, token_ids: list[int]
     ) -> None:
-        """Offer a full block of tokens: of each group the block that holds them, or NO_BLOCK, in a list that is given
-        away. A group that has one of this prefix already keeps it. Refused when the block before is not cached: nobody
-        could reach it, and after a `purge` the descendants of what was purged must not come back.
+        """Insert a full block of tokens: `block_ids` has the block of each KV group, or NO_BLOCK; the list becomes the
+        cache's own.
+
+        A group that already has a block for this prefix keeps it. Nothing is inserted unless the preceding block is
+        cached: the entry would be unreachable, and after a `purge` the descendants of what was purged must not come
+        back.
         """
         entry = self._entries.get(block_hash)
         if entry is not None:
@@ -129,7 +138,7 @@ class PrefixCache:
                     self._hash_of[block_id] = block_hash
 
     def remove(self, block_id: int) -> None:
-        """Forget this block, if it is cached."""
+        """Remove this block, if it is cached."""
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             block_ids = self._entries[block_hash].block_ids
@@ -138,7 +147,9 @@ class PrefixCache:
                 del self._entries[block_hash]
 
     def purge(self, hashes: Iterable[bytes]) -> list[int]:
-        """Forget these prefixes and all that continue them; returns their block ids. Linear in the cache: for NaNs."""
+        """Remove these prefixes and all that continue them; return their block ids. Linear in the cache: only used
+        after NaNs.
+        """
         children = defaultdict(list)
         for block_hash, entry in self._entries.items():
             children[entry.parent].append(block_hash)
@@ -156,7 +167,7 @@ class PrefixCache:
         return removed
 
     def block_ids(self) -> list[int]:
-        """Every cached block."""
+        """Return every cached block."""
         return list(self._hash_of)
 
     def check_integrity(self) -> None:

@@ -16,9 +16,9 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     model_domain: bytes = b"",
 ) -> Scheduler:
-    """The scheduler of this kind. The static one shares no prefixes, whatever `enable_prefix_caching` says.
+    """Make the scheduler of this kind. The static one shares no prefixes, whatever `enable_prefix_caching` says.
 
-    `model_domain` names everything that KV depends on besides tokens (the model, its dtype). Raises ConfigError.
+    `model_domain` identifies everything that KV depends on besides tokens (the model, its dtype). Raises ConfigError.
     """
     if kind == "static":
         return StaticScheduler(limits)

@@ -1,4 +1,4 @@
-"""What a scheduler holds at one moment, for those who watch it: copied between two steps, turned into structs later."""
+"""A scheduler's state at one moment, for monitoring: copied between two steps, encoded later."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ import numpy as np
 from jaxserve.request import Request
 
 FREE, CACHED = 0, -1
-"""States of a block that nobody holds; any other state is the number of its holders."""
+"""States of an unreferenced block; any other state is the number of its holders."""
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One unfinished request, without its text. `slot` is -1 while it waits; `block_ids` are the blocks that it holds,
-    in the order of the positions that they are for.
+    """One unfinished request, without its text.
 
-    Its prompt is computed as far as `num_computed_tokens` goes; `num_cached_tokens` of it came from the prefix cache.
+    `slot` is -1 while it waits; `block_ids` are the blocks that it holds, in order of their positions. KV is computed
+    for its first `num_computed_tokens` tokens, and `num_cached_tokens` of these came from the prefix cache.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: Request) -> "RequestSnapshot":
-        """A copy of what matters of `request`."""
+        """Copy the reported fields of `request`."""
         return cls(
             request_id=request.request_id,
             slot=request.slot,
@@ -47,13 +47,13 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksSnapshot(NamedTuple):
-    """Ref-count of every block, and the blocks that are cached though nobody holds them."""
+    """Ref-count of every block, and the blocks that are cached but held by no request."""
 
     ref_counts: list[int]
     evictable: list[int]
 
     def runs(self) -> list[int]:
-        """The state of every block, in order of ids, as run lengths: [state, count, state, count, ...]."""
+        """Encode the state of every block, in order of ids, as run lengths: [state, count, state, count, ...]."""
         states = np.array(self.ref_counts, np.int32)
         states[self.evictable] = CACHED
         starts = np.flatnonzero(np.diff(states, prepend=states[:1] - 1))
@@ -62,7 +62,7 @@ class BlocksSnapshot(NamedTuple):
 
 
 class SchedulerSnapshot(NamedTuple):
-    """Running requests in order of slots; the first of those that wait, in their order; the blocks."""
+    """Running requests in order of slots; the first waiting requests in key order; the blocks."""
 
     running: list[RequestSnapshot]
     waiting: list[RequestSnapshot]

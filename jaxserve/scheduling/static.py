@@ -1,9 +1,10 @@
-"""StaticScheduler: batches of fixed membership, the way servers worked before continuous batching.
+"""StaticScheduler: batches of fixed membership, as servers worked before continuous batching; a baseline for
+comparison.
 
-The baseline to compare with. Requests are taken up only when the batch before has finished entirely; prompts are
-padded on the left to the longest one, so that all members start to decode together; the batch keeps its shape until its
-last member is done; and every member reserves blocks for `max_model_len` tokens: one contiguous run for each group of
-layers, which is used as a ring where these have a window.
+Requests are admitted only when the previous batch has finished entirely. Prompts are padded on the left to the longest
+one, so that all members start to decode together, and the batch keeps its shape until its last member is done. Every
+member reserves blocks for `max_model_len` tokens: one contiguous run per KV group, used as a ring where the group has a
+window.
 """
 
 import itertools
@@ -17,12 +18,12 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class StaticScheduler(Scheduler):
-    """No sharing, no preemption, no chunk beside a decode; `StepPlan.padded_tokens` says what the padding costs."""
+    """No prefix sharing, no preemption, no chunks beside decodes; `StepPlan.padded_tokens` accounts for the padding."""
 
     def __init__(self, limits: SchedulerLimits):
         super().__init__(limits)
         self._rings = self._needs.peaks(limits.max_model_len, chunk=limits.max_num_batched_tokens)
-        """Blocks that are reserved for a member in each group."""
+        """Blocks reserved per member in each KV group."""
         self._reservation = sum(self._rings)
         self._max_batch = min(
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks // self._reservation
@@ -32,8 +33,8 @@ class StaticScheduler(Scheduler):
                 f"the static scheduler reserves {self._reservation} blocks for max_model_len={limits.max_model_len} "
                 f"tokens a request, more than the {limits.num_blocks} of the KV cache"
             )
-        self._batch_size = 0  # members of the batch, finished ones included
-        self._num_columns = 0  # its longest prompt
+        self._batch_size = 0  # members of the batch, including finished ones
+        self._num_columns = 0  # length of its longest prompt
         self._column = 0  # prompt columns already computed
 
     @override
@@ -132,7 +133,7 @@ class StaticScheduler(Scheduler):
         return Row(request, request.slot, start, end - start, samples, len(blocks))
 
     def _runs(self, request: Request) -> list[range]:
-        """The blocks that are reserved for a member, for each group of layers."""
+        """Return the blocks reserved for a member, per KV group."""
         ends = itertools.accumulate(self._rings, initial=request.slot * self._reservation)
         return [range(first, end) for first, end in itertools.pairwise(ends)]
 
@@ -144,7 +145,7 @@ class StaticScheduler(Scheduler):
 
     @override
     def _distrust(self, request: Request) -> None:
-        """Nothing is shared here."""
+        """Do nothing: no blocks are shared."""
 
     @override
     def check_integrity(self) -> None:

@@ -1,1 +1,1 @@
-"""Other ways to generate the same tokens, each run by an interpreter that has it installed."""
+"""Other implementations of the same workload, each run by an interpreter that has it installed."""

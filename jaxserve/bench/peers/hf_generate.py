@@ -1,7 +1,7 @@
-"""The workload under Hugging Face transformers: padded batches of fixed membership, as `model.generate` does it.
+"""The workload under Hugging Face transformers: padded batches of fixed membership, as `model.generate` runs them.
 
-Run by an interpreter that has torch and transformers, as a plain file (it imports nothing of jaxserve):
-`python hf_generate.py SPEC.json`. Prints one JSON line.
+Run as a plain file by an interpreter that has torch and transformers (it imports nothing of jaxserve): `python
+hf_generate.py SPEC.json`. Prints one JSON line.
 """
 
 import json
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main(path: str) -> None:
-    """Run the jobs of the spec file in batches of `max_num_seqs`, in their order."""
+    """Run the jobs of the spec file in order, in batches of `max_num_seqs`."""
     with open(path) as file:
         spec = json.load(file)
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def main(path: str) -> None:
 
 
 def run_batch(model: torch.nn.Module, batch: list[dict], *, num_tokens: int) -> None:
-    """Generate `num_tokens` for each of a batch, left-padded to its longest prompt."""
+    """Generate `num_tokens` for each job of a batch, left-padded to its longest prompt."""
     longest = max(len(job["prompt_token_ids"]) for job in batch)
     padding = [longest - len(job["prompt_token_ids"]) for job in batch]
     ids = [[0] * pad + job["prompt_token_ids"] for job, pad in zip(batch, padding, strict=True)]

@@ -1,4 +1,4 @@
-"""When each request of a load is sent."""
+"""The time at which each request of a load is sent."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from jaxserve.bench.serving.workloads import Call
 
 
 def arrival_times(calls: list[Call], *, rate: float | None, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start, ascending.
+    """Return the send times in seconds after the start, ascending.
 
     With a rate, gaps are gamma-distributed with mean 1 / rate and shape `burstiness` (1: exponential, a Poisson
-    process). Without one, the calls' own times, else 0.
+    process). Without one, the calls' own arrival times are used, or 0 where there is none.
     """
     if rate is None:
         return [call.arrival or 0.0 for call in calls]

@@ -1,6 +1,6 @@
-"""One request to an OpenAI-compatible server: its body, its stream, and when each chunk came.
+"""One request to an OpenAI-compatible server: its body, its stream, and the arrival time of each chunk.
 
-aiohttp, as a chunk costs a third of the CPU time that it costs with httpx; under uvloop it is half of that again.
+Uses aiohttp: a chunk costs a third of the CPU time that it costs with httpx, and half of that under uvloop.
 """
 
 import asyncio
@@ -14,18 +14,19 @@ import msgspec
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.errors import InvalidRequest
 
-KEEPALIVE_SECONDS = 2.0  # less than any server's, so that none closes a connection as we write to it
+KEEPALIVE_SECONDS = 2.0  # shorter than any server's, so that no connection is closed while a request is written to it
 INTERRUPTED = ("interrupted", "the run was ended before the answer was whole")
 _CONNECT_SECONDS = 30.0
 _MAX_ERROR_LENGTH = 300
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What became of one request; times are time.perf_counter seconds.
+    """The outcome of one request; times are time.perf_counter seconds.
 
-    `chunk_times` are those of chunks with text, or of the last one, where no text came. `num_prompt_tokens` and
-    `num_output_tokens` are the server's count; `is_counted` is false where it gave none and they are the workload's
-    and the number of chunks. `kind` and `error` are None for a request that was answered whole.
+    `chunk_times` holds the times of chunks with text, or that of the last chunk if none had text. `num_prompt_tokens`
+    and `num_output_tokens` are counted by the server; `is_counted` is false if it sent no usage, and they are then the
+    workload's prompt length and the number of chunks. `kind` and `error` are None for a request that was answered
+    completely.
     """
 
     index: int
@@ -114,7 +115,9 @@ class Client:
         await self._session.close()
 
     async def models(self) -> list[ServedModel] | None:
-        """What the server serves; None where it has no such route. Raises InvalidRequest where it does not answer."""
+        """Return the served models, or None if the server has no such route. Raises InvalidRequest if it does not
+        answer.
+        """
         url = self.base_url + "/models"
         try:
             async with self._session.get(url) as response:
@@ -129,9 +132,9 @@ class Client:
             raise InvalidRequest(f"{url}: {_describe(error)}", param="url") from error
 
     async def send(self, body: bytes, outcome: Outcome) -> None:
-        """Send one request and write into `outcome` what comes; what goes wrong is written there, too.
+        """Send one request and record what arrives, or what goes wrong, in `outcome`.
 
-        Raises asyncio.CancelledError only, after it has been written.
+        Raises only asyncio.CancelledError, after recording it.
         """
         outcome.sent = time.perf_counter()
         try:
@@ -175,7 +178,9 @@ class Client:
 def request_body(
     options: ServingOptions, *, model: str, prompt: str | list[int], output_len: int, exact_length: bool
 ) -> bytes:
-    """The JSON of one streamed request. `exact_length` adds ignore_eos and min_tokens, which OpenAI itself refuses."""
+    """Return the JSON of one streamed request. `exact_length` adds ignore_eos and min_tokens, which OpenAI itself
+    rejects.
+    """
     if options.endpoint == "completions":
         content: dict[str, Any] = {"prompt": prompt}
     else:
@@ -194,7 +199,9 @@ def request_body(
 
 
 def _fail(outcome: Outcome, kind: str, error: str) -> None:
-    """What went wrong first stands: an error in a stream is often followed by the end of the connection."""
+    """Record a failure unless there is one already: an error in a stream is often followed by the end of the
+    connection.
+    """
     if outcome.kind is None:
         outcome.kind, outcome.error = kind, error
 
@@ -218,7 +225,7 @@ def _take_event(data: bytes, now: float, outcome: Outcome) -> None:
 
 
 def _error_text(answer: bytes) -> str:
-    """The message of an error in OpenAI's shape, else the beginning of whatever came."""
+    """Return the message of an error in OpenAI's format, or the beginning of any other body."""
     try:
         error = msgspec.json.decode(answer)["error"]
         text = str(error["message"] if isinstance(error, Mapping) else error)

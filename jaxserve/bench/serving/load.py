@@ -1,4 +1,4 @@
-"""The load itself: each request at its time, so many at once, until all are answered or the run is ended."""
+"""The load itself: send each request when it is due, at limited concurrency, until all are answered or the run ends."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from jaxserve.bench.serving.client import INTERRUPTED, Client, Outcome
 
 Render = Callable[[int], bytes]
-"""The body of the request with this index."""
+"""Function that returns the body of the request with the given index."""
 
 
 class LoadResult(NamedTuple):
-    """`start` is on the clock of the outcomes; `num_unsent` were still to come when the run ended."""
+    """The outcomes of a load. `start` is on their clock; `num_unsent` requests had not been sent when the run ended."""
 
     outcomes: list[Outcome]
     start: float
@@ -31,10 +31,11 @@ async def run_load(
     duration: float | None = None,
     on_change: Callable[[int, Outcome | None], None] = lambda _running, _ended: None,
 ) -> LoadResult:
-    """Send request i `arrivals[i]` seconds after the start, or as soon after as `max_concurrency` lets it.
+    """Send request i `arrivals[i]` seconds after the start, or later if `max_concurrency` requests are running then.
 
-    After `duration` seconds nothing more is sent; what runs may end. SIGINT or SIGTERM ends the run: what runs is cut
-    off and counted as "interrupted". `on_change` hears the number running, and who has just ended.
+    After `duration` seconds nothing more is sent, and running requests may finish. SIGINT or SIGTERM ends the run:
+    running requests are cancelled and counted as "interrupted". `on_change` is called with the number of running
+    requests and the outcome that has just ended, or None when one has started.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -60,7 +61,7 @@ async def run_load(
         cpu_start, start = time.process_time(), time.perf_counter()
         deadline = None if duration is None else start + duration
         for index, arrival in enumerate(arrivals):
-            body = render(index)  # before it is due
+            body = render(index)  # rendered before it is due, so that it is sent on time
             due = start + arrival
             if deadline is not None and due >= deadline:
                 break
@@ -75,7 +76,7 @@ async def run_load(
             tasks.add(task)
             task.add_done_callback(lambda task, outcome=outcome: ended(task, outcome))
             on_change(len(tasks), None)
-            await asyncio.sleep(0)  # let it be sent, even where all are due at once
+            await asyncio.sleep(0)  # let the task send its request, even if all are due at once
         running, stopped = list(tasks), loop.create_task(stop.wait())
         answered = asyncio.gather(*running, return_exceptions=True)
         await asyncio.wait([answered, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +87,7 @@ async def run_load(
     for failure in failures:
         raise failure
     for outcome in outcomes:
-        if not outcome.ended:  # cancelled before it could begin
+        if not outcome.ended:  # cancelled before the task began
             outcome.sent = outcome.ended = time.perf_counter()
             outcome.kind, outcome.error = INTERRUPTED
     cpu_seconds = time.process_time() - cpu_start
@@ -94,7 +95,7 @@ async def run_load(
 
 
 async def _wait(stop: asyncio.Event, *, until: float) -> None:
-    """Sleep until that time of time.perf_counter, or until the run is ended."""
+    """Sleep until `until` (time.perf_counter seconds) or until the run is stopped."""
     delay = until - time.perf_counter()
     if delay > 0:
         with contextlib.suppress(TimeoutError):
@@ -102,7 +103,7 @@ async def _wait(stop: asyncio.Event, *, until: float) -> None:
 
 
 async def _acquire(room: asyncio.Semaphore, stop: asyncio.Event, deadline: float | None) -> bool:
-    """Take a place; false when the run ends before there is one."""
+    """Acquire the semaphore. Return false if the run stops or the deadline passes first."""
     acquiring = asyncio.ensure_future(room.acquire())
     stopped = asyncio.ensure_future(stop.wait())
     timeout = None if deadline is None else max(0.0, deadline - time.perf_counter())
@@ -116,7 +117,7 @@ async def _acquire(room: asyncio.Semaphore, stop: asyncio.Event, deadline: float
 
 @contextlib.contextmanager
 def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Iterator[None]:
-    """Act on SIGINT and SIGTERM; only a main thread may."""
+    """Call `act` on SIGINT and SIGTERM. Does nothing outside the main thread, where no handler can be installed."""
     added = []
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(RuntimeError, ValueError):

@@ -1,4 +1,4 @@
-"""Every option of `jaxserve bench serve`: a frozen dataclass whose fields are its flags, validated once."""
+"""The options of `jaxserve bench serve`: a frozen dataclass whose fields are its flags, validated once."""
 
 import dataclasses
 import json
@@ -9,14 +9,14 @@ from jaxserve.errors import InvalidRequest
 
 
 def _option(default: Any, group: str, text: str) -> Any:
-    """A field that is a flag."""
+    """Declare a field that is also a flag."""
     metadata = {"group": group, "help": text, "is_size": False, "alias": None}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """One run against one server. None means: found out from the server, or no limit. Raises InvalidRequest."""
+    """One run against one server. None means: asked from the server, or no limit. Raises InvalidRequest."""
 
     url: str = _option("http://127.0.0.1:8000", "server", "address of the server, with or without /v1")
     endpoint: Literal["completions", "chat"] = _option("completions", "server", "route to load")
@@ -87,18 +87,18 @@ class ServingOptions:
 
     @property
     def base_url(self) -> str:
-        """The address up to and with /v1."""
+        """The server's address including /v1."""
         return self.url.rstrip("/").removesuffix("/v1") + "/v1"
 
     @property
     def sends_ids(self) -> bool:
-        """Whether prompts go out as token ids."""
+        """True if prompts are sent as token ids rather than text."""
         if self.prompts is not None:
             return self.prompts == "ids"
         return self.endpoint == "completions" and self.workload not in ("sonnet", "sharegpt")
 
     def extra_fields(self) -> dict[str, Any]:
-        """`extra_body` parsed. Raises InvalidRequest."""
+        """Parse `extra_body`. Raises InvalidRequest if it is not a JSON object."""
         try:
             fields = json.loads(self.extra_body or "{}")
         except ValueError as error:

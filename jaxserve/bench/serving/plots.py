@@ -1,4 +1,4 @@
-"""The plots of a load, as one PNG: what each request waited for, and what the server did over time."""
+"""The plots of a load in one PNG: the latency of each request, and the server's throughput over time."""
 
 import pathlib
 
@@ -12,9 +12,9 @@ _INK, _SOFT, _ALERT = "#1f4e79", "#c8792b", "#b3261e"
 
 
 def save_plots(result: LoadResult, path: pathlib.Path, *, title: str) -> None:
-    """Four panels: first tokens over time, latencies as distributions, output rate, requests at once.
+    """Plot times to first token, latency distributions, output rate and concurrency as four panels.
 
-    Raises InvalidRequest where matplotlib is not installed or the file cannot be written.
+    Raises InvalidRequest if matplotlib is not installed or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def save_plots(result: LoadResult, path: pathlib.Path, *, title: str) -> None:
     spread.set(title="Share of requests (chunks) within", xlabel="ms", ylim=(0, 1.02))
     if any(value > 0 for _, values, _ in curves for value in values):
         spread.set_xscale("log")
-        spread.set_xlim(left=0.1)  # below are chunks that came together
+        spread.set_xlim(left=0.1)  # smaller gaps are chunks that arrived together
 
     arrivals = np.array([time - result.start for one in whole for time in one.chunk_times])
     if len(arrivals):

@@ -1,4 +1,4 @@
-"""Prompts out of their descriptions: seeded random token ids, or text that has about as many tokens."""
+"""Make prompts from their descriptions: seeded random token ids, or text with about as many tokens."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ _NUM_ADJUSTMENTS = 8
 
 
 class PromptMaker:
-    """Turns a call into what is sent. Equal seeds make equal prompts."""
+    """Makes the prompt that is sent for a call. Equal seeds make equal prompts."""
 
     def __init__(self, *, seed: int, as_ids: bool, tokenizer: Tokenizer | None, vocab_size: int | None = None):
-        """Token ids are drawn from those of the tokenizer that are text by themselves, or from `vocab_size`."""
+        """Draw token ids from those of the tokenizer that decode to text by themselves, or from range(vocab_size)."""
         self._seed = seed
         self._as_ids = as_ids
         self._tokenizer = tokenizer
@@ -25,7 +25,7 @@ class PromptMaker:
             self._ids = np.arange(vocab_size)
 
     def prompt(self, call: Call) -> str | list[int]:
-        """The prompt of a call."""
+        """Return the prompt of a call, as token ids or as text."""
         if isinstance(call.prompt, str):
             if not self._as_ids:
                 return call.prompt
@@ -39,7 +39,7 @@ class PromptMaker:
         return self._ids[rng.integers(len(self._ids), size=segment.num_tokens)]
 
     def _text(self, ids: list[int]) -> str:
-        """A text with as many tokens as `ids`, or nearly: decoding and encoding again is not the identity."""
+        """Return a text of len(ids) tokens, or nearly: encoding decoded text does not always give the same ids back."""
         tokenizer = self._tokenizer
         assert tokenizer is not None
         wanted = max(1, len(ids) - len(tokenizer.encode("")))
@@ -55,7 +55,7 @@ class PromptMaker:
 
 
 def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether a token is neither empty nor a part of a character: those do not survive decoding."""
+    """Return true if a token is neither empty nor part of a character; others do not survive decoding."""
     try:
         return bool(tokenizer.token_bytes(token_id).decode())
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""`jaxserve bench serve`: from the options to the report."""
+"""`jaxserve bench serve`, from its options to the report."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class ServingRun(NamedTuple):
-    """What came of a run: the figures, and the load they were read off."""
+    """The summary of a run, and the load that it summarizes."""
 
     summary: Summary
     result: LoadResult
@@ -36,9 +36,9 @@ class ServingRun(NamedTuple):
 
 
 def run(options: ServingOptions, *, goodput: Sequence[str]) -> int:
-    """Measure, print the report, write the files asked for. Returns 0, or 1 if a request failed.
+    """Run the load, print the report and write the requested files. Return 0, or 1 if a request failed.
 
-    Raises InvalidRequest for an option that cannot hold, a server that is not there, a file that cannot be read.
+    Raises InvalidRequest if an option is invalid, the server cannot be reached or a file cannot be read.
     """
     slos = parse_slos(goodput)
     for name, path in (("save_json", options.save_json), ("save_plot", options.save_plot)):
@@ -58,7 +58,7 @@ def run(options: ServingOptions, *, goodput: Sequence[str]) -> int:
 
 
 async def measure(options: ServingOptions, *, slos: dict[str, float]) -> ServingRun:
-    """Ask the server what it is, warm it up, and load it."""
+    """Query the server's models, warm it up, and run the load."""
     options = dataclasses.replace(options, api_key=options.api_key or os.environ.get("OPENAI_API_KEY"))
     async with Client(options) as client:
         served = await _choose(client, options.model)
@@ -105,7 +105,7 @@ async def measure(options: ServingOptions, *, slos: dict[str, float]) -> Serving
 
 
 async def _choose(client: Client, name: str | None) -> ServedModel:
-    """The model of that name, or the first. A server that has no /v1/models is believed to have the one named."""
+    """Return the model of that name, or the first one. If the server has no /v1/models, the name is taken on trust."""
     models = await client.models()
     if models is None and name is not None:
         return ServedModel(name)
@@ -119,7 +119,7 @@ async def _choose(client: Client, name: str | None) -> ServedModel:
 
 
 def _load_tokenizer(options: ServingOptions, served: ServedModel) -> Tokenizer | None:
-    """The tokenizer that was named, or that of the served model if it is one on this machine too."""
+    """Load the named tokenizer, or that of the served model if it is available on this machine."""
     if options.tokenizer is not None:
         return Tokenizer.load(resolve_tokenizer(options.tokenizer))
     if options.vocab_size is None:
@@ -131,7 +131,7 @@ def _load_tokenizer(options: ServingOptions, served: ServedModel) -> Tokenizer |
 
 
 def _fitted(options: ServingOptions, calls: list[Call], served: ServedModel, tokenizer: Tokenizer | None) -> list[Call]:
-    """The calls, cut to the context where it is known; those that fit are the same objects."""
+    """Cut the calls to the context length, if it is known. Calls that fit are returned as the same objects."""
     max_model_len = options.max_model_len or served.max_model_len
     if max_model_len is None:
         return calls
@@ -150,10 +150,10 @@ def _prompt_maker(options: ServingOptions, tokenizer: Tokenizer | None) -> Promp
 
 
 async def _warm_up(client: Client, options: ServingOptions, body: Callable[[bool], bytes]) -> bool:
-    """Send the first call a few times before the clock starts. Returns whether exact lengths can be asked for.
+    """Send the first call a few times before the clock starts. Return true if exact output lengths can be requested.
 
-    A server that answers 400 or 422 with ignore_eos, and not without, does not know it. Raises InvalidRequest if the
-    first request fails: a thousand more would, too.
+    A server that answers 400 or 422 with ignore_eos, and succeeds without it, does not support it. Raises
+    InvalidRequest if the first request fails: all others would, too.
     """
 
     async def fails(exact_length: bool) -> Outcome | None:
@@ -176,7 +176,7 @@ async def _warm_up(client: Client, options: ServingOptions, body: Callable[[bool
 
 
 def _json(options: ServingOptions, measured: ServingRun) -> bytes:
-    """The figures, and what they were measured with; the key is left out."""
+    """Encode the results and the options they were measured with, except the API key."""
     asked = dataclasses.asdict(options)
     del asked["api_key"]
     content = {

@@ -1,4 +1,4 @@
-"""What the outcomes of a load amount to: latencies, goodput, rates, errors; as a struct (JSON) and as tables."""
+"""Aggregate the outcomes of a load: latencies, goodput, rates and errors, as a struct (for JSON) and as tables."""
 
 import collections
 import itertools
@@ -14,11 +14,11 @@ from jaxserve.bench.serving.load import LoadResult
 from jaxserve.errors import InvalidRequest
 
 METRICS = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency", "e2e": "whole"}
-"""The latencies, with what they are called in a table. `itl` is of chunks, the others are one figure a request."""
+"""The latency metrics and their names in tables. `itl` is measured per chunk, the others once per request."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of the requests that were answered whole."""
+    """Statistics over the completely answered requests, in milliseconds."""
 
     count: int
     mean: float
@@ -29,7 +29,9 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that met every objective (`slos`, milliseconds): a second, and as a share of all that were sent."""
+    """Requests that met every objective (`slos`, in milliseconds): per second, and as a fraction of all requests
+    sent.
+    """
 
     slos: dict[str, float]
     requests_per_second: float
@@ -37,7 +39,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a kind of error came, and what the first of them said."""
+    """Number of errors of one kind, and the message of the first."""
 
     kind: str
     count: int
@@ -45,11 +47,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Rates are over `duration`, from the start to the end of the last request.
+    """The results of one run. Rates are over `duration`, from the start to the end of the last request.
 
-    `num_shortened` requests were cut to the context (`workloads.fit`). `send_delay` is how late requests left, in
-    milliseconds: if it is not small beside the latencies, the client was the bottleneck. `client_cpu_share` is the CPU
-    time of the client over the duration.
+    `num_shortened` requests were cut to the context (`workloads.fit`). `send_delay` is how late requests were sent, in
+    milliseconds: if it is not small compared with the latencies, the client was the bottleneck. `client_cpu_share` is
+    the CPU time of the client divided by the duration.
     """
 
     duration: float
@@ -75,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's latencies in milliseconds. TPOT is (whole - first) / (tokens - 1), so one token has none."""
+    """Latencies of one request in milliseconds. TPOT is (e2e - ttft) / (tokens - 1), hence None for a single token."""
 
     ttft: float
     tpot: float | None
@@ -84,7 +86,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def times(outcome: Outcome) -> Times:
-    """The latencies of a request that was answered whole."""
+    """Return the latencies of a completely answered request."""
     chunks = outcome.chunk_times
     ttft = (chunks[0] - outcome.sent) * 1e3
     e2e = (outcome.ended - outcome.sent) * 1e3
@@ -98,7 +100,7 @@ def times(outcome: Outcome) -> Times:
 
 
 def latencies(values: Sequence[float]) -> Latencies | None:
-    """Mean and percentiles (linear interpolation) of milliseconds; None if there are none."""
+    """Return the mean and percentiles (linear interpolation) of these milliseconds, or None if there are none."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
@@ -108,7 +110,7 @@ def latencies(values: Sequence[float]) -> Latencies | None:
 
 
 def parse_slos(texts: Iterable[str]) -> dict[str, float]:
-    """Objectives from texts such as "ttft:200", in milliseconds. Raises InvalidRequest."""
+    """Parse objectives such as "ttft:200", in milliseconds. Raises InvalidRequest."""
     slos = {}
     for text in texts:
         name, _, limit = text.partition(":")
@@ -124,7 +126,7 @@ def parse_slos(texts: Iterable[str]) -> dict[str, float]:
 
 
 def meets(measured: Times, slos: Mapping[str, float]) -> bool:
-    """Whether a request met every objective; one for `itl` is for its mean gap."""
+    """Return true if a request met every objective; the one for `itl` applies to its mean gap."""
     values = {
         "ttft": measured.ttft,
         "tpot": measured.tpot or 0.0,
@@ -135,7 +137,7 @@ def meets(measured: Times, slos: Mapping[str, float]) -> bool:
 
 
 def summarize(result: LoadResult, *, slos: Mapping[str, float], num_shortened: int = 0) -> Summary:
-    """The summary of a load, with goodput if there are objectives."""
+    """Summarize a load, with goodput if there are objectives."""
     outcomes = result.outcomes
     whole = [outcome for outcome in outcomes if outcome.kind is None]
     measured = [times(outcome) for outcome in whole]
@@ -181,7 +183,7 @@ def summarize(result: LoadResult, *, slos: Mapping[str, float], num_shortened: i
 
 
 def concurrency(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
-    """Number of requests that are out, after each time (perf_counter seconds) at which it changes."""
+    """Return the number of running requests after each time (perf_counter seconds) at which it changes."""
     changes = sorted([(one.sent, 1) for one in outcomes] + [(one.ended, -1) for one in outcomes])
     running, steps = 0, []
     for time, change in changes:
@@ -191,7 +193,7 @@ def concurrency(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
 
 
 def report(summary: Summary) -> str:
-    """The summary as two tables; errors stand last, where they are seen."""
+    """Format the summary as two tables, followed by a table of errors if there were any."""
     count = "" if summary.is_counted_by_server else " (chunks: the server sent no usage)"
     rows = [
         ["requests answered / sent", f"{summary.num_completed} / {summary.num_requests}"],
@@ -229,7 +231,7 @@ def report(summary: Summary) -> str:
 
 
 def per_request(outcomes: Sequence[Outcome], start: float) -> list[dict[str, Any]]:
-    """Each request's times in plain data, for the JSON file; `sent` in seconds after the start."""
+    """Return each request's times as plain data for the JSON file; `sent` is in seconds after the start."""
     rows = []
     for one in outcomes:
         row: dict[str, Any] = {"index": one.index, "sent": one.sent - start, "seconds": one.ended - one.sent}

@@ -1,7 +1,7 @@
-"""What a load asks for, request by request: random mixes, sonnets, ShareGPT conversations, Azure and Mooncake traces.
+"""The requests of a load: random mixes, sonnets, ShareGPT conversations, Azure and Mooncake traces.
 
-Files are given by path; nothing of them is part of this project. Prompts are descriptions here: `prompts` makes
-tokens or text of them.
+Files are given by path; none is part of this project. Prompts are only described here: `prompts` turns the descriptions
+into tokens or text.
 """
 
 import csv
@@ -18,21 +18,21 @@ from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.errors import InvalidRequest
 from jaxserve.tokenizer import Tokenizer
 
-MOONCAKE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
+MOONCAKE_BLOCK = 512  # tokens represented by one hash id of a Mooncake trace
 SHARED, OWN, BLOCK = 0, 1, 2  # first number of a segment's key
 _SONNET_INSTRUCTION = "Pick as many lines as you can from these poem lines:\n"
 _DEFAULT_REQUESTS, _DEFAULT_OUTPUT = 100, 128
 
 
 class Segment(NamedTuple):
-    """Random tokens. Equal keys stand for equal tokens: a shorter segment has the first of a longer one's."""
+    """A run of random tokens. Equal keys give equal tokens: a shorter segment is a prefix of a longer one."""
 
     key: tuple[int, int]
     num_tokens: int
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a load. `arrival` is in seconds after the start, where the workload says so."""
+    """One request of a load. `arrival` is in seconds after the start, if the workload specifies it."""
 
     prompt: str | tuple[Segment, ...]
     num_prompt_tokens: int
@@ -41,7 +41,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_workload(options: ServingOptions, tokenizer: Tokenizer | None) -> list[Call]:
-    """All calls of the workload that `options` describes. Raises InvalidRequest, naming the option or the line."""
+    """Return all calls of the workload that `options` describes. Raises InvalidRequest that names the option or the
+    line.
+    """
     if options.workload == "random":
         calls = random_calls(options)
     elif options.workload in ("azure", "mooncake"):
@@ -60,7 +62,7 @@ def read_workload(options: ServingOptions, tokenizer: Tokenizer | None) -> list[
 
 
 def random_calls(options: ServingOptions) -> list[Call]:
-    """Prompts of random tokens behind a shared prefix; lengths are uniform in (1 -+ range_ratio) times the mean."""
+    """Make prompts of random tokens after a common prefix; lengths are uniform in (1 -+ range_ratio) times the mean."""
     rng = np.random.default_rng([options.seed, SHARED])
     ratio = options.range_ratio
 
@@ -82,7 +84,7 @@ def random_calls(options: ServingOptions) -> list[Call]:
 
 
 def azure_calls(path: pathlib.Path, *, speed: float = 1.0, length_scale: float = 1.0) -> list[Call]:
-    """A trace of Azure's LLM inference (TIMESTAMP, ContextTokens, GeneratedTokens): its times and lengths."""
+    """Read the times and lengths of an Azure LLM inference trace (TIMESTAMP, ContextTokens, GeneratedTokens)."""
 
     def parse(lines: Iterator[str]) -> Iterator[tuple[float, Call]]:
         for number, row in enumerate(csv.DictReader(lines)):
@@ -100,14 +102,16 @@ def azure_calls(path: pathlib.Path, *, speed: float = 1.0, length_scale: float =
 
 
 def mooncake_calls(path: pathlib.Path, *, speed: float = 1.0, length_scale: float = 1.0) -> list[Call]:
-    """A Mooncake trace (timestamp in ms, input_length, output_length, hash_ids): equal ids are equal token blocks."""
+    """Read a Mooncake trace (timestamp in ms, input_length, output_length, hash_ids); equal ids are equal token
+    blocks.
+    """
     block = _scaled(MOONCAKE_BLOCK, length_scale)
 
     def parse(lines: Iterator[str]) -> Iterator[tuple[float, Call]]:
         for line in lines:
             row = json.loads(line)
             ids = row["hash_ids"]
-            left = min(_scaled(int(row["input_length"]), length_scale), block * len(ids))  # as lengths are rounded
+            left = min(_scaled(int(row["input_length"]), length_scale), block * len(ids))  # both are rounded
             segments = []
             for hash_id in ids:
                 segments.append(Segment((BLOCK, int(hash_id)), min(block, left)))
@@ -125,9 +129,10 @@ def mooncake_calls(path: pathlib.Path, *, speed: float = 1.0, length_scale: floa
 
 
 def sonnet_calls(options: ServingOptions, tokenizer: Tokenizer) -> list[Call]:
-    """Lines of a poem up to `input_len` tokens, at least one: the first `prefix_len` tokens' worth are always the same.
+    """Make prompts of poem lines, up to `input_len` tokens and at least one line; all begin with the same lines, of up
+    to `prefix_len` tokens.
 
-    The instruction and the lines are counted one by one, so that the whole may have a few tokens less.
+    The instruction and the lines are tokenized one by one, so the whole may have a few tokens fewer.
     """
     lines = [line + "\n" for line in _read_text(_path(options)).splitlines() if line.strip()]
     if not lines:
@@ -148,10 +153,11 @@ def sonnet_calls(options: ServingOptions, tokenizer: Tokenizer) -> list[Call]:
 
 
 def sharegpt_calls(options: ServingOptions, tokenizer: Tokenizer) -> list[Call]:
-    """First turns of conversations, in random order: what was asked, and as many tokens as were answered.
+    """Return first questions of conversations in random order, each with the token count of its answer as output
+    length.
 
     The format is a JSON list of {"conversations": [{"from", "value"}, ...]}. Conversations that do not begin with a
-    question and an answer are passed over.
+    question and an answer are skipped.
     """
     path = _path(options)
     try:
@@ -171,10 +177,10 @@ def sharegpt_calls(options: ServingOptions, tokenizer: Tokenizer) -> list[Call]:
 
 
 def fit(call: Call, max_model_len: int, tokenizer: Tokenizer | None, *, reserve: int = 0) -> Call:
-    """The call within a context of `max_model_len` tokens, of which `reserve` are the chat template's.
+    """Cut a call to a context of `max_model_len` tokens, of which `reserve` are taken by the chat template.
 
-    The rule for one that is too long: the output is cut to half the context, then the prompt to what is left, at its
-    end. Raises InvalidRequest where nothing would be left.
+    If a call is too long, its output is cut to at most half the context, then the end of its prompt to what is left.
+    Raises InvalidRequest if nothing would be left.
     """
     room = max_model_len - reserve
     if call.num_prompt_tokens + call.output_len <= room:
@@ -184,7 +190,7 @@ def fit(call: Call, max_model_len: int, tokenizer: Tokenizer | None, *, reserve:
     if output_len < 1 or left < 1:
         raise InvalidRequest(f"a context of {max_model_len} tokens is too short", param="max_model_len")
     if isinstance(call.prompt, str):
-        assert tokenizer is not None  # whoever made a text of known length had one
+        assert tokenizer is not None  # a text of known length was made with one
         num_special = len(tokenizer.encode(""))
         ids = tokenizer.encode(call.prompt, add_special_tokens=False)[: max(1, left - num_special)]
         return msgspec.structs.replace(
@@ -200,7 +206,7 @@ def fit(call: Call, max_model_len: int, tokenizer: Tokenizer | None, *, reserve:
 
 
 def _take(indices: range | list[int], counts: list[int], limit: int) -> tuple[list[int], int]:
-    """The first lines whose tokens stay within `limit`, and how many tokens these are."""
+    """Return the first lines whose tokens stay within `limit`, and their number of tokens."""
     taken, total = [], 0
     for index in indices:
         if total + counts[index] > limit:
@@ -215,13 +221,13 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def _timed(rows: list[tuple[float, Call]], speed: float) -> list[Call]:
-    """Calls in order of time, the first at 0."""
+    """Sort calls by time, with the first at 0."""
     rows = sorted(rows, key=lambda row: row[0])
     return [msgspec.structs.replace(call, arrival=(time - rows[0][0]) / speed) for time, call in rows]
 
 
 def _path(options: ServingOptions) -> pathlib.Path:
-    assert options.file is not None  # ServingOptions sees to it
+    assert options.file is not None  # ServingOptions checks this
     return pathlib.Path(options.file)
 
 
@@ -233,7 +239,9 @@ def _read_text(path: pathlib.Path) -> str:
 
 
 def _read_lines[T](path: pathlib.Path, parse: Callable[[Iterator[str]], Iterator[T]]) -> list[T]:
-    """What `parse` makes of the lines of a file. Raises InvalidRequest with the number of the line it failed at."""
+    """Return what `parse` makes of the lines of a file. Raises InvalidRequest with the number of the line that
+    failed.
+    """
     number = 0
 
     def numbered() -> Iterator[str]:
