@@ -46,7 +46,7 @@ goldens:
 
 # The worst error of every model family against transformers.
 parity: install
-	$(BIN)/python tests/golden_models.py
+	$(BIN)/python tests/support/golden_models.py
 
 # Clients in the wild against a real server, in virtual environments of their own; those of JavaScript need node and npm.
 CLIENTS := .venv-clients

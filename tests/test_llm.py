@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import tiny_tokenizer
-from engine.fake_client import HIDDEN_SIZE, FakeEngineClient, Script, echo
+from fake_client import HIDDEN_SIZE, FakeEngineClient, Script, echo
 from waiting import PATIENCE, wait_until
 
 import jaxserve
@@ -71,7 +71,7 @@ import pathlib, sys
 import jax, numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 import tiny_tokenizer
-from engine.fake_client import FakeEngineClient
+from fake_client import FakeEngineClient
 from jaxserve.engine.frontend import Frontend
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -120,7 +120,7 @@ WRONG_ARGUMENTS = {
 
 class TestOptions:
     def test_wrong_arguments_are_named(self, tmp_path):
-        environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
+        environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent / "support")}
         command = [sys.executable, "-c", CALLS, str(tmp_path), *WRONG_ARGUMENTS]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         complaints = dict(zip(WRONG_ARGUMENTS, result.stdout.splitlines(), strict=True))

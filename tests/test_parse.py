@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from server.chat_templates import KNOWN, UNKNOWN
+from chat_templates import KNOWN, UNKNOWN
 
 from jaxserve import cli
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from structured import tiny_model
+import tiny_model
 from waiting import PATIENCE
 
 SCRIPT = """

@@ -11,7 +11,7 @@ import time
 import types
 
 import pytest
-from bench.scripted_server import Reply, scripted
+from scripted_server import Reply, scripted
 from tiny_tokenizer import byte_level
 from waiting import PATIENCE, until, wait_until
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import tiny_tokenizer
-from engine.fake_client import FakeEngineClient, echo
+from fake_client import FakeEngineClient, echo
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer

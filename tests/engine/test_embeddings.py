@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from engine.harness import MAX_MODEL_LEN, Model, Result, drain, request
+from engine_harness import MAX_MODEL_LEN, Model, Result, drain, request
 from naive import naive_hidden
 
 from jaxserve.engine.embedding import finish_embedding

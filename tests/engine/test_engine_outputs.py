@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import MAX_MODEL_LEN, Model, request, run
+from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.request import SamplingParams
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
+from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
 
 from jaxserve.execution import runner, slots
 from jaxserve.request import SamplingParams

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from harness import Model, request, run
+from engine_harness import Model, request, run
 
 
 @pytest.fixture(scope="module")

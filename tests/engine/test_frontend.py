@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from engine.fake_client import collect
+from fake_client import collect
 
 from jaxserve.engine.frontend import sampling_defaults
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from engine.fake_client import Script, collect, echo
+from fake_client import Script, collect, echo
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull

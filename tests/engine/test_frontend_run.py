@@ -5,7 +5,7 @@ import itertools
 import threading
 
 import pytest
-from engine.fake_client import Script, collect, echo
+from fake_client import Script, collect, echo
 from waiting import PATIENCE, until
 
 from jaxserve.engine.stream import LOGPROBS_A_TURN, PROMPTS_A_TURN, Dispatcher

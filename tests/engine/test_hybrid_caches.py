@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import Model, Result, corrupted, drain, request, run
+from engine_harness import Model, Result, corrupted, drain, request, run
 
 from jaxserve.errors import CapacityExceeded
 

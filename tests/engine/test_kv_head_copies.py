@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from harness import request, run
+from engine_harness import request, run
 from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig

@@ -9,7 +9,7 @@ import types
 
 import jax
 import pytest
-from harness import GOLDENS, request
+from engine_harness import GOLDENS, request
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig

@@ -10,7 +10,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
+from engine_harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
 from jaxserve.execution.programs import lowering as lowering_module

@@ -13,8 +13,8 @@ import time
 
 import msgspec
 import pytest
-from engine.fake_client import FakeEngineClient, Script
-from server.serving import byte_tokenizer
+from fake_client import FakeEngineClient, Script
+from serving import byte_tokenizer
 from waiting import PATIENCE, until
 
 from jaxserve.engine import process, remote, wire

@@ -9,7 +9,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from harness import GOLDENS, Model, request
+from engine_harness import GOLDENS, Model, request
 from waiting import PATIENCE
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B

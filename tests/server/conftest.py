@@ -5,11 +5,11 @@ import re
 import threading
 
 import pytest
-from engine.fake_client import echo
-from server.serving import byte_tokenizer, running
-from server.wire_clock import WireClock
-from structured import tiny_model
+import tiny_model
+from fake_client import echo
+from serving import byte_tokenizer, running
 from waiting import PATIENCE, wait_until
+from wire_clock import WireClock
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient

@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from engine.fake_client import echo
+from fake_client import echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server.serving import assert_error, assert_well
+from serving import assert_error, assert_well
 
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.completions import CompletionRequest

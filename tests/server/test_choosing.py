@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 import transformers
+from chat_templates import KNOWN, UNKNOWN
 from llguidance import LLMatcher
-from server.chat_templates import KNOWN, UNKNOWN
-from server.reading import message_of
+from read_answers import message_of
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.choosing.choice import choose

@@ -1,8 +1,8 @@
 """What clients look for in answers and errors, and what they send, beyond the fields of the specifications."""
 
 import pytest
-from engine.fake_client import Script
-from server.serving import assert_error, frames, running
+from fake_client import Script
+from serving import assert_error, frames, running
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError

@@ -15,10 +15,10 @@ import httpx
 import psutil
 import pytest
 import tiny_tokenizer
-from server.fault_acts import ACTS, WAITING_ACTS
-from server.fault_tables import TABLES
-from server.faults import BODY_LIMIT, KEY, RECEIVE_TIMEOUT, Wire
-from server.test_server_engine import LLAMA
+from fault_acts import ACTS, WAITING_ACTS
+from fault_tables import TABLES
+from faults import BODY_LIMIT, KEY, RECEIVE_TIMEOUT, Wire
+from test_server_engine import LLAMA
 from waiting import PATIENCE, until
 
 KINDS = [*TABLES, *ACTS]

@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from server.serving import assert_error
+from serving import assert_error
 
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.completions import CompletionRequest

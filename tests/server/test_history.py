@@ -5,7 +5,7 @@ import time
 from typing import ClassVar
 
 import pytest
-from server.serving import assert_error, response_events, running
+from serving import assert_error, response_events, running
 from waiting import wait_until
 
 from jaxserve.server.protocol.cut_json import as_object

@@ -4,8 +4,8 @@ import concurrent.futures
 import threading
 
 import pytest
-from server.serving import Running, assert_error, frames
-from structured.hostile import bodies
+from hostile_grammars import bodies
+from serving import Running, assert_error, frames
 from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig

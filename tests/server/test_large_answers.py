@@ -5,7 +5,7 @@ import threading
 
 import msgspec
 import pytest
-from server.serving import assert_well, frames, response_events
+from serving import assert_well, frames, response_events
 
 from jaxserve.server import body, streaming
 from jaxserve.server.body import EncodedList, in_turns, json_response

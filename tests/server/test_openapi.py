@@ -2,7 +2,7 @@
 
 import jsonschema
 import pytest
-from server.serving import frames, running
+from serving import frames, running
 from waiting import wait_until
 
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server.written import Message, loaded, read, reader, rows
+from written_answers import Message, loaded, read, reader, rows
 
 from jaxserve.server.parsing.schema import json_value, property_kind
 

@@ -10,8 +10,8 @@ import time
 import httpx
 import msgspec
 import pytest
-from engine.fake_client import FakeEngineClient, Script
-from server.serving import assert_error, running
+from fake_client import FakeEngineClient, Script
+from serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
 import jaxserve.server

@@ -6,9 +6,9 @@ import time
 
 import httpx
 import pytest
-from engine.fake_client import Script
-from server.browser import browsing, missing
-from server.serving import byte_tokenizer, running
+from browser import browsing, missing
+from fake_client import Script
+from serving import byte_tokenizer, running
 from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs a browser: {missing()}")

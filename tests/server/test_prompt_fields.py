@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from engine.fake_client import Script
-from server.serving import BOS, assert_error, frames, response_events, running
+from fake_client import Script
+from serving import BOS, assert_error, frames, response_events, running
 
 from jaxserve.tokenizer import Tokenizer
 

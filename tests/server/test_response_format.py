@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from server.serving import Running, assert_error, frames
+from serving import Running, assert_error, frames
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig

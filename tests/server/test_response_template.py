@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from server.reading import message_of
+from read_answers import message_of
 from transformers.utils.chat_parsing import parse_response
 
 from jaxserve.server.choosing.patterns import MAX_LENGTH, UnsupportedPattern, variants

@@ -6,8 +6,8 @@ import sqlite3
 import threading
 
 import httpx
-from engine.fake_client import Script
-from server.serving import assert_error, running
+from fake_client import Script
+from serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import Draining

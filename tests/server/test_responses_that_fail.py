@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from engine.fake_client import Script
-from server.serving import assert_error, response_events, running
+from fake_client import Script
+from serving import assert_error, response_events, running
 from waiting import wait_until
 
 from jaxserve.errors import RequestFailed

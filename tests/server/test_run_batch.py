@@ -6,9 +6,9 @@ import os
 import threading
 
 import pytest
-from engine.fake_client import FakeEngineClient, Script, echo
-from server.serving import byte_tokenizer
-from structured import tiny_model
+import tiny_model
+from fake_client import FakeEngineClient, Script, echo
+from serving import byte_tokenizer
 
 from jaxserve import cli
 from jaxserve.config import ServerConfig

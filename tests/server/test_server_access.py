@@ -7,7 +7,7 @@ import subprocess
 import httpx
 import openai
 import pytest
-from server.serving import assert_error, assert_well, running
+from serving import assert_error, assert_well, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig

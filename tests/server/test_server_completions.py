@@ -3,8 +3,8 @@
 import openai
 import pytest
 import tiny_tokenizer
-from engine.fake_client import Script
-from server.serving import running
+from fake_client import Script
+from serving import running
 from waiting import PATIENCE
 
 from jaxserve.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import openai
 import pytest
-from engine.fake_client import HIDDEN_SIZE, Script
-from server.serving import assert_error, assert_well, running
+from fake_client import HIDDEN_SIZE, Script
+from serving import assert_error, assert_well, running
 from waiting import PATIENCE
 
 from jaxserve.engine.embedding import matryoshka_dimensions
@@ -145,7 +145,7 @@ def test_a_failure_of_the_engine(server):
 
 
 def assert_well_after(server):
-    from engine.fake_client import echo
+    from fake_client import echo
 
     server.play = echo
     assert_well(server)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 import tiny_tokenizer
-from server.serving import Running, frames
+from serving import Running, frames
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig, ServerConfig

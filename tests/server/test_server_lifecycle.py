@@ -11,8 +11,8 @@ import threading
 
 import httpx
 import pytest
-from engine.fake_client import Script
-from server.serving import RunningFake, assert_error, frames
+from fake_client import Script
+from serving import RunningFake, assert_error, frames
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig
@@ -218,9 +218,9 @@ def test_a_host_that_is_not_ours(host):
 
 SERVE = """
 import sys
-sys.path.insert(0, "tests")
-from engine.fake_client import FakeEngineClient, Script, echo
-from server.serving import byte_tokenizer
+sys.path.insert(0, "tests/support")
+from fake_client import FakeEngineClient, Script, echo
+from serving import byte_tokenizer
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.server import bind, run

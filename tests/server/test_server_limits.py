@@ -9,7 +9,7 @@ import socket
 import threading
 
 import pytest
-from server.serving import assert_error, assert_well, running
+from serving import assert_error, assert_well, running
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from waiting import PATIENCE, wait_until

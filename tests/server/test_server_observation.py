@@ -11,11 +11,11 @@ import time
 import types
 
 import pytest
-from engine.fake_client import Script
+from fake_client import Script
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from server.serving import assert_error, frames, running
+from serving import assert_error, frames, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve import logs

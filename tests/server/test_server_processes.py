@@ -14,18 +14,18 @@ import subprocess
 import sys
 import tempfile
 
+import fake_serve
 import httpx
 import psutil
 import pytest
 import tiny_tokenizer
-from server import fake_serve
-from server.serving import assert_error
+from serving import assert_error
 from waiting import PATIENCE, until, wait_until
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.process import supervisor
 
-TESTS = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Serving:
@@ -34,11 +34,11 @@ class Serving:
     def __init__(self, model, *flags, folder=None):
         self.temporary = tempfile.TemporaryDirectory(prefix="js", dir=folder)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.fake_serve", str(model), "--port", "0", *flags],
+            [sys.executable, "-m", "fake_serve", str(model), "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": self.temporary.name},
-            cwd=TESTS.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support"), "TMPDIR": self.temporary.name},
+            cwd=ROOT,
         )
         self.log = []
 
@@ -72,7 +72,7 @@ class Serving:
 
     @property
     def engine(self):
-        return self.child("server.fake_serve")
+        return self.child("fake_serve")
 
     @property
     def folder(self):

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from engine.fake_client import Script
-from server.serving import assert_error, assert_well, response_events, running
+from fake_client import Script
+from serving import assert_error, assert_well, response_events, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import QueueFull

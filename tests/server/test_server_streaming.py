@@ -9,8 +9,8 @@ import threading
 import httpx
 import openai
 import pytest
-from engine.fake_client import Script
-from server.serving import frames, running
+from fake_client import Script
+from serving import frames, running
 from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}

@@ -6,8 +6,8 @@ import re
 import msgspec
 import openai
 import pytest
-from engine.fake_client import Script
-from server.serving import assert_error, running
+from fake_client import Script
+from serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
 import jaxserve

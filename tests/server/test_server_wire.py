@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from engine.fake_client import Script, echo
-from server.serving import assert_well
+from fake_client import Script, echo
+from serving import assert_well
 from waiting import PATIENCE, wait_until
 
 from jaxserve.server.process import http

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from server.written import Message, loaded, read, reader, rows, thoughts_of, write
+from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
 
 import jaxserve
 from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, Wrapped

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import transformers
 from llguidance import LLMatcher
-from server.serving import Running, assert_error, frames, running
+from serving import Running, assert_error, frames, running
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend

@@ -6,7 +6,7 @@ import json
 import jsonschema
 import openai
 import pytest
-from server.serving import Running, assert_error, frames, running
+from serving import Running, assert_error, frames, running
 from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig

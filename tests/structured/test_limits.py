@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from llguidance import LLMatcher
-from structured.tiny_model import ascii_tokenizer
+from tiny_model import ascii_tokenizer
 
 from jaxserve.request import StructuredOutputs
 from jaxserve.structured.grammar import ANSWER, MAX_OWN_ITEMS_IN_ROW, compose, make_grammar, parser_limits

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from structured.hostile import SLOW
+from hostile_grammars import SLOW
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull

@@ -10,9 +10,10 @@ import pathlib
 import random
 import re
 
+import json_schemas
 import jsonschema
 import pytest
-from structured import json_schemas, tiny_model
+import tiny_model
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.llm import LLM

@@ -10,9 +10,9 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from engine.harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
+from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
 from llguidance import LLMatcher, LLParserLimits
-from structured.tiny_model import ascii_tokenizer
+from tiny_model import ascii_tokenizer
 from waiting import PATIENCE
 
 from jaxserve.engine.engine import Engine

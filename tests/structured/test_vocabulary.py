@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_tokenizer
 from llguidance import LLMatcher
-from structured.tiny_model import ascii_tokenizer, write
+from tiny_model import ascii_tokenizer, write
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs

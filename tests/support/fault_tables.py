@@ -3,9 +3,9 @@
 import itertools
 import json
 
-from server.faults import BODY_LIMIT, CHAT, COMPLETIONS, EMBEDDINGS, GOOD, INPUT, JSON, KEY, RESPONSES, USER, Sent
-from server.faults import head as head_of
-from server.faults import post as post_of
+from faults import BODY_LIMIT, CHAT, COMPLETIONS, EMBEDDINGS, GOOD, INPUT, JSON, KEY, RESPONSES, USER, Sent
+from faults import head as head_of
+from faults import post as post_of
 
 
 def body(path, content, param, status=400):

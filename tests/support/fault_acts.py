@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from server.faults import (
+from faults import (
     BODY_LIMIT,
     CHAT,
     COMPLETIONS,

@@ -1,4 +1,4 @@
-"""An EngineClient that plays scripts: for tests of whatever speaks to an engine. `from engine.fake_client import ...`.
+"""An EngineClient that plays scripts: for tests of whatever speaks to an engine. `from fake_client import ...`.
 
 It keeps the engine's promises: tokens come from a thread of its own, one sink call a step and sink, requests end at
 their stop token ids and at max_tokens, logprobs come if asked for.

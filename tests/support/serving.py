@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import tokenizers
 import transformers
-from engine.fake_client import FakeEngineClient, Script, echo
+from fake_client import FakeEngineClient, Script, echo
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import ServerConfig

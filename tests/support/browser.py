@@ -1,6 +1,6 @@
 """A headless Chromium, driven over the WebDriver protocol (plain HTTP): for tests of the page.
 
-`from server.browser import ...`. Needs `chromium` and `chromedriver` on the PATH.
+`from browser import ...`. Needs `chromium` and `chromedriver` on the PATH.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """`jaxserve serve` over a scripted engine: a parent, an engine's process and API workers, all real and quickly there.
 
-`python -m server.fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the
+`python -m fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the
 engine's process: it repeats the prompt's first character, without an end where more than ENDLESS tokens are asked for,
 and knows two letters that make it misbehave.
 """
@@ -16,7 +16,7 @@ from typing import override
 
 import msgspec
 import tokenizers
-from engine.fake_client import FakeEngineClient, Script
+from fake_client import FakeEngineClient, Script
 
 from jaxserve import logs
 from jaxserve.config import ServerConfig
@@ -100,7 +100,7 @@ def _parent() -> int:
             takes_long=takes_long,
             start_error=args.start_error,
         )
-        return await Child.start("the engine", "server.fake_serve", settings)
+        return await Child.start("the engine", "fake_serve", settings)
 
     names = ServerConfig.__dataclass_fields__
     config = ServerConfig(**given(args, [*names]))

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that plays scripts with known timing: for tests of the HTTP load client.
 
-`from bench.scripted_server import ...`. Raw asyncio streams in a thread of their own: nothing of jaxserve serves here.
+`from scripted_server import ...`. Raw asyncio streams in a thread of their own: nothing of jaxserve serves here.
 """
 
 import asyncio

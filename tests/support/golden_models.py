@@ -19,7 +19,7 @@ from paged import chunked_logits
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family
 
-GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parent / "goldens").glob("*/golden.npz"))
+GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
 PADDED = 64
 """One length for the naive forwards of a golden, so that they compile once; causal attention does not see padding."""
 
