@@ -1,7 +1,7 @@
-"""A process that checks grammars of strangers and may die of it: `python -m jaxserve.structured.child`.
+"""A process that checks untrusted grammars, and may crash doing so: `python -m jaxserve.structured.child`.
 
-Jobs come on the standard input and results go to the standard output, each after four bytes with its length. The end of
-the input ends the process.
+Jobs are read from the standard input and results written to the standard output, each preceded by its length in four
+bytes. The process ends at the end of its input.
 """
 
 import os
@@ -18,27 +18,29 @@ from jaxserve.structured.grammar import arguments_schema, make_grammar
 from jaxserve.structured.wire import AnswerJob, Broken, Job, Made, Refused, Result
 
 MEMORY_LIMIT = 1536 * 2**20
-"""Bytes of addresses, of which the stack for compiling takes 256 MiB and the interpreter some 100 MiB."""
+"""Limit of the address space in bytes, of which the stack for compiling takes 256 MiB and the interpreter some 100
+MiB.
+"""
 
 NICENESS = 5
-"""Behind the server and the engine, which have callers that wait for each token."""
+"""Lower priority than the server and the engine, which have callers that wait for each token."""
 
 
 def main(args: Sequence[str]) -> None:
-    """Serve jobs, each within `args[0]` seconds, until the input ends."""
+    """Process jobs, each within `args[0]` seconds, until the input ends."""
     (seconds,) = map(float, args)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's, meant for the parent
     jobs, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    with open(os.devnull, "r+b") as nothing:  # a panic of the compiler is told by its result, or by the process's end
+    with open(os.devnull, "r+b") as nothing:  # a compiler panic shows in the job's result, or as the end of the process
         for stream in (0, 1, 2):
             os.dup2(nothing.fileno(), stream)
     decoder = msgspec.msgpack.Decoder(Job)
     while head := jobs.read(4):
         job = decoder.decode(jobs.read(int.from_bytes(head)))
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # should the parent be gone by then
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # in case the parent is gone by then
         result = msgspec.msgpack.encode(_run(job))
         signal.setitimer(signal.ITIMER_REAL, 0)
         results.write(len(result).to_bytes(4) + result)
@@ -54,7 +56,7 @@ def _run(job: Job) -> Result:
         return Refused(error.message, error.param or job.param, error.code)
     except MemoryError:
         return Refused(f"{job.param}: it takes too much memory to compile", job.param, "unsupported_grammar")
-    except Exception:  # a fault of ours: whoever asked for this grammar is told, and the process serves others
+    except Exception:  # a bug of ours: the requester gets the error, and the process goes on
         return Broken(traceback.format_exc())
 
 

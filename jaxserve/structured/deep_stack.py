@@ -1,7 +1,7 @@
-"""A stack that no grammar overflows: llguidance compiles by recursion, and a stack that ends takes the process along.
+"""Threads with a stack that no grammar overflows: llguidance compiles recursively, and an overflow kills the process.
 
-A chain of 1,000 references between schemas needs more than the 8 MiB that threads have; the longest chain that
-MAX_GRAMMAR_BYTES holds stays below the size here. Memory is taken only as far as the stack is used.
+A chain of 1,000 references between schemas needs more than the usual 8 MiB; the longest chain that fits into
+MAX_GRAMMAR_BYTES needs less than STACK_BYTES. Memory is committed only as far as the stack is used.
 """
 
 import threading
@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 STACK_BYTES = 512 * 2**20
 
-_stack_size_lock = threading.Lock()  # the size for new threads is a setting of the process
+_stack_size_lock = threading.Lock()  # the stack size of new threads is a setting of the whole process
 
 
 def with_deep_stack[T](work: Callable[[], T]) -> T:
-    """The result of `work`, from a thread of its own with STACK_BYTES. Raises what `work` raises."""
+    """Return the result of `work`, run in a thread of its own with STACK_BYTES. Raises what `work` raises."""
     return with_stack(work, STACK_BYTES)
 
 
 def with_stack[T](work: Callable[[], T], num_bytes: int) -> T:
-    """The result of `work`, from a thread whose stack has so many bytes. Raises what `work` raises."""
+    """Return the result of `work`, run in a thread with a stack of `num_bytes`. Raises what `work` raises."""
     results: list[T] = []
     errors: list[BaseException] = []
 

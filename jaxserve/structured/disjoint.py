@@ -1,4 +1,6 @@
-"""Whether two JSON schemas have no value in common, as far as their own words show it: then `oneOf` is `anyOf`."""
+"""Decide if two JSON schemas have no value in common, judging by their own keywords: `oneOf` may then become
+`anyOf`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,11 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEPTH = 8
 
 Resolve = Callable[[str], Any]
-"""Finds the schema that a reference names; None if it is not in the document, or not found by a plain path."""
+"""Returns the schema that a reference names, or None if it is not in the document or not found by a plain path."""
 
 
 def are_disjoint(one: Any, other: Any, resolve: Resolve, *, depth: int = 0) -> bool:
-    """Whether no value satisfies both schemas. False may also mean that it cannot be told."""
+    """Return true if no value satisfies both schemas. False may also mean that it cannot be decided."""
     one, other = follow(one, resolve), follow(other, resolve)
     if one is False or other is False:
         return True
@@ -37,7 +39,7 @@ def are_disjoint(one: Any, other: Any, resolve: Resolve, *, depth: int = 0) -> b
 
 
 def follow(schema: Any, resolve: Resolve) -> Any:
-    """The schema that a schema of nothing but a reference stands for, else itself."""
+    """Return the schema that a schema consisting only of a reference stands for, or any other schema unchanged."""
     for _ in range(_MAX_DEPTH):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
             break
@@ -49,7 +51,7 @@ def follow(schema: Any, resolve: Resolve) -> Any:
 
 
 def types(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema's own `type`, `const` and `enum` allow."""
+    """Return the types that a schema's own `type`, `const` and `enum` allow."""
     given = schema.get("type", list(TYPES))
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     allowed = {name for name in names if isinstance(name, str)}
@@ -70,7 +72,7 @@ def _type_of(value: Any) -> str:
 
 
 def _differ_in_integers_only(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether one allows integers, and the other numbers, which integers are."""
+    """Return true if one schema allows integers and the other allows numbers, which include integers."""
     return any("integer" in types(a) and "number" in types(b) for a, b in ((one, other), (other, one)))
 
 
@@ -82,7 +84,9 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether values are equal as JSON: 1 is 1.0, and true is not 1. Lists and objects may be taken for equal."""
+    """Return true if values are equal as JSON: 1 equals 1.0, but not true. Different lists or objects may compare
+    equal.
+    """
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return one == other
@@ -101,7 +105,7 @@ def _are_ranges_disjoint(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _differ_in_a_property(one: dict[str, Any], other: dict[str, Any], resolve: Resolve, depth: int) -> bool:
-    """Whether there is a property that one of them requires, and no value of it satisfies both."""
+    """Return true if one of them requires a property for which no value satisfies both."""
     for name in {*_required(one), *_required(other)}:
         if are_disjoint(_property(one, name), _property(other, name), resolve, depth=depth + 1):
             return True

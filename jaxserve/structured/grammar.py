@@ -1,9 +1,9 @@
-"""What a caller asks for as one grammar text for llguidance, checked so that the engine can compile it.
+"""Turn a caller's constraint into one grammar text for llguidance, checked so that the engine can compile it.
 
-A grammar text is llguidance's JSON form: `{"grammars": [...]}`, a list of JSON schemas and Lark grammars that may refer
-to each other by name; beside them may be `max_items_in_row`, and a `limit` on the beginning of the text, which holds
-two more grammar texts (`Limit`). It is plain data: the front end writes it, the engine compiles it for its tokenizer.
-Whatever reads a caller's own text runs in a process that may die (`pool`).
+A grammar text is llguidance's JSON format: `{"grammars": [...]}`, a list of JSON schemas and Lark grammars that may
+refer to each other by name, with two optional additions: `max_items_in_row`, and a `limit` on the beginning of the
+text, which contains further grammar texts (`Limit`). It is plain data: the front end writes it, the engine compiles it
+for its tokenizer. Whatever parses a caller's own text runs in a process that may crash (`pool`).
 """
 
 import functools
@@ -23,29 +23,31 @@ from jaxserve.structured.disjoint import types
 from jaxserve.structured.schemas import Unfollowable, describes_object, followable
 
 MAX_GRAMMAR_BYTES = 128 * 1024
-"""Bytes of a schema or grammar: with the limits below, a compilation takes seconds at the very worst."""
+"""Maximum bytes of a schema or grammar: with the limits below, the worst compilation takes seconds."""
 
 MAX_GBNF_BYTES = 16 * 1024
-"""The translation to Lark takes the square of a grammar's size."""
+"""Maximum characters of GBNF, lower because translation to Lark takes quadratic time."""
 
 MAX_ITEMS_IN_ROW = 2000
-"""Ways on from one place in a text, of which each optional property of an object takes three."""
+"""Maximum ways to continue at one point of a text. Each optional property of an object takes three."""
 
 MAX_OWN_ITEMS_IN_ROW = 500
-"""The same for a caller's own Lark or GBNF. Those of programming languages need some 40; of an ambiguous one there are
-more with each token, and its masks take ever longer: up to 40 ms at 500, half a second at 1000.
+"""MAX_ITEMS_IN_ROW for a caller's own Lark or GBNF.
+
+Grammars of programming languages need some 40. In an ambiguous grammar the number grows with each token, and its masks
+take ever longer: up to 40 ms at 500, half a second at 1000.
 """
 
 ANSWER = "answer"
-"""Name of the wish's own grammar, for texts that put something around it (`compose`)."""
+"""Name of the constraint's own grammar in a grammar text that wraps it (`compose`)."""
 
-# Models like to indent. What they may not do is to write white space for ever.
+# Models like to indent, but must not be able to write white space forever.
 _WHITESPACE = r" |\n[ \t]{0,64}"
 
 _TRIAL_STEPS = 32
 _MAX_STEP_SECONDS = 0.25
-"""CPU time of a step of the trial, whose alphabet is bytes: the engine's take longer, and all requests wait for it."""
-_TRIAL_STACK_BYTES = 2**20  # half of what the engine's threads have, where masks are computed
+"""Maximum CPU time of a trial step, whose alphabet is bytes. The engine's steps take longer, and delay all requests."""
+_TRIAL_STACK_BYTES = 2**20  # half the stack of the engine's threads that compute masks
 _SPACES = re.compile(
     r"(?:[ \n\r\t|()*+?]|\(\?:|\\[nrts ]|\\x(?:20|0[9aAdD])|\[(?:[ \n\r\t]|\\[nrts ]|\\x(?:20|0[9aAdD]))+\]"
     r"|\{\d{1,4}(?:,\d{0,4})?\})+"
@@ -56,8 +58,9 @@ _ENGINE_OPTIONS = ("item_separator", "key_separator", "whitespace_flexible", "wh
 
 
 class JsonOptions(NamedTuple):
-    """How JSON is written. `whitespace` is an expression for what may stand between its parts; "" is nothing.
-    `is_closed`: objects whose schema names properties have no others, unless it says so.
+    """The formatting of JSON. `whitespace` is a regex for what may separate its parts, "" for nothing.
+
+    `is_closed`: objects whose schema names properties have no others, unless the schema says so.
     """
 
     is_closed: bool = True
@@ -65,9 +68,9 @@ class JsonOptions(NamedTuple):
 
 
 def json_options(outputs: StructuredOutputs | None, *, is_closed: bool = True) -> JsonOptions:
-    """How the JSON of a wish is written; `is_closed` is what holds where it does not say.
+    """Return the JSON formatting that a constraint asks for; `is_closed` is the default if it does not say.
 
-    Raises InvalidRequest for a `whitespace_pattern` that lets anything but white space pass.
+    Raises InvalidRequest for a `whitespace_pattern` that allows anything but white space.
     """
     if outputs is None:
         return JsonOptions(is_closed)
@@ -81,7 +84,7 @@ def json_options(outputs: StructuredOutputs | None, *, is_closed: bool = True) -
 
 
 def parser_limits(text: str) -> LLParserLimits:
-    """The room that a grammar may take, in compiling and in each of its steps; beyond, its request fails."""
+    """Return the limits of a grammar's compilation and of each of its steps; a request that exceeds them fails."""
     return LLParserLimits(
         max_items_in_row=json.loads(text).get("max_items_in_row", MAX_ITEMS_IN_ROW),
         max_grammar_size=250_000,
@@ -91,10 +94,11 @@ def parser_limits(text: str) -> LLParserLimits:
 
 
 def make_grammar(wish: StructuredOutputs, *, is_closed: bool = True) -> str:
-    """The grammar text of a wish. Takes milliseconds as a rule, seconds for a schema of thousands of properties.
+    """Compile a constraint into its grammar text. Usually takes milliseconds, but seconds for a schema of thousands of
+    properties.
 
-    Raises InvalidRequest, naming the field and, where there is one, the keyword that is not supported. A hostile wish
-    may end the process: callers go through `GrammarPool`.
+    Raises InvalidRequest, naming the field and, if there is one, the unsupported keyword. A hostile constraint may
+    crash the process: callers go through `GrammarPool`.
     """
     param, entry = _entry(wish, json_options(wish, is_closed=is_closed))
     limits = {} if wish.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
@@ -104,22 +108,24 @@ def make_grammar(wish: StructuredOutputs, *, is_closed: bool = True) -> str:
 
 
 def compose(answer: str, lark: str) -> str:
-    """`lark` as the grammar, in which `@answer` stands for the checked grammar text `answer`."""
+    """Return the grammar text of `lark`, in which `@answer` refers to the checked grammar text `answer`."""
     checked = json.loads(answer)
     (entry,) = checked["grammars"]
     return json.dumps({**checked, "grammars": [{"lark_grammar": lark}, {"name": ANSWER, **entry}]})
 
 
 def lark_grammar(lark: str, *, param: str) -> str:
-    """A Lark grammar of our own as a grammar text. Only its size is checked: InvalidRequest names `param`."""
+    """Wrap a trusted Lark grammar in a grammar text. Only its size is checked: InvalidRequest names `param`."""
     check_size(lark, param)
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 class Limit(NamedTuple):
-    """How many tokens the beginning of a text may have, behind what the grammar text `opening` says, if there is one:
-    while they follow `during`, and it has not ended, there are at most `max_tokens`; then the text goes on with
-    `after`, whatever it was in.
+    """A limit on the number of tokens at the beginning of a text, after what the grammar text `opening` matches, if
+    there is one.
+
+    While the tokens match `during` and it has not ended, there are at most `max_tokens` of them; then the text is
+    forced to continue with `after`.
     """
 
     max_tokens: int
@@ -134,15 +140,15 @@ def limited(text: str, limit: Limit) -> str:
 
 
 def limit_of(text: str) -> Limit | None:
-    """Return what limits the beginning of a grammar text, if anything does."""
+    """Return the limit on the beginning of a grammar text, or None if there is none."""
     limit = json.loads(text).get("limit")
     return None if limit is None else Limit(**limit)
 
 
 def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:
-    """The parameters of a tool, a JSON schema, as `json_rule` takes it: its values are objects whatever it says.
+    """Return a tool's parameters, a JSON schema, as `json_rule` takes them; only objects satisfy the result.
 
-    Raises InvalidRequest as `make_grammar` does, and for a schema that allows no objects; may end the process too.
+    Raises InvalidRequest as `make_grammar` does, and for a schema that allows no objects; it may crash the process too.
     """
     rewritten = _followable(schema, param, is_closed=options.is_closed)
     if rewritten is True:
@@ -157,12 +163,12 @@ def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """A JSON schema, from `arguments_schema` or one of our own, as a part of a Lark rule."""
+    """Write a JSON schema, from `arguments_schema` or a trusted one, as part of a Lark rule."""
     return "%json " + json.dumps(schema if "x-guidance" in schema else _with_options(schema, JsonOptions()))
 
 
 def check_size(text: str, param: str) -> None:
-    """Raises InvalidRequest for a text that is too long to be compiled, or that is no Unicode."""
+    """Raise InvalidRequest if a text is too long to be compiled or is not valid Unicode."""
     if len(text) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"{param} has {len(text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", param=param
@@ -174,7 +180,7 @@ def check_size(text: str, param: str) -> None:
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema as a text of allowed size. Raises InvalidRequest, naming `param`."""
+    """Return a JSON schema as text of allowed size. Raises InvalidRequest, naming `param`."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
@@ -184,7 +190,7 @@ def schema_text(schema: Any, param: str) -> str:
 
 
 def _entry(wish: StructuredOutputs, options: JsonOptions) -> tuple[str, dict[str, Any]]:
-    """The field that carries the wish, and its entry in a list of grammars."""
+    """Return the field that carries the constraint, and its entry in a list of grammars."""
     if wish.json is not None:
         param = "structured_outputs.json"
         schema = _followable(schema_text(wish.json, param), param, is_closed=options.is_closed)
@@ -217,7 +223,7 @@ def _followable(text: str, param: str, *, is_closed: bool) -> Any:
 
 
 def _with_options(schema: dict[str, Any], options: JsonOptions) -> dict[str, Any]:
-    """A schema with all options of the grammar engine, whatever it has brought along."""
+    """Return a schema with all options of the grammar engine set, replacing its own."""
     return schema | {
         "x-guidance": {
             "item_separator": ",",
@@ -231,7 +237,7 @@ def _with_options(schema: dict[str, Any], options: JsonOptions) -> dict[str, Any
 
 
 def _check_whitespace(pattern: str) -> str:
-    r"""The pattern, in which \s is what JSON calls white space."""
+    r"""Check a pattern, and replace \s by the white space of JSON."""
     param = "structured_outputs.whitespace_pattern"
     if not _SPACES.fullmatch(pattern):
         raise InvalidRequest(f"{param} must be an expression for white space only", param=param)
@@ -240,7 +246,7 @@ def _check_whitespace(pattern: str) -> str:
 
 
 def _to_lark(grammar: str, param: str) -> str:
-    """Lark as it is, but for the schemas in it; GBNF, whose rules have `::=`, translated."""
+    """Return Lark with only its schemas rewritten; translate GBNF, recognized by `::=` in its rules."""
     if _RULE.search(grammar):
         return _with_followable_schemas(grammar, param)
     if len(grammar) > MAX_GBNF_BYTES:
@@ -252,8 +258,9 @@ def _to_lark(grammar: str, param: str) -> str:
 
 
 def _with_followable_schemas(lark: str, param: str) -> str:
-    """Lark in which each schema behind `%json` is one that can be followed. Options of the schema on white space and
-    separators stay.
+    """Rewrite each schema after `%json` in a Lark grammar into one that can be followed.
+
+    The schema's own options for white space and separators are kept.
     """
     parts, position = [], 0
     while match := _LARK_TOKEN.search(lark, position):
@@ -277,10 +284,10 @@ def _with_followable_schemas(lark: str, param: str) -> str:
 
 
 def _check(text: str, param: str) -> None:
-    """Compile a grammar for an alphabet of bytes, look for a first byte, and write some more: what passes has at least
-    one sentence begun, and its steps do not end the process. Raises InvalidRequest.
+    """Compile a grammar for an alphabet of bytes, compute the mask of the first byte, and write a few more bytes.
 
-    The stacks are half as large as those on which the engine does it again.
+    This shows that at least one text can begin, and that the steps do not crash the process. Raises InvalidRequest. The
+    stacks are half as large as those on which the engine does the same.
     """
 
     def compile_and_look() -> LLMatcher:
@@ -296,8 +303,8 @@ def _check(text: str, param: str) -> None:
 
 
 def _try_out(matcher: LLMatcher, param: str) -> None:
-    """Write some bytes at random. A grammar that cannot be followed far is none of a caller's errors yet, one whose
-    steps are slow is: InvalidRequest.
+    """Write some random bytes. Raises InvalidRequest if a step is too slow; a grammar that soon comes to a dead end is
+    not yet an error.
     """
     rng = random.Random(0)
     for _ in range(_TRIAL_STEPS):
@@ -311,7 +318,7 @@ def _try_out(matcher: LLMatcher, param: str) -> None:
 
 
 def _reason(message: str) -> str:
-    """The message of llguidance on a line or two and in our words, without its internal state."""
+    """Shorten llguidance's message to a line or two of plain text, without its internal state."""
     if message.startswith("NoExtension"):
         return "nothing satisfies it"
     if message.startswith("panic"):

@@ -1,8 +1,8 @@
-"""Where each constrained request stands in its grammar, and which tokens may come next: the engine's side.
+"""The state of each constrained request in its grammar, and the tokens that may come next: the engine's side.
 
 A grammar is compiled in a thread while its requests wait outside the scheduler. From then on a request has a matcher,
-which takes in the tokens that were drawn for it, late: only when the mask for the next one is asked for. So nothing
-needs to be undone when a request is preempted, and a request that ends costs nothing more.
+which consumes the request's drawn tokens lazily: only when the mask for the next one is needed. So nothing has to be
+undone when a request is preempted, and a request that ends costs nothing more.
 """
 
 import concurrent.futures
@@ -24,22 +24,26 @@ from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT = 60.0
-"""Seconds that a grammar may take; the first one waits for the tokenizer too."""
+"""Maximum seconds for compiling a grammar; for the first one this includes loading the tokenizer."""
 
 COPY_SECONDS = 0.02
-"""A grammar that took longer to compile is copied for each of its requests; others are compiled for each. Copies share
-a lexer and its lock, so that their masks are computed one after the other: 64 rows, 16 cores, 7 ms a step on one H200.
+"""A grammar that took longer than this to compile is copied for each of its requests; others are compiled again.
+
+Copies share a lexer and its lock, so that their masks are computed one after another: 64 rows on 16 cores of an H200
+host take 7 ms per step.
 """
 
 SMALL_BYTES = 32 * 1024
-"""Grammars up to here, which take milliseconds, are compiled in a thread of their own: none waits behind large ones."""
+"""Grammars up to this size compile in milliseconds, in a thread of their own, so that none waits behind a large one."""
 
-_MAX_COMPILED = 64  # grammars that are kept for requests to come
+_MAX_COMPILED = 64  # compiled grammars kept for later requests
 _POLL_SECONDS = 0.01
 
 
 class _Limited(NamedTuple):
-    """Of a `Limit`: its number of tokens, and matchers of its grammars. `opening` is None when it has been written."""
+    """The state of a `Limit`: the number of tokens left, and matchers of its grammars. `opening` is None once it is
+    complete.
+    """
 
     max_tokens: int
     opening: LLMatcher | None
@@ -48,18 +52,18 @@ class _Limited(NamedTuple):
 
     @property
     def matchers(self) -> list[LLMatcher]:
-        """All matchers."""
+        """All matchers of the limit."""
         return [*([] if self.opening is None else [self.opening]), self.during, self.after]
 
 
 class _Matching(NamedTuple):
-    """What a request begins with."""
+    """The initial matchers of a request."""
 
     matcher: LLMatcher
     limited: _Limited | None
 
     def copy(self) -> "_Matching":
-        """Return a copy that has the same lexers."""
+        """Return a copy that shares the lexers."""
         limited = self.limited
         if limited is not None:
             opening = limited.opening and limited.opening.deep_copy()
@@ -79,7 +83,9 @@ class _Compiling(NamedTuple):
 
 
 class _Constraint:
-    """One request's matcher, the number of its output tokens that the matcher has seen, and what else limits it."""
+    """One request's matcher, the number of its output tokens that the matcher has seen, and its further
+    restrictions.
+    """
 
     __slots__ = ("_limited", "allowed", "matcher", "num_seen")
 
@@ -90,11 +96,11 @@ class _Constraint:
 
     @property
     def is_limited(self) -> bool:
-        """Whether tokens are counted: `take` must get them."""
+        """True if tokens are counted, so that they must go through `take`."""
         return self._limited is not None
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Take in tokens. Returns False if they break the grammar."""
+        """Consume tokens. Returns False if they violate the grammar."""
         for token_id in token_ids:
             if not self.matcher.consume_token(token_id):
                 return False
@@ -110,7 +116,7 @@ class _Constraint:
             elif limited.opening.is_accepting():
                 self._limited = limited._replace(opening=None)
         elif not limited.during.consume_token(token_id) or limited.during.is_accepting():
-            self._limited = None  # what is limited has ended, or has not begun
+            self._limited = None  # the limited part has ended, or never began
         elif max_tokens:
             self._limited = limited._replace(max_tokens=max_tokens)
         else:
@@ -118,11 +124,13 @@ class _Constraint:
 
 
 class Matchers:
-    """The matchers of one engine. One thread owns it, the engine's."""
+    """The matchers of one engine, used by the engine's thread only."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Iterable[int] = ()):
-        """`load_tokenizer` is called once, in a thread, when it is first needed. `vocab_size` is the width of the
-        logits. A text that is complete may end with one of `eos_token_ids` or of the tokenizer's own.
+        """Create an empty set of matchers.
+
+        `load_tokenizer` is called once, in a thread, when it is first needed. `vocab_size` is the width of the logits.
+        A complete text may end with one of `eos_token_ids` or of the tokenizer's own.
         """
         self._load_tokenizer = load_tokenizer
         self._num_words = -(-vocab_size // 32)
@@ -141,7 +149,7 @@ class Matchers:
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests whose grammar is still being compiled."""
         return sum(len(entry.requests) for entry in self._compiling)
 
     def warm_up(self) -> None:
@@ -150,7 +158,7 @@ class Matchers:
             self._tokenizer = self._large.submit(self._make_tokenizer)
 
     def start(self, requests: Sequence[EngineRequest]) -> None:
-        """Begin to compile the grammar of a group of requests, which is the same for all of them."""
+        """Begin to compile the grammar of sibling requests, which must all have the same one."""
         self.warm_up()
         text = requests[0].grammar
         assert text
@@ -168,9 +176,9 @@ class Matchers:
     def take_compiled(
         self, *, wait: bool
     ) -> tuple[list[list[EngineRequest]], list[tuple[list[EngineRequest], JaxserveError]]]:
-        """Groups whose grammar is there, and groups whose grammar cannot be had, with the reason.
+        """Return the sibling requests whose grammar is ready, and those whose grammar failed, with the reason.
 
-        With `wait`, sleeps a moment if there are none.
+        With `wait`, wait a moment for the first to become ready.
         """
         if wait and self._compiling:
             futures = [entry.matchers for entry in self._compiling]
@@ -195,7 +203,7 @@ class Matchers:
         return ready, failed
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Drop requests that have ended, whether they wait for their grammar or follow it. Others are ignored."""
+        """Drop requests that have ended, during compilation or later. Unknown ids are ignored."""
         for request_id in request_ids:
             self._constraints.pop(request_id, None)
         self._compiling = [
@@ -207,11 +215,11 @@ class Matchers:
     def masks(
         self, requests: Sequence[Request], pending: Mapping[str, Sequence[int]]
     ) -> tuple[UInt32[np.ndarray, "R W"], dict[Request, str]]:
-        """What may come next for each of these requests (token i, if bit i % 32 of word i // 32 is set), and those that
-        cannot go on, with the reason.
+        """Return the mask of allowed tokens per request (token i: bit i % 32 of word i // 32), and the failed requests
+        with reasons.
 
-        `pending` are the tokens that have been drawn for a request but are not in its `token_ids` yet. Rows of
-        requests that these have ended, or that cannot go on, hold anything.
+        `pending` are tokens that have been drawn for a request but are not in its `token_ids` yet. Rows of requests
+        that these tokens end, or that have failed, are undefined.
         """
         words = llguidance.numpy.allocate_token_bitmask(len(requests), self._vocab_size)
         wanted = []
@@ -235,7 +243,9 @@ class Matchers:
     def _feed(
         self, requests: Sequence[Request], pending: Mapping[str, Sequence[int]]
     ) -> list[tuple[Request, _Constraint, bool | None]]:
-        """Let the matchers take in what they have not seen. False: it breaks the grammar; None: it ends the request."""
+        """Let the matchers consume new tokens. The flag is False if they violate the grammar, None if they end the
+        request.
+        """
         fed: list[tuple[Request, _Constraint, bool | None]] = []
         steps: list[tuple[LLMatcher, int]] = []
         places: list[int] = []
@@ -246,7 +256,8 @@ class Matchers:
             is_followed = True
             if news and news[-1] in request.request.stop_token_ids:
                 is_followed = None
-            elif len(news) == 1 and not constraint.is_limited:  # nearly always: all of these at once, on all cores
+            # the usual case: these are consumed together, on all cores
+            elif len(news) == 1 and not constraint.is_limited:
                 constraint.num_seen += 1
                 places.append(len(fed))
                 steps.append((constraint.matcher, news[0]))
@@ -260,12 +271,12 @@ class Matchers:
         return fed
 
     def close(self) -> None:
-        """Let the threads end; nothing is compiled any more."""
+        """Shut the threads down; nothing is compiled any more."""
         for pool in (self._small, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _narrow(self, mask: UInt32[np.ndarray, " W"], constraint: _Constraint, *, ignores_eos: bool) -> None:
-        """What else the request wishes, as far as the grammar leaves a choice."""
+        """Apply the request's other restrictions, unless they would leave no token."""
         for kept in (~self._eos_mask if ignores_eos else None, constraint.allowed):
             if kept is not None and np.any(mask & kept):
                 mask &= kept
@@ -298,7 +309,9 @@ class Matchers:
     def _make_matchers(
         self, grammar: "concurrent.futures.Future[_Grammar]", text: str, num_matchers: int
     ) -> list[_Matching]:
-        """One for each request. Runs behind the job that `grammar` is of, so that it never waits for a free thread."""
+        """Make a matcher per request. Runs in the same thread as the job behind `grammar`, after it, so it never blocks
+        the pool.
+        """
         matching, seconds = grammar.result()
         if seconds > COPY_SECONDS:
             return [matching.copy() for _ in range(num_matchers)]
@@ -325,7 +338,7 @@ def _first_line(matcher: LLMatcher) -> str:
 
 
 def refusal(reason: str) -> InvalidRequest:
-    """What a caller is told whose grammar cannot be followed, or not any further."""
+    """Return the error for a grammar that cannot be followed, or not any further."""
     return InvalidRequest(f"structured_outputs: {reason}", param="structured_outputs", code="unsupported_grammar")
 
 

@@ -1,8 +1,8 @@
-"""Numbers of a JSON schema as the grammar engine can hold them: it computes with doubles, and with 64-bit integers.
+"""Numbers of a JSON schema as the grammar engine represents them: doubles and 64-bit integers.
 
-A value that doubles round (`const`, `enum`) is refused, and so is a bound beyond 64 bits. Any other bound that a double
-cannot hold is moved inside, to the next one that can be held: some values at the very edge cannot be written then, and
-nothing that is written breaks the schema.
+A value that a double would round (`const`, `enum`) is refused, and so is a bound beyond 64 bits. Any other bound that a
+double cannot represent is moved inwards to the next one that it can: some values at the very edge cannot be generated
+then, but nothing that is generated violates the schema.
 """
 
 import math
@@ -11,18 +11,18 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-_EXACT = 2**53  # integers up to here are doubles, and so are their neighbours
+_EXACT = 2**53  # integers up to here, and their neighbours, are exact doubles
 _LIMIT = 2**63
 _MAX_UNSIGNED = 2**32 - 1
-_MAX_REMAINDERS = 200_000  # two seconds
+_MAX_REMAINDERS = 200_000  # takes two seconds
 _MAX_INTEGER = 10**7
 
 
 class Literal(float):
-    """A number with a fraction or an exponent, as it was written."""
+    """A number with a fraction or an exponent that keeps its source text."""
 
     def __new__(cls, text: str) -> "Literal":
-        """Raises ValueError for a number that no double comes near."""
+        """Parse a number. Raises ValueError if it is beyond the range of doubles."""
         number = super().__new__(cls, text)
         if math.isinf(number):
             raise ValueError(f"the number {text[:40]} is too large")
@@ -33,17 +33,17 @@ class Literal(float):
 
 
 def exact(number: float) -> Decimal:
-    """The value of a number of a schema, whatever a double makes of it."""
+    """Return the exact value of a number of a schema, without rounding to a double."""
     return Decimal(number.text if isinstance(number, Literal) else repr(number))
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a schema is a number of JSON."""
+    """Return true if a value of a schema is a JSON number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def inexact(value: Any) -> float | None:
-    """The first number in the value of a `const` or `enum` that would become another one, None if there is none."""
+    """Return the first number in a `const` or `enum` value that would be rounded to another one, or None."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -57,7 +57,7 @@ def inexact(value: Any) -> float | None:
 
 
 def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
-    """Replace the bounds of a schema by such as can be held; `is_integer`: only integers are bounded.
+    """Replace the bounds of a schema by representable ones; with `is_integer`, only integers are bounded.
 
     Raises ValueError, naming the keyword.
     """
@@ -66,7 +66,7 @@ def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
         ("maximum", "exclusiveMaximum", False),
     ):
         bound, strict = schema.get(keyword), schema.get(exclusive)
-        if isinstance(strict, bool):  # as drafts up to 4 have it
+        if isinstance(strict, bool):  # as in drafts up to 4
             del schema[exclusive]
             if strict and is_number(bound):
                 schema[exclusive] = strict = schema.pop(keyword)
@@ -82,11 +82,13 @@ def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
 
 
 def multiple_of(number: float) -> Fraction:
-    """The value of `multipleOf`. Raises ValueError unless it can be held, as an integer over a power of ten, and the
-    grammar engine can divide by it, in 32 bits.
+    """Return the value of `multipleOf`.
+
+    Raises ValueError unless it is exactly an integer over a power of ten, and the grammar engine can divide by it in 32
+    bits.
     """
     coefficient, exponent = float(min(abs(number), _LIMIT)), 0
-    while coefficient % 1:  # by the grammar engine's own steps, which round as these do
+    while coefficient % 1:  # the grammar engine's own steps, which round in the same way
         coefficient *= 10
         exponent += 1
     value = abs(Fraction(exact(number)))
@@ -98,7 +100,7 @@ def multiple_of(number: float) -> Fraction:
 
 
 def can_be_combined(multiples: Iterable[Fraction]) -> bool:
-    """Whether the grammar engine, which does not look for overflows, can combine these values of `multipleOf`."""
+    """Return true if the grammar engine, which does not check for overflow, can combine these `multipleOf` values."""
     numbers = list(multiples)
     if len(numbers) < 2:
         return True
@@ -111,8 +113,10 @@ def can_be_combined(multiples: Iterable[Fraction]) -> bool:
 
 
 def _can_divide(coefficient: int, scale: int) -> bool:
-    """Whether a division digit by digit stays within 32 bits: a remainder times ten, and a digit. Where all digits are
-    those of integers, the grammar engine looks at all remainders, but those that a factor of ten rules out.
+    """Return true if digit-by-digit division stays within 32 bits: a remainder times ten, plus a digit.
+
+    For integers the grammar engine examines all remainders, except those that a factor of ten rules out, so their
+    number is limited too.
     """
     num_remainders = coefficient
     while scale == 1 and num_remainders and num_remainders % 10 == 0:
@@ -132,8 +136,10 @@ def _is_held(number: float) -> bool:
 
 
 def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_integer: bool) -> float:
-    """The double next to a bound, within it. Where numbers with a fraction are allowed, the shortest decimal that
-    stands for the double is what the grammar engine compares with, so that this must be within the bound as well.
+    """Return the nearest double within a bound.
+
+    If fractions are allowed, the grammar engine compares with the double's shortest decimal, so this must be within the
+    bound as well.
     """
     limit = exact(bound)
     if abs(limit) > _LIMIT:
@@ -156,6 +162,6 @@ def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_i
 
 
 def show(number: float) -> str:
-    """A number for a message, as it was written, unless it is very long."""
+    """Format a number for a message, as it was written unless it is very long."""
     text = number.text if isinstance(number, Literal) else repr(number)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,11 +1,10 @@
-"""Grammars of strangers are compiled in processes that may die: a crash there costs its own request and no other.
+"""Compile untrusted grammars in processes that may crash: a crash there fails only the request that caused it.
 
-What has passed is compiled again by the engine, from the same text, with the same limits and twice the stack. So a
-grammar that crashes the compiler never gets there. Results are kept, so that a grammar that was seen before costs
-nothing.
+The engine compiles what has passed again, from the same text, with the same limits and twice the stack, so that a
+grammar that crashes the compiler never reaches it. Results are cached, so that a known grammar costs nothing.
 
-Small grammars, which take milliseconds, never wait behind large ones: one process takes nothing else, and what keeps it
-busy for longer than SMALL_SECONDS begins anew in the other.
+Small grammars, which take milliseconds, never wait behind large ones: one process takes nothing else, and a grammar
+that keeps it busy for longer than SMALL_SECONDS is started again in the other.
 """
 
 import collections
@@ -32,12 +31,12 @@ from jaxserve.structured.grammar import JsonOptions, schema_text
 from jaxserve.structured.wire import AnswerJob, ArgumentsJob, Broken, Job, Made, Refused, Result
 
 JOB_SECONDS = 10.0
-"""The longest that a grammar may take; the worst that the other limits let pass takes half of it."""
+"""Maximum seconds for a grammar; the worst that the other limits allow takes half of it."""
 
 SMALL_BYTES = 32 * 1024
 SMALL_SECONDS = 1.0
 MAX_QUEUED = 64
-"""Grammars that wait for each process; one more is refused."""
+"""Maximum number of grammars queued per process; further ones are refused."""
 
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 16 * 2**20
@@ -47,16 +46,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Ticket(NamedTuple):
-    key: bytes  # the job as it is sent
+    key: bytes  # the encoded job
     param: str
     future: "concurrent.futures.Future[str]"
 
 
 class GrammarPool:
-    """Makes grammar texts in two processes of its own. Every method may be called from any thread."""
+    """Makes grammar texts in two processes of its own. Every method is thread-safe."""
 
     def __init__(self) -> None:
-        """Processes start with the first job, or with `start`."""
+        """Create the pool. Its processes start with the first job, or with `start`."""
         self._cache = _Cache()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -65,7 +64,7 @@ class GrammarPool:
 
     def start(self) -> None:
         """Start the processes, so that the first grammar need not wait for them."""
-        if os.getpid() != self._pid:  # where the lock may be held for ever, and nobody feeds the processes
+        if os.getpid() != self._pid:  # after a fork the lock may be held forever, and no thread feeds the processes
             raise EngineDead("this process is a copy, made by os.fork, of the one whose grammars these are")
         with self._lock:
             if self._lanes is None:
@@ -75,10 +74,11 @@ class GrammarPool:
                 self._finalizer = weakref.finalize(self, _close, self._lanes)
 
     def answer(self, wish: StructuredOutputs, *, is_closed: bool = True) -> "concurrent.futures.Future[str]":
-        """The grammar text of a wish, as `make_grammar` makes it.
+        """Return a future of the constraint's grammar text, see `make_grammar`.
 
-        The result is InvalidRequest, naming the field, for a wish that cannot be followed, also because it takes too
-        much time or memory; QueueFull if too many wait. Cancelling it takes it out of the queue.
+        The future's exception is InvalidRequest, naming the field, for a constraint that cannot be followed or takes
+        too much time or memory. Raises QueueFull if too many jobs are queued. Cancelling the future removes the job
+        from the queue.
         """
         if wish.json is not None and not isinstance(wish.json, str):
             wish = msgspec.structs.replace(wish, json=schema_text(wish.json, "structured_outputs.json"))
@@ -90,13 +90,17 @@ class GrammarPool:
     def arguments(
         self, schemas: Sequence[tuple[str, Any]], *, options: JsonOptions
     ) -> "concurrent.futures.Future[str]":
-        """The schemas of calls' arguments as a list in JSON, as `arguments_schema` makes each; otherwise like `answer`.
-        Each comes with the name of the field that it is from.
+        """Return a future of the schemas of calls' arguments as a JSON list, each as made by `arguments_schema`;
+        otherwise like `answer`.
+
+        Each schema comes with the name of its field.
         """
         return self._submit(ArgumentsJob([(param, schema_text(schema, param)) for param, schema in schemas], options))
 
     def close(self) -> None:
-        """End the processes. What waits fails; a later job starts them again. A forked copy does nothing."""
+        """End the processes. Queued jobs fail; a later job starts the processes again. Does nothing in a forked
+        copy.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -124,7 +128,7 @@ class GrammarPool:
 
 
 class _Cache:
-    """Results of the grammars that were asked for last."""
+    """Results of the most recently used grammars."""
 
     def __init__(self) -> None:
         self._results: collections.OrderedDict[bytes, Made | Refused] = collections.OrderedDict()
@@ -149,10 +153,12 @@ class _Cache:
 
 
 class _Lane:
-    """One process with its queue, and the thread that feeds it."""
+    """One process, its queue, and the thread that feeds it."""
 
     def __init__(self, cache: _Cache, *, seconds: float, on_late: Callable[[_Ticket], bool] | None):
-        """A job that takes longer than `seconds` is ended; `on_late` may take it on, or else it is refused."""
+        """Start the process. A job that takes longer than `seconds` is ended; `on_late` may take it over, or else it is
+        refused.
+        """
         self._cache = cache
         self._seconds = seconds
         self._on_late = on_late
@@ -165,7 +171,7 @@ class _Lane:
         self._thread.start()
 
     def put(self, ticket: _Ticket) -> bool:
-        """Queue a job. False: there is no room."""
+        """Queue a job. Returns false if the queue is full or closed."""
         with self._condition:
             if self._is_closed or len(self._queue) >= MAX_QUEUED:
                 return False
@@ -174,7 +180,7 @@ class _Lane:
             return True
 
     def close(self) -> None:
-        """End the process, and with an error all that waits for it. In a process that was forked off, do nothing."""
+        """End the process and fail all queued jobs. Does nothing in a forked copy."""
         if os.getpid() != self._pid:
             return
         with self._condition:
@@ -186,7 +192,7 @@ class _Lane:
             if ticket.future.set_running_or_notify_cancel():
                 ticket.future.set_exception(JaxserveError("the pool of grammars has been closed"))
         self._process.end()
-        if self._thread is not threading.current_thread():  # which collects garbage now and then
+        if self._thread is not threading.current_thread():  # close may run in it, when it collects garbage
             self._thread.join()
         self._process.end()  # one that the thread has started meanwhile
 
@@ -200,7 +206,7 @@ class _Lane:
                 ticket = self._queue.popleft()
             if ticket.future.cancelled():
                 continue
-            result = self._cache.get(ticket.key)  # another one may have asked for the same
+            result = self._cache.get(ticket.key)  # an equal job may have finished meanwhile
             if result is None:
                 try:
                     result = self._process.ask(ticket.key, self._seconds)
@@ -236,13 +242,13 @@ class _Died(Exception):
 
 
 class _Process:
-    """A running `child`. It takes a moment until it is ready, in which jobs can be sent already."""
+    """A running `child`. Jobs can be sent to it before it is ready."""
 
     def __init__(self) -> None:
         self._popen = self._start()
 
     def ask(self, job: bytes, seconds: float) -> Result:
-        """Send a job, and wait for its result. Raises _Late or _Died."""
+        """Send a job and wait for its result. Raises _Late or _Died."""
         popen = self._popen
         assert popen.stdin is not None
         assert popen.stdout is not None
@@ -265,7 +271,7 @@ class _Process:
         popen.wait()
         for pipe in (popen.stdin, popen.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it has not read is for nobody
+                with contextlib.suppress(BrokenPipeError):  # unread input no longer matters
                     pipe.close()
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""JSON schemas as the grammar engine can follow them, or a refusal that names the keyword and where it stands.
+"""Rewrite JSON schemas so that the grammar engine can follow them, or refuse them, naming the keyword and its path.
 
-A schema is rewritten, never loosened: what satisfies the rewritten one satisfies the one that was given. Formats that
-JSON Schema does not define are annotations by its own rules, and are dropped.
+A schema is never loosened: what satisfies the rewritten one satisfies the original. Formats that JSON Schema does not
+define are annotations by its own rules, and are dropped.
 """
 
 import json
@@ -20,10 +20,10 @@ _FOLLOWED_FORMATS = frozenset(
 _STANDARD_FORMATS = frozenset(
     ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer")
 ) | {"relative-json-pointer", "regex"}
-"""Formats that JSON Schema defines and that no grammar is at hand for."""
+"""Formats that JSON Schema defines, but for which there is no grammar."""
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
-# Keywords that a grammar cannot follow, with the first draft that has them: in an earlier one they mean nothing.
+# Keywords that a grammar cannot follow, with the first draft that defines them; earlier drafts ignore them.
 _UNSUPPORTED = {
     "not": "draft-04",
     "uniqueItems": "draft-04",
@@ -48,25 +48,25 @@ WITHOUT_MEANING = frozenset(
 ) | {"$defs", "definitions", "$schema", "$id", "$anchor", "nullable", "discriminator", "example"}
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains")
 _ENDLESS = 2**31
-"""Items or characters that no answer has."""
+"""A number of items or characters that no answer reaches."""
 
 
 class Unfollowable(ValueError):
-    """A schema that no grammar can be made of. The message names the keyword, and where it stands."""
+    """A schema that cannot be turned into a grammar. The message names the keyword and its path."""
 
 
 class _Node(NamedTuple):
     schema: Any
     path: str
     is_shared: bool
-    """Whether something else may apply to the same values: then nothing that it leaves open may be closed."""
+    """True if another schema may apply to the same values, so that this one must not be closed."""
 
 
 def followable(text: str, *, is_closed: bool) -> Any:
-    """The schema with this text as the grammar engine can follow it.
+    """Parse a schema and rewrite it so that the grammar engine can follow it.
 
-    With `is_closed`, objects have no other properties than those that their schema names, where it names some, does not
-    speak of others, and stands alone. Raises Unfollowable.
+    With `is_closed`, objects have only the properties that their schema names, if it names some, does not mention
+    others, and stands alone. Raises Unfollowable.
     """
     try:
         root = json.loads(text, parse_float=numbers.Literal, parse_constant=_refuse_constant)
@@ -81,13 +81,13 @@ def followable(text: str, *, is_closed: bool) -> Any:
 
 
 def describes_object(schema: Any) -> bool:
-    """Whether a schema allows nothing but objects, as its own `type` or that of what it refers to says."""
+    """Return true if a schema allows only objects, by its own `type` or that of the schema it refers to."""
     target = follow(schema, lambda reference: find(schema, reference))
     return isinstance(target, dict) and types(target) == {"object"}
 
 
 class _Rewriter:
-    """Goes through all schemas that a document's root reaches, and rewrites each where it stands."""
+    """Visits all schemas reachable from a document's root, and rewrites each in place."""
 
     def __init__(self, root: dict[str, Any], *, is_closed: bool):
         self._root = root
@@ -98,7 +98,7 @@ class _Rewriter:
         version = root.get("$schema")
         found = [draft for draft in _DRAFTS if isinstance(version, str) and draft in version]
         self._draft = _DRAFTS.index(found[0] if found else _DRAFTS[-1])
-        # References count from the innermost `$id`, by rules of their own.
+        # With a nested `$id`, references are resolved relative to it, by rules of their own.
         self._has_plain_paths = not any(
             "$id" in schema for schema in objects(root) if schema is not root and isinstance(schema.get("$id"), str)
         )
@@ -169,10 +169,10 @@ class _Rewriter:
         ):
             items = [("anyOf" if name == "oneOf" else name, value) for name, value in schema.items()]
             schema.clear()
-            schema.update(items)  # the order of keywords is that of properties
+            schema.update(items)  # keeps the order of keywords, which is that of properties
 
     def _inner(self, node: _Node) -> Iterator[_Node]:
-        """The schemas that a schema applies, or a reference of it names."""
+        """Yield the schemas that a schema applies or refers to."""
         schema, path = node.schema, node.path
         in_place = [keyword for keyword in _IN_PLACE if keyword in schema]
         stands_alone = len(in_place) <= 1 and (not in_place or schema.keys() - WITHOUT_MEANING <= {*in_place})
@@ -185,7 +185,7 @@ class _Rewriter:
             target = self._find(reference) if self._has_plain_paths else None
             if target is not None:
                 yield _Node(target, reference, is_shared)
-            else:  # by an anchor or the like: whatever is in the document may be meant
+            else:  # an anchor or the like: it may name any object in the document
                 self._is_closed = False
                 for found in objects(self._root):
                     _check_values(found, "#")
@@ -213,11 +213,11 @@ class _Rewriter:
 
 
 _MAX_COMPARED = 64
-"""Branches of a `oneOf` that are compared with each other, each with each."""
+"""Maximum branches of a `oneOf` that are compared pairwise."""
 
 
 def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
-    """Remove keywords that cannot be followed where their values ask for nothing, and rewrite what has another form."""
+    """Remove unsupported keywords whose values have no effect, and normalize others."""
     for keyword in _SIZES:
         value = schema.get(keyword)
         if isinstance(value, float) and value.is_integer():
@@ -241,7 +241,7 @@ def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
         "dependentRequired": lambda value: value == {},
         "dependentSchemas": lambda value: value == {},
         "dependencies": lambda value: value == {},
-        "$dynamicAnchor": lambda _: True,  # means something to a $dynamicRef only
+        "$dynamicAnchor": lambda _: True,  # only has meaning for a $dynamicRef
         "$recursiveAnchor": lambda _: True,
     }
     for keyword, says_nothing in empty.items():
@@ -252,20 +252,20 @@ def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
 
 
 def _rewrite_unevaluated(schema: dict[str, Any], keyword: str, additional: str, *, beside: tuple[str, ...]) -> None:
-    """Where nothing but the schema's own properties or items are evaluated, the rest are the additional ones."""
+    """Replace `unevaluated...` by `additional...` if only the schema's own properties or items are evaluated."""
     if keyword not in schema:
         return
     if schema[keyword] is True or schema[keyword] == {}:
         del schema[keyword]
         if additional == "additionalProperties":
-            schema.setdefault(additional, True)  # it has been spoken of
+            schema.setdefault(additional, True)  # marks the object as not to be closed
     elif not any(name in schema for name in (*_IN_PLACE, *beside)):
         rest = schema.pop(keyword)
         schema.setdefault(additional, rest)
 
 
 def _rewrite_not(schema: dict[str, Any]) -> None:
-    """Rewrite `not` of types, or of values beside an `enum` or a `const`, as what is left. Others are left alone."""
+    """Rewrite `not` of types, or of values next to an `enum`, as what is left. Leave any other `not` unchanged."""
     excluded = schema.get("not")
     if excluded is True or excluded == {}:
         raise Unfollowable("nothing satisfies 'not' of everything")
@@ -282,7 +282,7 @@ def _rewrite_not(schema: dict[str, Any]) -> None:
             or not names
             or ("integer" in names and "number" not in names and "number" in allowed)
         ):
-            return  # numbers that are no integers are no type
+            return  # "numbers that are not integers" is not a type
         left = allowed - names - ({"integer"} if "number" in names else set())
         if not left:
             raise Unfollowable("nothing satisfies 'not' of the only type that is allowed")
@@ -327,7 +327,7 @@ def _check_values(schema: dict[str, Any], path: str) -> None:
 
 
 def _check_bounds(found: dict[str, Any]) -> None:
-    """Raises Unfollowable where an object, be it a schema or not, has a bound that would have to be moved."""
+    """Raise Unfollowable if an object, which may or may not be a schema, has a bound that would have to be moved."""
     moved = dict(found)
     try:
         numbers.move_bounds_inside(moved, is_integer=False)
@@ -345,7 +345,7 @@ def _is_at_most_one(limit: Any) -> bool:
 
 
 def find(root: Any, reference: str) -> Any:
-    """What the pointer of a reference names in the document, None if there is no such thing or it is no pointer."""
+    """Return what a reference's JSON pointer names in the document, or None if nothing or if it is not a pointer."""
     if not re.fullmatch(r"#(/.*)?", reference, re.DOTALL):
         return None
     found = root
@@ -361,7 +361,7 @@ def find(root: Any, reference: str) -> Any:
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a JSON value."""
+    """Yield all objects within a JSON value."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

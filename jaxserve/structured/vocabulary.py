@@ -1,4 +1,4 @@
-"""The model's tokens as the grammar engine sees them: bytes that may stand in a text, and tokens that are no text."""
+"""The model's tokens as the grammar engine sees them: bytes of text, and special tokens that are no text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +9,10 @@ from jaxserve.tokenizer import Tokenizer
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
-    """The first `vocab_size` tokens, of which `eos_token_ids` and the tokenizer's own may end a text.
+    """Make llguidance's tokenizer from the first `vocab_size` tokens; `eos_token_ids` and the tokenizer's own may end a
+    text.
 
-    Takes seconds for a large vocabulary. Raises InvalidRequest when no token ends a text.
+    Takes seconds for a large vocabulary. Raises InvalidRequest if no token ends a text.
     """
     all_eos = dict.fromkeys((*tokenizer.eos_token_ids, *eos_token_ids))
     eos = [token_id for token_id in all_eos if token_id < vocab_size]
@@ -23,10 +24,10 @@ def grammar_tokenizer(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: I
 
 
 class _Vocabulary:
-    """What `TokenizerWrapper` asks for. Called with a text, it gives the tokens that the model would write it with.
+    """The object that `TokenizerWrapper` wraps. Calling it encodes a text into the tokens the model would use.
 
-    llguidance relies on these where only one text can follow, and its own reader of tokenizer.json is wrong there: it
-    takes added tokens for special ones, and encodes a text such as "<think>" as a token that it does not let pass.
+    llguidance relies on this where only one text can follow. Its own reader of tokenizer.json gets it wrong: it treats
+    added tokens as special ones, and encodes a text such as "<think>" as a token that it does not allow.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]):
@@ -43,10 +44,10 @@ class _Vocabulary:
         token_ids = self._tokenizer.encode_plain(text.decode(errors="replace"))
         if all(i < len(self.tokens) for i in token_ids) and b"".join(self.tokens[i] for i in token_ids) == text:
             return token_ids
-        return self._greedy(text)  # sentencepiece puts a space before a text
+        return self._greedy(text)  # e.g. sentencepiece, which puts a space before a text
 
     def _greedy(self, text: bytes) -> list[int]:
-        """The longest token first; bytes that no token has are left out."""
+        """Encode greedily, the longest token first; bytes that no token has are dropped."""
         token_ids, position = [], 0
         while position < len(text):
             for length in range(min(self._max_length, len(text) - position), 0, -1):

@@ -1,4 +1,4 @@
-"""What goes to the processes that check grammars, and what comes back, as msgpack."""
+"""The msgpack messages to and from the processes that check grammars."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from jaxserve.structured.grammar import JsonOptions
 
 
 class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
-    """Make the grammar text of a wish."""
+    """Make the grammar text of a constraint."""
 
     wish: StructuredOutputs
     is_closed: bool
@@ -15,14 +15,14 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class ArgumentsJob(msgspec.Struct, frozen=True, tag="arguments"):
-    """Make the schemas of calls' arguments from the parameters of tools: names of fields, and texts of schemas."""
+    """Make the schemas of calls' arguments from the parameters of tools, given as field names and schema texts."""
 
     schemas: list[tuple[str, str]]
     options: JsonOptions
 
     @property
     def param(self) -> str:
-        """The field to blame where it cannot be told which."""
+        """The field to blame if it is not known which one is at fault."""
         return self.schemas[0][0] if len(self.schemas) == 1 else "tools"
 
 
@@ -30,13 +30,13 @@ Job = AnswerJob | ArgumentsJob
 
 
 class Made(msgspec.Struct, frozen=True, tag="made"):
-    """The grammar text, or a list of schemas as JSON."""
+    """A result: the grammar text, or a list of schemas as JSON."""
 
     text: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The caller's fault: an InvalidRequest."""
+    """An error of the caller, to become an InvalidRequest."""
 
     message: str
     param: str
@@ -44,7 +44,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """Our own fault, with its traceback."""
+    """An error of our own, with its traceback."""
 
     traceback: str
 
