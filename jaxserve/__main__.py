@@ -1,10 +1,12 @@
-"""The command `jaxserve`, which is `python -m jaxserve` too: quiet when interrupted, from its first imports on."""
+"""The command `jaxserve`, also `python -m jaxserve`: exits without a traceback when interrupted, even while
+importing.
+"""
 
 import sys
 
 
 def main() -> int:
-    """Run the command of the command line. Returns its exit code: that of `cli.main`, or 130 (Ctrl-C)."""
+    """Run the command line's command. Returns its exit code: that of `cli.main`, or 130 (Ctrl-C)."""
     try:
         from jaxserve import interrupts
 

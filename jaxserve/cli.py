@@ -1,6 +1,6 @@
-"""The `jaxserve` command: where a run begins. Flags come from the config dataclasses, errors end as one line.
+"""The `jaxserve` command line. Flags come from the config dataclasses; errors are printed as one line.
 
-Nothing heavy is imported before a command needs it, so that `--help` and a mistyped flag answer at once.
+Heavy modules are imported only when a command needs them, so that `--help` and a mistyped flag answer at once.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _SAMPLING_HELP = {
         "skip_special_tokens": "leave special tokens out of the text",
     },
 }
-"""Fields of SamplingParams that are flags, by group. `seed` is the engine's flag, which serves for both."""
+"""Fields of SamplingParams that are flags, by section of the help. `seed` is the engine's flag and serves for both."""
 
 _ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 _SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
@@ -63,13 +63,13 @@ _BATCH_FIELDS = [
     "log_level",
     "log_format",
 ]
-"""Options of the server that change what a file of requests gets."""
+"""Server options that affect the answers to a file of requests."""
 _MAX_NUM_WAITING = 4096  # more than one HTTP request may bring
-_GENERATE_TOKENS = 256  # at a prompt, the API's 16 would look like a fault
+_GENERATE_TOKENS = 256  # the API's default of 16 would look like a bug at a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 (an error, told in one line), 2 (usage) or 130 (Ctrl-C)."""
+    """Run one command. Returns its exit code: 0, 1 (an error, printed as one line), 2 (usage) or 130 (Ctrl-C)."""
     try:
         with interrupts.of_command():
             return _run(argv)
@@ -91,7 +91,7 @@ def _run(argv: Sequence[str] | None) -> int:
         logs.flush()
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `jaxserve generate ... | head`: whoever read has seen enough
+    except BrokenPipeError:  # `jaxserve generate ... | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -209,7 +209,7 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
         if "max_tokens" in texts:
             texts["max_tokens"] = max_tokens_help
         add_sampling_flags(parser, group, texts)
-    add_config_flags(parser, EngineConfig, defaults={"warmup": False})  # few of the shapes will be needed
+    add_config_flags(parser, EngineConfig, defaults={"warmup": False})  # few of the shapes will be used
     levels = ("debug", "info", "warning", "error")
     parser.add_flag(
         "logging", "--log-level", choices=levels, default="warning", help="what is logged; default: warning"
@@ -255,7 +255,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU has nothing to do, and may be in use
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
     from jaxserve import overview
 
     if args.model is None:
@@ -311,7 +311,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts or ["-"]]
     with _open(args, max_tokens=_GENERATE_TOKENS) as (llm, params):
         if len(prompts) == 1 and params.n == 1:
-            deltas = llm.stream(prompts[0], params)  # a prompt that is refused is not printed
+            deltas = llm.stream(prompts[0], params)  # raises for a refused prompt before it is printed
             print(prompts[0], end="", flush=True)
             completion = _print_stream(deltas)
             _print_logprobs(completion)
@@ -337,9 +337,10 @@ def _chat(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """The model and the sampling parameters of the command line; mistakes in these show before the model is loaded.
+    """Open the model and the sampling parameters of the command line; invalid ones are reported before the model is
+    loaded.
 
-    `max_tokens` is for a model that recommends none.
+    `max_tokens` is the default for a model that recommends none.
     """
     sampling = given(args, SamplingParams.__struct_fields__)
     fallback: dict[str, Any] = {"max_tokens": max_tokens}
@@ -351,7 +352,7 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
 
 
 def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:
-    """Print the text of a stream as it comes, end the line, and return all of it."""
+    """Print the text of a stream as it arrives, end the line, and return the whole completion."""
     logprobs: list[dict[int, Logprob]] = []
     whole = CompletionOutput(index=0, token_ids=[], logprobs=logprobs)
     for delta in deltas:
@@ -365,7 +366,7 @@ def _print_stream(deltas: Iterator[RequestOutput]) -> CompletionOutput:
 
 
 def _print_logprobs(completion: CompletionOutput) -> None:
-    """A line a token: itself, and the most likely ones, each with its log probability and rank."""
+    """Print one line per token: the token and the most likely ones, each with its log probability and rank."""
 
     def show(candidate: Logprob) -> str:
         return f"{candidate.decoded_token!r} {candidate.logprob:.4f} #{candidate.rank}"
@@ -376,7 +377,7 @@ def _print_logprobs(completion: CompletionOutput) -> None:
 
 
 def _read_line() -> str | None:
-    """The user's next line, without its end; None when there is no more. Only a person gets a prompt."""
+    """Read the user's next line, without its end; None at the end of the input. Prompts only on a terminal."""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
             return input("> ")

@@ -1,6 +1,6 @@
 """Every option of the engine and the server: frozen dataclasses, validated once, no jax.
 
-A field is its command-line flag too (`max_num_seqs` is `--max-num-seqs`): its `help` and `group` stand in its metadata.
+A field is also a command-line flag (`max_num_seqs` is `--max-num-seqs`), with `help` and `group` in its metadata.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
 MAX_COUNT = 2**31 - 1
-"""Limit of what devices count in int32."""
+"""Limit of counts that devices hold as int32."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
 
@@ -36,14 +36,16 @@ ReasoningParser = Literal[
 
 
 def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias: str | None = None) -> Any:
-    """A field that is a flag: `is_size` takes bytes with a suffix (4GiB), `alias` is the name vLLM has for the same."""
+    """Declare a field that is also a flag. `is_size` accepts a suffix (4GiB); `alias` is vLLM's name for the same
+    option.
+    """
     metadata = {"group": group, "help": text, "is_size": is_size, "alias": alias}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """One engine. None means: chosen from the model or the device at start-up, and logged."""
+    """The options of one engine. None means: chosen from the model or the device at start-up, and logged."""
 
     model: str = _option(
         "",
@@ -139,7 +141,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side of `jaxserve serve`."""
+    """The options of the HTTP side of `jaxserve serve`."""
 
     host: str = _option("127.0.0.1", "server", "address to listen on")
     port: int = _option(8000, "server", "port to listen on; 0 takes a free one")
@@ -245,7 +247,7 @@ _SERVER_RULES = rules(ServerConfig)
 
 
 def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rule]) -> None:
-    """Replace what a caller has given by plain values, paths by texts. Raises ConfigError, naming the field."""
+    """Convert the given values to plain ones, and paths to str. Raises ConfigError, naming the field."""
     for name, rule in rules.items():
         value = getattr(config, name)
         object.__setattr__(
@@ -254,7 +256,7 @@ def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rul
 
 
 def convert_option(name: str, value: object, rule: Rule) -> Any:
-    """Return the value of an option as plain Python data. Raises ConfigError, which names it."""
+    """Return the value of an option as plain Python data. Raises ConfigError, naming the option."""
     try:
         return convert(name, value, rule)
     except InvalidRequest as error:

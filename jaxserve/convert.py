@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a model into a store that loads without conversion (`loading.orbax_store`)."""
+"""`jaxserve convert`: write a model as a store, which loads without conversion (`loading.orbax_store`)."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ from jaxserve.tokenizer import Tokenizer
 
 WEIGHT_FILES = ("*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLED_SUFFIXES))
 _LARGEST_COPIED = 64 * 2**20
-"""Bytes of a tokenizer file; what is larger is no part of a model but its weights."""
+"""Maximum bytes of a file that is copied to the store; larger files next to the weights are not tokenizer files."""
 
 
 def convert(
@@ -36,12 +36,13 @@ def convert(
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    """Write the store `destination` from the model `source`, by any name that `serve` takes.
+    """Write the store `destination` from the model `source`, given by any name that `serve` takes.
 
-    "auto" keeps its dtype, and makes bfloat16 of what a GGUF file has quantized; its tokenizer is written as JSON. The
-    host holds one weight at a time; `quantization` rounds matrices as `serve` does when it loads. Raises StartupError:
-    CheckpointError if the source cannot be read or there is something at the destination already, which `force`
-    replaces if it is a store.
+    dtype "auto" keeps the model's dtype, and dequantizes a GGUF file to bfloat16; the tokenizer of a GGUF file is
+    written as JSON. The host holds one weight at a time. `quantization` rounds matrices as `serve` does when it loads.
+
+    Raises StartupError: CheckpointError if the source cannot be read or the destination exists, unless it is a store
+    and `force` is set, which replaces it.
     """
     check_destination(destination, force=force)
     path = pathlib.Path(resolve_model(source, revision=revision, progress=progress))
@@ -69,7 +70,7 @@ def convert(
 
 
 def _origin(source: str, path: pathlib.Path) -> str:
-    """The name of the directory or file; of a model of the hub its id with the commit."""
+    """Return the name of the directory or file, or the id and commit of a model of the hub."""
     on_hub = None if pathlib.Path(source).expanduser().exists() else parse_name(source)
     if on_hub is None:
         return path.resolve().name
@@ -78,7 +79,7 @@ def _origin(source: str, path: pathlib.Path) -> str:
 
 
 def _digests(path: pathlib.Path) -> dict[str, str]:
-    """SHA-256 of each file of weights, as the hub shows it."""
+    """Return the SHA-256 of each file of weights, as the hub shows it."""
     digests = {}
     for weights in GGUFFile(path).paths if path.is_file() else sorted(path.glob("*.safetensors")):
         with weights.open("rb") as file:
@@ -87,7 +88,9 @@ def _digests(path: pathlib.Path) -> dict[str, str]:
 
 
 def _tokenizer_files(path: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
-    """The tokenizer of a GGUF file as Hugging Face's files in `folder`, and what ends a generation."""
+    """Write the tokenizer of a GGUF file as Hugging Face's files in `folder`, with its EOS tokens; return their
+    paths.
+    """
     tokenizer = Tokenizer.load(path)
     tokenizer.save(folder)
     eos = {"eos_token_id": list(tokenizer.eos_token_ids)}
@@ -96,14 +99,16 @@ def _tokenizer_files(path: pathlib.Path, folder: pathlib.Path) -> list[pathlib.P
 
 
 def _companions(directory: pathlib.Path) -> list[pathlib.Path]:
-    """What belongs to a model besides weights and config.json: tokenizer, chat template, generation config, license."""
+    """Return the files of a model besides weights and config.json: tokenizer, chat template, generation config,
+    license.
+    """
     weights = {path for pattern in WEIGHT_FILES for path in directory.glob(pattern)}
     return [
         path
         for path in sorted(directory.iterdir())
         if path.is_file()
         and path not in weights
-        and path.name not in ("config.json", *FILES)  # what these say of the source's weights is not true any more
+        and path.name not in ("config.json", *FILES)  # they describe the weights of the source
         and not path.name.endswith(".index.json")
         and path.stat().st_size <= _LARGEST_COPIED
     ]

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: what sizes pools of threads and worker processes."""
+"""The number of CPUs that this process may use, for sizing pools of threads and worker processes."""
 
 import math
 import os
@@ -6,7 +6,9 @@ import pathlib
 
 
 def num_usable_cpus() -> int:
-    """CPUs of the process's affinity mask or, where that is less, of its cgroups' quota (rounded up). At least 1."""
+    """Return the CPUs of the process's affinity mask, or of its cgroups' quota (rounded up) if that is less. At least
+    1.
+    """
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(num_cpus, cgroup_cpus())))
 
@@ -14,10 +16,10 @@ def num_usable_cpus() -> int:
 def cgroup_cpus(
     membership: pathlib.Path = pathlib.Path("/proc/self/cgroup"), root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
 ) -> float:
-    """CPU seconds a second that the process's cgroups (v1 or v2) allow it, `math.inf` without a quota.
+    """Return the CPU seconds per second that the process's cgroups (v1 or v2) allow it, `math.inf` without a quota.
 
-    The least of the cgroup's own quota and those of the groups around it. In a container, groups above its own may be
-    out of sight: they do not count.
+    The result is the minimum over the cgroup and its ancestors. In a container, ancestors that are not visible do not
+    count.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,20 +1,20 @@
 """Every exception that jaxserve raises on purpose.
 
     JaxserveError
-    ├── InvalidRequest        the caller's fault: names the parameter; HTTP 400
+    ├── InvalidRequest        the caller's error: names the parameter; HTTP 400
     │   ├── ContextLengthExceeded   prompt + max_tokens over the context length; 400
-    │   ├── NotFound                names something that is not here; 404
+    │   ├── NotFound                names something that does not exist here; 404
     │   │   └── ModelNotFound           an unknown model name
-    │   ├── UnsupportedMediaType    a body that is not called JSON; 415
-    │   └── CapacityExceeded        could never fit into the KV cache of this engine; 400
+    │   ├── UnsupportedMediaType    the body is not declared as JSON; 415
+    │   └── CapacityExceeded        can never fit into the KV cache of this engine; 400
     ├── Unavailable           try again later; HTTP 503
     │   ├── QueueFull               the waiting queue is at its limit; 429 with Retry-After
     │   ├── Draining                the server is shutting down; 503
     │   └── EngineDead              the engine loop has died; 503
     ├── RequestFailed         the engine could not finish one request (NaN guard); HTTP 500
-    │   └── RequestTimeout          it took longer than a request may; 504
+    │   └── RequestTimeout          it took longer than the server allows; 504
     └── StartupError          nothing can be served; the CLI prints it as one line and exits 1
-        ├── ConfigError             an engine option that cannot hold
+        ├── ConfigError             an invalid engine option
         ├── CheckpointError         a model directory that cannot be read
         └── OutOfMemory             weights or KV cache do not fit the device
 
@@ -46,7 +46,7 @@ class InvalidRequest(JaxserveError, ValueError):
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and requested output are longer than the model's context.
 
-    Clients tell this error by the phrases "maximum context length" and `context_length_exceeded` in its text.
+    Clients recognize this error by the phrases "maximum context length" and `context_length_exceeded` in its text.
     """
 
     @classmethod
@@ -62,7 +62,7 @@ class CapacityExceeded(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """The request names something that is not here."""
+    """The request names something that does not exist here."""
 
     status = 404
     type = "not_found_error"
@@ -73,13 +73,13 @@ class ModelNotFound(NotFound):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body of the request is not of a kind that can be read."""
+    """The body of the request has a media type that is not supported."""
 
     status = 415
 
 
 class Unavailable(JaxserveError):
-    """The request is fine, the engine cannot take it now."""
+    """The request is valid, but cannot be taken now."""
 
     status = 503
     type = "service_unavailable_error"
@@ -99,7 +99,7 @@ class QueueFull(Unavailable):
 
 
 class Draining(Unavailable):
-    """The server finishes what it has and takes nothing new."""
+    """The server is finishing its running requests and takes no new ones."""
 
 
 class EngineDead(Unavailable):
@@ -120,15 +120,15 @@ class RequestTimeout(RequestFailed):
 
 
 class StartupError(JaxserveError):
-    """Nothing can be served. The message is one line for a person."""
+    """The server or engine cannot start. The message is one line for a person."""
 
 
 class ConfigError(StartupError):
-    """An engine option, or a combination of them, that cannot hold."""
+    """An engine option, or a combination of options, that is invalid."""
 
 
 class CheckpointError(StartupError):
-    """A model directory that is missing, incomplete or of an unknown kind."""
+    """A model directory that is missing, incomplete or of an unknown format."""
 
 
 class OutOfMemory(StartupError):

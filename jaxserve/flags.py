@@ -1,6 +1,7 @@
-"""Dataclass and struct fields as command-line flags, and parsed flags back as objects. Used by `cli` and `bench`.
+"""Turn dataclass and struct fields into command-line flags, and parsed flags back into objects. Used by `cli` and
+`bench`.
 
-A flag that is not given leaves no trace in the namespace, so that the defaults stand in one place: the field.
+A flag that is not given is absent from the namespace, so that defaults have one source: the field.
 """
 
 import argparse
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
 
     def add_flag(self, group: str, *names: str, **options: Any) -> None:
-        """`add_argument` into the group of that title, which is made when it is first named."""
+        """Call `add_argument` on the group with this title, which is created when it is first named."""
         if group not in self.groups:
             self.groups[group] = []
             self._containers[group] = self.add_argument_group(group)
@@ -62,9 +63,9 @@ class _Help(argparse.Action):
 def add_config_flags(
     parser: Parser, config: type[Any], *, defaults: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
 ) -> None:
-    """A flag for each field of a config dataclass, in the groups of their metadata.
+    """Add a flag for each field of a config dataclass, to the groups in their metadata.
 
-    `defaults` are values that this command has instead of the field's own. `only` names the fields; None: all.
+    `defaults` are values that this command uses instead of the field's own. `only` names the fields; None means all.
     """
     defaults = defaults or {}
     parser.set_defaults(**defaults)
@@ -83,7 +84,7 @@ def add_config_flags(
 
 
 def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> None:
-    """A flag for each field of SamplingParams that `texts` has the help of."""
+    """Add a flag for each field of SamplingParams named in `texts`, which maps it to its help."""
     fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
     hints = typing.get_type_hints(SamplingParams)
     for name, text in texts.items():
@@ -92,14 +93,14 @@ def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> 
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The flags among `names` that stand on the command line, with their values."""
+    """Return the flags among `names` that were given on the command line, with their values."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4096", "512MiB" or "1.5GiB"; suffixes are powers of 1024, their "i" and "B" optional.
+    """Parse a size such as "4096", "512MiB" or "1.5GiB" into bytes.
 
-    Raises argparse.ArgumentTypeError for anything else.
+    Suffixes are powers of 1024, with optional "i" and "B". Raises argparse.ArgumentTypeError for anything else.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -126,7 +127,9 @@ def _size_options() -> dict[str, Any]:
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """What `add_argument` needs to parse a value of this type. Sequences are flags that may be repeated."""
+    """Return the `add_argument` options that parse a value of this type. Sequences become flags that may be
+    repeated.
+    """
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     alternatives = [hint]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

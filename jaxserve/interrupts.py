@@ -1,7 +1,7 @@
-"""What Ctrl-C does from the beginning of a program to its end, with threads inside XLA too, which nothing stops.
+"""Ctrl-C from the beginning of a program to its end, even while threads inside XLA run, which nothing can stop.
 
-A process must not end below such threads: it would crash. So the first Ctrl-C raises KeyboardInterrupt, and who hears
-it waits for them; the next one ends the process at once, by the signal. No jax, and next to no imports.
+A process that exits while such threads run would crash. So the first Ctrl-C raises KeyboardInterrupt, whose handler
+waits for them; the next one ends the process at once, by the signal. No jax, and next to no imports.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGINT
-"""Of an interrupted command, as shells have it."""
+"""Exit code of an interrupted command, as shells report it."""
 
 
 class _Once:
-    """A handler that raises KeyboardInterrupt, and leaves the next signal to the system."""
+    """A handler that raises KeyboardInterrupt and restores the default action for the next signal."""
 
     is_called = False
 
@@ -29,7 +29,7 @@ class _Once:
 
 @contextlib.contextmanager
 def exiting_at_once() -> Iterator[None]:
-    """Around the imports of a command: Ctrl-C ends the process without a word. An exception could get lost in them."""
+    """Make Ctrl-C exit at once and silently. For the imports of a command, in which an exception could get lost."""
     if not _is_pythons():
         yield
         return
@@ -40,7 +40,7 @@ def exiting_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_command() -> Iterator[None]:
-    """Around a command: Ctrl-C raises KeyboardInterrupt, and from then on another one kills until the process ends."""
+    """Make Ctrl-C raise KeyboardInterrupt, and a second one kill the process, while a command runs."""
     if not _is_pythons():
         yield
         return
@@ -51,15 +51,15 @@ def of_command() -> Iterator[None]:
 
 @contextlib.contextmanager
 def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
-    """Around what waits for threads inside XLA, in whatever program: a second Ctrl-C meanwhile ends the process; so
-    does the first one if this is done on account of another, or `is_last` that the program does.
+    """Make Ctrl-C end the process while a program waits for threads inside XLA, if it is the second Ctrl-C.
 
-    An interrupt that was lost is raised at the end: no exception comes out of a callback of the collector. Handlers
-    that a program has set stay, and Python's own too in a session (`python -i`, IPython, Jupyter), whose user would
-    lose more than time: there each Ctrl-C raises KeyboardInterrupt.
+    The first one already does if the wait was caused by an interrupt or is the program's last act (`is_last`). An
+    interrupt that got lost meanwhile, because no exception leaves a callback of the garbage collector, is raised at the
+    end. Handlers that a program has set are kept, and so is Python's own in an interactive session (`python -i`,
+    IPython, Jupyter), whose user would lose more than time: there each Ctrl-C raises KeyboardInterrupt.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Once) and _is_main_thread():  # a command's
+    if isinstance(handler, _Once) and _is_main_thread():  # the handler of a command
         yield
     elif not _is_pythons() or hasattr(sys, "ps1"):
         yield
@@ -76,7 +76,7 @@ def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
 
 
 def _is_pythons() -> bool:
-    """Whether the handler is Python's, and this thread may set another. In the background of a script none is."""
+    """Return true if the handler is Python's own and this thread may replace it. False in a script's background job."""
     return _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -85,5 +85,5 @@ def _is_main_thread() -> bool:
 
 
 def _is_interrupted() -> bool:
-    """Whether this runs because of a KeyboardInterrupt: in an except, a finally or an __exit__."""
+    """Return true if this runs because of a KeyboardInterrupt: in an except, a finally or an __exit__."""
     return isinstance(sys.exception(), KeyboardInterrupt)

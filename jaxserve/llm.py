@@ -1,7 +1,7 @@
 """LLM and generate: the Python API, for scripts and notebooks. The engine runs in a thread of this process.
 
-Everything waits in the calling thread, so it works the same with an event loop running (Jupyter) and from several
-threads at once. jax is imported when an engine starts.
+All calls block the calling thread, so they work the same with an event loop running (Jupyter) and from several threads
+at once. jax is imported when an engine starts.
 """
 
 import contextlib
@@ -48,10 +48,10 @@ class LLM:
                 print(output.prompt, output.outputs[0].text)
 
     Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them. `model=""` is the built-in model.
-    `mesh` places the model on a device mesh of your own instead of `tensor_parallel_size` devices. The engine holds
-    the device until `close`, the end of a `with`, or the end of this object.
+    `mesh` puts the model on a device mesh of your own instead of `tensor_parallel_size` devices. The engine holds the
+    device until `close`, the end of a `with`, or the end of this object.
 
-    With the same `seed` and the same calls, texts are the same; parallel calls from several threads are not ordered.
+    The same `seed` and the same calls give the same texts; parallel calls from several threads have no fixed order.
     """
 
     @names_options("LLM")
@@ -124,7 +124,7 @@ class LLM:
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "LLM":
-        """An LLM on an engine that runs already; closing the LLM closes the engine."""
+        """Return an LLM on an engine that runs already; closing the LLM closes the engine."""
         llm = cls.__new__(cls)
         llm._attach(frontend)
         return llm
@@ -145,12 +145,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or many, all together; results are in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}. `sampling_params` are for all prompts,
-        or one for each; None takes the model's defaults and 16 tokens. A max_tokens that the context has no room for
-        is cut to what it holds. Interrupting the call aborts what runs.
+        A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}. `sampling_params` apply to all prompts,
+        or there is one per prompt; None uses the model's defaults and 16 tokens. A max_tokens beyond the context is
+        reduced to what fits. Interrupting the call aborts its requests.
 
         A prompt that the engine could not finish has finish_reason "error" and is logged; the others are complete.
-        Raises InvalidRequest (nothing has run then) and EngineDead.
+        Raises InvalidRequest (before anything runs) and EngineDead.
         """
         return self._run(self._prepare(as_prompt_list(prompts), sampling_params), use_tqdm=use_tqdm)
 
@@ -166,7 +166,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """`generate` the next message of one conversation or of many, through the model's chat template."""
+        """Run `generate` for the next message of one conversation or of many, through the model's chat template."""
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise InvalidRequest(
                 f"messages must be a list of dicts, or of such lists, got {messages!r:.100}", param="messages"
@@ -187,10 +187,10 @@ class LLM:
         return self._run(self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt; yields what is new as it comes. Closing the iterator aborts.
+        """Continue one prompt; yield new output as it arrives. Closing the iterator aborts the request.
 
-        Raises InvalidRequest at once, but where a grammar becomes too complex; this, RequestFailed and EngineDead come
-        while iterating.
+        Raises InvalidRequest at once, except for a grammar that becomes too complex; this, RequestFailed and EngineDead
+        are raised while iterating.
         """
         return self._stream(self._prepare([prompt], sampling_params)[0])
 
@@ -205,7 +205,7 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """`stream` the next message of a conversation."""
+        """Run `stream` for the next message of a conversation."""
         prompt = self._render(
             messages,
             tools=tools,
@@ -225,10 +225,10 @@ class LLM:
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """A vector for each prompt, from the hidden states after the final norm; prompts are as in `generate`.
+        """Return a vector for each prompt, from the hidden states after the final norm; prompts are as in `generate`.
 
-        `pooling` takes the last token's or the mean over all tokens. `dimensions` keeps the first entries only;
-        `normalize` gives vectors of length 1. Raises InvalidRequest (nothing has run then), RequestFailed, EngineDead.
+        `pooling` takes the last token's state or the mean over all tokens. `dimensions` keeps only the first entries;
+        `normalize` scales vectors to length 1. Raises InvalidRequest (before anything runs), RequestFailed, EngineDead.
         """
         pooling = convert("pooling", pooling, _POOLING)
         dimensions = check_dimensions(
@@ -262,11 +262,11 @@ class LLM:
     def sampling_params(
         self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """The given fields, else those that the model's authors recommend, else `fallback`, as SamplingParams."""
+        """Make SamplingParams of the given fields, else those that the model's authors recommend, else `fallback`."""
         return self._frontend.sampling_params(given, fallback=fallback)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._frontend.tokenizer
 
     @property
@@ -275,11 +275,11 @@ class LLM:
         return self._client.info
 
     def stats(self) -> EngineStats:
-        """What the engine holds and has done: blocks, prefix hits, preemptions, steps."""
+        """Return the engine's gauges and counters: blocks, prefix hits, preemptions, steps."""
         return self._client.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prompts. Returns whether it could be done: not while a request runs."""
+        """Drop cached prefixes. Returns false, and does nothing, while a request runs."""
         return self._client.reset_prefix_cache()
 
     def close(self) -> None:
@@ -371,8 +371,8 @@ class LLM:
         use_tqdm = convert("use_tqdm", use_tqdm, _FLAG)
         if not groups:
             return []
-        self.stats()  # raises in a forked child, before the bar waits for a lock that nobody there gives back
-        # closing: a traceback that someone keeps (Jupyter does) would keep the generator, and its requests, alive.
+        self.stats()  # raises in a forked child, before the progress bar waits for a lock that no thread there releases
+        # closing: a traceback that is kept (as in Jupyter) would keep the generator, and its requests, alive.
         with (
             Progress(len(groups), is_shown=use_tqdm) as progress,
             contextlib.closing(self._frontend.generate(groups)) as events,
@@ -394,13 +394,13 @@ class LLM:
 
 
 def _close(client: EngineClient) -> None:
-    """At the end of an LLM that nobody has closed: a KeyboardInterrupt would get lost here."""
+    """Close the engine of an LLM that was not closed; a KeyboardInterrupt raised here would get lost."""
     with while_waiting_for_threads(is_last=True):
         client.close()
 
 
 def _check_mesh(mesh: object) -> None:
-    """Raises ConfigError for what is no mesh, or one without devices."""
+    """Raise ConfigError for an object that is not a mesh, or a mesh without devices."""
     if mesh is None:
         return
     from jax.sharding import Mesh
@@ -410,7 +410,7 @@ def _check_mesh(mesh: object) -> None:
 
 
 def _check_mappings(param: str, values: object) -> None:
-    """Raises InvalidRequest for what is no sequence of mappings."""
+    """Raise InvalidRequest for anything but a sequence of mappings."""
     if not isinstance(values, Sequence) or not all(isinstance(value, Mapping) for value in values):
         raise InvalidRequest(f"{param} must be a list of dicts, got {values!r:.100}", param=param)
 
@@ -425,7 +425,7 @@ class _DefaultLLMs:
     def get(self, model: str) -> LLM:
         with self._lock:
             if model not in self._llms:
-                self._llms[model] = LLM(model, warmup=False)  # few of the shapes will be needed
+                self._llms[model] = LLM(model, warmup=False)  # few of the shapes will be used
             return self._llms[model]
 
 
@@ -446,13 +446,13 @@ def generate(
     """Continue a prompt, or a list of them: print(generate("Once upon a time", max_tokens=50)).
 
     `sampling` are fields of SamplingParams. `model` is a model directory or a built-in model's name, by default the
-    built-in one. The first call for a model starts its engine, which compiles the steps that it needs as it meets them
-    and is kept for later calls until the program ends; use `LLM` to choose its options, or to close it.
+    built-in one. The first call for a model starts its engine, which compiles steps as they are first needed and is
+    kept for later calls until the program ends; use `LLM` to set its options, or to close it.
 
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
     InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
     """
-    SamplingParams(**sampling)  # before an engine is started
+    SamplingParams(**sampling)  # checks them before an engine is started
     llm = _default_llms.get(model or "")
     is_single = isinstance(prompts, str)
     outputs = llm.generate(prompts, llm.sampling_params(sampling), use_tqdm=not is_single)

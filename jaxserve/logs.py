@@ -1,6 +1,6 @@
-"""How log lines look, in every process of a command: text for people, or one JSON object a line for collectors.
+"""The format of log lines in every process of a command: text for people, or one JSON object per line for collectors.
 
-A server's processes write them in a thread of their own, so that nothing else waits for whoever reads them.
+A server's processes write them in a thread of their own, so that a slow reader of the log delays nothing else.
 """
 
 import json
@@ -14,20 +14,20 @@ from typing import Any, Literal, override
 Format = Literal["text", "json"]
 
 FIELDS = "fields"
-"""Name of the `extra` with which a record carries a dict of its own fields; in text they are part of the message."""
+"""Name of the `extra` that holds a dict of a record's own fields; as text they are part of the message."""
 
 
 MAX_HELD_BYTES = 4 * 2**20
-"""Of lines that wait to be written, some 30,000; more are dropped, and counted."""
+"""Limit of the bytes waiting to be written, some 30,000 lines; lines beyond it are dropped and counted."""
 
 FLUSH_SECONDS = 1.0
-"""For what waits at the end of the process."""
+"""How long `flush` waits for pending lines, e.g. at the end of the process."""
 
 
 def configure(level: str, form: Format = "text", *, in_background: bool = False) -> None:
-    """Log to standard error from now on: ours from `level` on, that of others from warning on.
+    """Log to standard error from now on: this package's messages from `level` on, others from warning on.
 
-    `in_background` is for processes that must go on when nobody reads what they write, or it cannot be written.
+    `in_background` is for processes that must go on even if their log is not read or cannot be written.
     """
     handler = _Background() if in_background else _StandardError()
     handler.setFormatter(
@@ -39,13 +39,13 @@ def configure(level: str, form: Format = "text", *, in_background: bool = False)
 
 
 def flush() -> None:
-    """Wait until what has been logged is written, before something else is: not for ever."""
+    """Wait until pending lines are written, at most FLUSH_SECONDS."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to what `sys.stderr` is at the time: who captures it (a test, a notebook) puts another in its place."""
+    """A handler that looks `sys.stderr` up for each line: whoever captures it (a test, a notebook) replaces it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -57,7 +57,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 class _Background(logging.Handler):
-    """Hands lines to a thread that writes them, as many as it can."""
+    """A handler whose lines are written by a thread. Lines that do not fit into the buffer are dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,15 +65,15 @@ class _Background(logging.Handler):
         self._num_held_bytes = 0
         self._num_dropped = 0
         self._is_writing = False
-        self._changed = threading.Condition()  # of the four above
+        self._changed = threading.Condition()  # guards the four above
         threading.Thread(target=self._write_on, name="logs", daemon=True).start()
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record: it is written soon, or dropped."""
+        """Buffer a record to be written soon, or drop it."""
         try:
             line = f"{self.format(record)}\n".encode(errors="backslashreplace")
-        except Exception:  # of the arguments' own methods; as logging has it for every handler
+        except Exception:  # raised by the arguments' own methods; handled as in every logging handler
             self.handleError(record)
             return
         with self._changed:
@@ -86,12 +86,12 @@ class _Background(logging.Handler):
 
     @override
     def flush(self) -> None:
-        """Wait until all is written, for FLUSH_SECONDS."""
+        """Wait until all lines are written, at most FLUSH_SECONDS."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held and not self._is_writing, timeout=FLUSH_SECONDS)
 
     def _write_on(self) -> None:
-        num_lost = 0  # what was dropped, and not said so
+        num_lost = 0  # dropped lines not yet reported
         while True:
             with self._changed:
                 self._is_writing = False
@@ -105,7 +105,7 @@ class _Background(logging.Handler):
                     _write(self._dropped_line(num_lost))
                 num_lost = 0
                 _write(b"".join(lines))
-            except OSError:  # nobody will ever read it, or the disk is full: it has become known, or will
+            except OSError:  # the reader is gone or the disk is full: the lines count as dropped
                 num_lost += len(lines)
 
     def _dropped_line(self, number: int) -> bytes:
@@ -115,18 +115,18 @@ class _Background(logging.Handler):
 
 
 def _write(data: bytes) -> None:
-    """Write to standard error: past its buffer, whose lock nobody could take from a thread that waits for a reader."""
+    """Write to standard error, bypassing its buffer, whose lock a blocked writer could hold forever."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(2, rest) :]
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC), level, logger, message, the record's own fields, and the traceback if there is one."""
+    """Formats time (UTC), level, logger, message, the record's own fields, and the traceback if there is one."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Format the record as one line."""
         created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{created}.{record.msecs:03.0f}Z",

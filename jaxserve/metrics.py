@@ -1,8 +1,8 @@
-"""What GET /metrics shows: the names and help of every metric. Behind their prefix, names are vLLM's where it has one.
+"""The metrics of GET /metrics, with their names and help. After the prefix, names are vLLM's where it has the metric.
 
-The server observes each sequence while it streams (`SequenceTimer`); what the engine counts is read from its latest
-snapshot at scrape time, so that a scrape never waits for a step. Where several processes serve one engine, each has the
-numbers it counts in a file of its own, and any of them shows the sums: a process that dies takes nothing with it.
+The server observes each sequence while it streams (`SequenceTimer`); the engine's counts are read from its latest
+snapshot at scrape time, so that a scrape never waits for a step. If several processes serve one engine, each keeps the
+numbers it counts in a file of its own, and any of them reports the sums, so that a process that dies loses no counts.
 """
 
 import array
@@ -33,7 +33,7 @@ type Family = type[CounterMetricFamily | GaugeMetricFamily]
 
 if TYPE_CHECKING:
     Cells = memoryview[float]
-else:  # it cannot be subscripted before Python 3.14
+else:  # not subscriptable before Python 3.14
     Cells = memoryview
 
 # name -> (field of EngineStats, help)
@@ -80,9 +80,9 @@ PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
 class EngineHistogram(NamedTuple):
-    """A histogram that the engine keeps: the fields of EngineStats that have it, and what it shows.
+    """A histogram kept by the engine: the fields of EngineStats that hold it, its help and its bounds.
 
-    `counts` has a number for each bucket, the last of which has no bound; none at all before the first value.
+    The field `counts` holds one number per bucket, the last without a bound; it is empty before the first value.
     """
 
     counts: str
@@ -105,7 +105,7 @@ _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
 
-# What the server counts itself. name -> help
+# Counters of the server itself: name -> help
 SERVER_COUNTERS: Mapping[str, str] = {
     "prompt_tokens_total": "Prompt tokens of requests.",
     "generation_tokens_total": "Generated tokens.",
@@ -138,7 +138,7 @@ SUCCESS_HELP = "Sequences that came to an end, by why they did."
 
 
 class Counter:
-    """A number that grows: one cell."""
+    """A monotonic counter, stored in one cell."""
 
     __slots__ = ("_cells", "_index")
 
@@ -147,12 +147,12 @@ class Counter:
         self._index = index
 
     def inc(self, count: float = 1.0) -> None:
-        """Add to it."""
+        """Add `count` to the counter."""
         self._cells[self._index] += count
 
 
 class Histogram:
-    """A cell for each bucket, the last of them without a bound, then one with the sum of all values."""
+    """A histogram: one cell per bucket, the last without a bound, then one with the sum of all values."""
 
     __slots__ = ("_bounds", "_cells", "_first")
 
@@ -162,19 +162,19 @@ class Histogram:
         self._bounds = bounds
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value `count` times."""
         cells, first, bounds = self._cells, self._first, self._bounds
         cells[first + bisect.bisect_left(bounds, value)] += count
         cells[first + len(bounds) + 1] += value * count
 
 
 class Metrics(Collector):
-    """Every metric of one server. `model` is the label `model_name` of all of them. One thread counts.
+    """Every metric of one server. One thread counts.
 
-    `stats` returns the engine's latest snapshot, an object with the attributes of EngineStats, without waiting.
-    `cache_config` are the labels of `cache_config_info`. `names` is the prefix of all names; what reads vLLM's metrics
-    also wants to know which of several engines one is of, so that they have the label `engine` then. `file` holds the
-    numbers that are counted here; others like it, `<same stem>-*`, belong to the other processes.
+    `model` is the value of the label `model_name` of all metrics. `stats` returns the engine's latest snapshot, an
+    object with the attributes of EngineStats, without blocking. `cache_config` are the labels of `cache_config_info`.
+    `names` is the prefix of all names; with vLLM's, metrics also get the label `engine`, which its dashboards expect.
+    `file` holds the numbers that are counted here; its siblings, `<same stem>-*`, belong to the other processes.
     """
 
     def __init__(
@@ -230,15 +230,15 @@ class Metrics(Collector):
         self._cells[self._first[reason]] += 1.0
 
     def render(self) -> bytes:
-        """The text exposition of all metrics."""
+        """Return the text exposition of all metrics."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not call the engine."""
+        """Return nothing: registering must not call the engine."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, those of the engine as of its latest snapshot."""
+        """Yield all metrics, those of the engine as of its latest snapshot."""
         yield from self._collect_engine()
         cells = self._sums()
         for name, text in SERVER_COUNTERS.items():
@@ -255,7 +255,7 @@ class Metrics(Collector):
             return self._cells.tolist()
         stem = self._file.name.rpartition("-")[0]
         contents = [file.read_bytes() for file in self._file.parent.glob(f"{stem}-*")]
-        tables = [array.array("d", content) for content in contents if content]  # empty: it is just being made
+        tables = [array.array("d", content) for content in contents if content]  # empty while it is being created
         return [sum(column) for column in zip(*tables, strict=True)]
 
     def _collect_engine(self) -> Iterator[Metric]:
@@ -281,7 +281,7 @@ class Metrics(Collector):
         return family
 
     def _split(self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A metric with a value for each value of a label of its own."""
+        """Make a metric with one value per value of the label `label`."""
         family = kind(self._prefix + name, text, labels=(*self._labels, label))
         for key, value in values.items():
             family.add_metric((*self._labels.values(), key), value)
@@ -298,10 +298,10 @@ class Metrics(Collector):
 
 
 def _cells(count: int, file: pathlib.Path | None) -> Cells:
-    """`count` float64 numbers, in a file that keeps them when the process ends, if one is given. They start at 0.
+    """Return `count` float64 cells, initially 0; if a file is given, in this file, which outlives the process.
 
-    Raises OSError, now and not when they are first counted: a file with holes that the disk has no room for would be
-    the end of the process then (SIGBUS).
+    Raises OSError now rather than when counting: writing to a sparse file on a full disk would end the process
+    (SIGBUS).
     """
     size = count * 8
     if file is None:
@@ -316,7 +316,7 @@ def _cells(count: int, file: pathlib.Path | None) -> Cells:
 
 
 class SequenceTimer:
-    """Observes one sequence, from its `arrival` to its end. `now` and it are seconds of the monotonic clock."""
+    """Observes one sequence, from its `arrival` to its end. `arrival` and `now` are seconds of the monotonic clock."""
 
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "is_finished", "num_tokens", "start")
 
@@ -324,14 +324,14 @@ class SequenceTimer:
         self.is_finished = False
         self.num_tokens = 0
         self.start: float | None = None
-        """When its prompt's first step began."""
+        """Time at which the first step of its prompt began."""
         self._metrics = metrics
         self._arrival = arrival
         self._first: float | None = None
         self._last = arrival
 
     def tokens(self, count: int, *, now: float) -> None:
-        """`count` new tokens have arrived."""
+        """Observe `count` new tokens."""
         metrics = self._metrics
         if self._first is None:
             self._first = now
@@ -345,7 +345,7 @@ class SequenceTimer:
         metrics.generation_tokens.inc(count)
 
     def finish(self, reason: str, *, now: float) -> None:
-        """The sequence has ended, with this finish_reason."""
+        """Observe the end of the sequence, with this finish_reason."""
         self.is_finished = True
         metrics = self._metrics
         metrics.finished(reason)

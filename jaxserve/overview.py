@@ -1,4 +1,4 @@
-"""`jaxserve models`: the table of families, what a model needs, and what memory has room for. No device is touched."""
+"""`jaxserve models`: the table of families, what a model needs, and what fits into memory. No device is touched."""
 
 import collections
 import dataclasses
@@ -25,8 +25,8 @@ from jaxserve.scheduling.block_needs import BlockNeeds
 
 HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
 
-# What a field of a family's Config says about the family: column, words. Fields of every family are left out. What all
-# checkpoints of a family have and no field tells stands in its module's FEATURES.
+# How a field of a family's Config appears in the table: column, word. Fields that every family has are left out.
+# Features that all checkpoints of a family have, without a field, are listed in its module's FEATURES.
 FEATURES = {
     "num_kv_heads": (HEADS, "grouped"),
     "latent_heads": (HEADS, "latent"),
@@ -48,16 +48,16 @@ FEATURES = {
     "swiglu_limit": (OTHER, "clamped SwiGLU"),
 }
 MAX_CHUNK = 8192
-"""Tokens that a step on a GPU computes at most, unless told otherwise: while it does, they are in every window."""
+"""Default token budget of a step on a GPU. All tokens of a step's chunk are in every window while it runs."""
 
 MAX_ROWS = 256
-"""Requests that run at once on a GPU, unless told otherwise."""
+"""Default number of requests that run at once on a GPU."""
 
 _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: "as declared", OTHER: "-"}
 
 
 def families() -> list[dict[str, str]]:
-    """A row a family: its `model_type`, the checkpoints it is for, and what its config can say."""
+    """Return a row per family: its `model_type`, the checkpoints that it serves, and the features of its config."""
     return [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
 
 
@@ -74,32 +74,32 @@ def _features(family: ModuleType) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one model is and needs. Bytes are of each of the devices that share it."""
+    """Sizes and memory needs of one model. Bytes are per device."""
 
     model_type: str
     layers: str
     positions: str
     is_tied: bool
     num_parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     num_devices: int
     weight_bytes: dict[str, int]
-    """By dtype."""
+    """Bytes of the weights, by dtype."""
     dtype: str
     block_size: int
-    """Tokens of a block: windows take whole ones."""
+    """Tokens per block: windows are rounded up to whole blocks."""
     kv_bytes_per_token: dict[int | None, int]
-    """By window, None for the layers without one: what a token takes in all of these layers as long as it is in it."""
+    """Bytes per token in all layers with the same window (None: without one), while the token is in it."""
     context: int
-    """Tokens that the model was made for."""
+    """The model's context length in tokens."""
     kv_memory: int
-    """What weights in `dtype` leave for KV; negative if they do not fit."""
+    """Bytes that weights in `dtype` leave for KV; negative if they do not fit."""
     max_context: int
-    """Longest request that fits alone, at most `context`; 0 if the weights do not fit."""
+    """Length of the longest request that fits alone, at most `context`; 0 if the weights do not fit."""
     max_batch: int
-    """Requests of `context` tokens that fit together."""
+    """Number of requests of `context` tokens that fit together."""
     paths: tuple[str, ...]
-    """How the layers of each kind of step run on an H100 or H200, and why not faster."""
+    """How the layers of each kind of step run on an H100 or H200, and the reasons against faster paths."""
 
 
 def needs(
@@ -111,13 +111,13 @@ def needs(
     tensor_parallel_size: int = 1,
     block_size: int = EngineConfig().block_size,
 ) -> Needs:
-    """What a model, by any name that `serve` takes, needs of `memory` bytes a device for its weights and KV.
+    """Return what a model, given by any name that `serve` takes, needs of `memory` bytes per device for weights and KV.
 
-    "auto" is the checkpoint's own dtype. Temporaries of a step are not counted. Of a model of the hub its config is
-    enough, of its GGUF files the whole is downloaded. Raises CheckpointError, and ConfigError for a number of devices
-    over which the model cannot be split.
+    dtype "auto" is the checkpoint's own. Temporaries of a step are not counted. Of a model of the hub only the config
+    is downloaded, except for GGUF files, which are downloaded whole. Raises CheckpointError, and ConfigError for a
+    number of devices over which the model cannot be split.
     """
-    EngineConfig(tensor_parallel_size=tensor_parallel_size)  # checks it
+    EngineConfig(tensor_parallel_size=tensor_parallel_size)  # validates it
     mesh = AbstractMesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Explicit,))
     path = resolve_model(model, revision=revision, with_weights=False)
     fields = load_config(path)
@@ -174,7 +174,7 @@ def _paths(fields: dict[str, Any], *, dtype: str, block_size: int, context: int,
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
-    """How many layers keep what, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
+    """Describe what the layers keep, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
     windows = collections.Counter(spec.sliding_window for spec in kv_specs)
     spans = [
         f"{count} full" if window is None else f"{count} with a window of {window}" for window, count in windows.items()
@@ -187,7 +187,7 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
 
 
 def _positions(config: Any) -> str:
-    """What a family's Config says of positions, such as "rope: base 10000, 8 dimensions of a head"."""
+    """Describe the position encoding of a family's Config, such as "rope: base 10000, 8 dimensions of a head"."""
 
     def describe(rope: Rope) -> str:
         scaling = "" if rope.scaling is None else f", {type(rope.scaling).__name__.removesuffix('Scaling')} scaling"
@@ -202,14 +202,14 @@ def _positions(config: Any) -> str:
 
 
 def families_text() -> str:
-    """The table of families."""
+    """Format the table of families."""
     rows = [["model_type", HEADS, WINDOWS, POSITIONS, HEAD, OTHER, "serves"]]
     rows += [[row[name] for name in rows[0]] for row in families()]
     return _aligned(rows)
 
 
 def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str]] = ()) -> str:
-    """What `needs` has found, a line a fact; `more` are further facts, as titles and texts."""
+    """Format what `needs` has found, one line per fact; `more` are further facts, as titles and texts."""
     weights = ", ".join(f"{_size(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
@@ -240,7 +240,7 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
 
 
 def _kv(found: Needs) -> str:
-    """Such as "8,192 bytes a token, 45,056 more in a window of 512, rounded up to blocks of 16 tokens"."""
+    """Format bytes of KV: "8,192 bytes a token, 45,056 more in a window of 512, rounded up to blocks of 16 tokens"."""
     whole = found.kv_bytes_per_token.get(None, 0)
     windows = [
         f"{size:,} more in a window of {window:,}, rounded up to blocks of {found.block_size} tokens"

@@ -1,4 +1,6 @@
-"""`jaxserve parse`: an answer's text as the message that the API would make of it, to see why a call is not read."""
+"""`jaxserve parse`: print an answer's text as the message that the API would return, to debug calls that are not
+parsed.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class AnyTool(Mapping[str, dict[str, Any]]):
-    """Stands for tools that are not told: there is one of any name, with any arguments."""
+    """A mapping that contains a tool of any name, with any arguments, for when the tools are not known."""
 
     @override
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -37,7 +39,7 @@ class AnyTool(Mapping[str, dict[str, Any]]):
 
 
 def read_tools(file: str) -> dict[str, dict[str, Any]]:
-    """Return the schemas of the tools in a JSON file by name: a list as requests have it. Raises ConfigError."""
+    """Return the schemas of the tools in a JSON file by name: a list as in requests. Raises ConfigError."""
     try:
         tools = msgspec.json.decode(Path(file).read_bytes(), type=list[ToolDefinition])
     except (OSError, ValueError, RecursionError) as error:
@@ -53,10 +55,11 @@ def parse(
     chunk: int | None = None,
     prompt_end: str = "",
 ) -> AssistantMessage:
-    """Return the message that an answer is read as.
+    """Return the message that an answer is parsed as.
 
-    `tools` are the schemas of those that are offered, by name; None: any are. `chunk` is how many characters are read
-    at once, None: all. `prompt_end` is what the prompt has ended with: it may have begun thoughts. Raises ConfigError.
+    `tools` are the schemas of the offered tools, by name; None allows any. `chunk` is the number of characters that are
+    parsed at once, None for all. `prompt_end` is the end of the prompt, which may have begun thoughts. Raises
+    ConfigError.
     """
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk must be at least 1, not {chunk}")
@@ -72,7 +75,7 @@ def parse(
 
 
 def not_offered(text: str, syntax: Syntax, tools: Mapping[str, Any], *, prompt_end: str = "") -> list[str]:
-    """Return the names of tools that an answer calls, and that are not among those offered."""
+    """Return the names of tools that an answer calls although they are not offered."""
     calls = parse(text, syntax, prompt_end=prompt_end).tool_calls or []
     return list(dict.fromkeys(call.function.name for call in calls if call.function.name not in tools))
 
@@ -92,5 +95,5 @@ def choose_syntax(model: str | None, config: ServerConfig, *, revision: str | No
 
 
 def as_json(message: AssistantMessage) -> str:
-    """Return a message as the API shows it, to be read by people."""
+    """Return a message as the API shows it, indented for reading."""
     return msgspec.json.format(msgspec.json.encode(message), indent=2).decode()

@@ -1,4 +1,4 @@
-"""The bar that shows how far `LLM.generate` is."""
+"""The progress bar of `LLM.generate`."""
 
 import time
 
@@ -9,7 +9,7 @@ _RATE_INTERVAL = 0.2  # seconds between two updates of the rates
 
 
 class Progress:
-    """A bar of finished prompts, with the tokens a second that go in and come out."""
+    """A bar of finished prompts, with the input and output tokens per second."""
 
     def __init__(self, num_prompts: int, *, is_shown: bool):
         from tqdm import tqdm
@@ -27,7 +27,7 @@ class Progress:
         self._bar.close()
 
     def update(self, group: RequestGroup, delta: RequestOutput) -> None:
-        """Count what is new for a prompt."""
+        """Count a prompt's new output."""
         if not self._is_shown:
             return
         self._num_out += sum(len(output.token_ids) for output in delta.outputs)

@@ -1,8 +1,8 @@
-"""What a user asks for and what comes back: plain data, shared by every room, importable without jax.
+"""Requests and results: plain data, used by every room, importable without jax.
 
 `SamplingParams` and `EngineRequest` travel from the client to the engine, `EngineOutput` back; they are msgspec
-structs, so that the same objects cross a process border as msgpack. `RequestOutput` is what callers see.
-`Request` is the engine's own view of a running job: the scheduler is its only writer.
+structs, so that the same objects cross a process border as msgpack. `RequestOutput` is what callers see. `Request` is
+the engine's own view of a running job: the scheduler is its only writer.
 """
 
 import enum
@@ -24,9 +24,9 @@ TruncationSide = Literal["left", "right"]
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 1024
-"""Characters of a stop string, each of which is compared with every character of the text."""
+"""Maximum characters of a stop string, each of which is compared with every character of the text."""
 MAX_STOP_BYTES = 16 * 1024
-"""UTF-8 bytes of all stop strings together."""
+"""Maximum UTF-8 bytes of all stop strings together."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 LOGIT_BIAS_LIMIT = 100.0
@@ -46,16 +46,15 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGT
 
 
 class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of a request must be: exactly one of the first five fields, and how its JSON is written.
+    """A constraint on a request's text: exactly one of the first five fields, and how its JSON is written.
 
-    `json` is a JSON schema, as a dict or as its text; `json_object` any JSON object; `regex` an expression for the
-    whole text (in Rust's syntax, its digits ASCII); `choice` one of these texts; `grammar` a context-free grammar in
-    Lark's or in GBNF syntax.
+    `json` is a JSON schema, as a dict or as its text; `json_object` means any JSON object; `regex` is an expression for
+    the whole text (in Rust's syntax, with ASCII digits); `choice` is a list of possible texts; `grammar` is a
+    context-free grammar in Lark's or in GBNF syntax.
 
-    `disable_additional_properties`: objects have no other properties than their schema names, where it names some and
-    does not speak of others; None leaves it to the server, and is True elsewhere. `disable_any_whitespace`: nothing
-    stands between the parts of JSON; `whitespace_pattern` is an expression for what may. Raises InvalidRequest, naming
-    the field.
+    `disable_additional_properties`: objects have only the properties that their schema names, if it names some and does
+    not mention others; None leaves it to the server, and is True elsewhere. `disable_any_whitespace`: nothing separates
+    the parts of JSON; `whitespace_pattern` is an expression for what may. Raises InvalidRequest, naming the field.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -84,9 +83,8 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
     the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
     context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
-    the model's raw distribution (before temperature and penalties). A bias beyond 100 counts as 100, one below -100 as
-    -100. `structured_outputs` says what form the text must have. A `seed` fixes the text, whatever else is in the
-    batch.
+    the model's raw distribution (before temperature and penalties). Biases are clamped to [-100, 100].
+    `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in the batch.
 
     Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
     type or out of its range, and TypeError for an unknown field.
@@ -143,12 +141,12 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on which tokens have been seen."""
+        """True if the logits depend on earlier tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
@@ -157,7 +155,7 @@ _SAMPLING_RULES = rules(SamplingParams)
 
 
 def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
-    """Replace the values that the fields were given by plain ones. Raises InvalidRequest, naming the field."""
+    """Replace the given values of the fields by plain ones. Raises InvalidRequest, naming the field."""
     for (name, rule), default in zip(rules.items(), owner.__struct_defaults__, strict=True):
         value = getattr(owner, name)
         if value is not default:
@@ -167,13 +165,13 @@ def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix:
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, as the engine gets it: `n > 1` has already become n of these.
 
-    `group_id` names the siblings that share a prompt (equal to `request_id` of the first). `bad_word_ids` are the
-    token sequences of `params.bad_words`, `stop_token_ids` the complete set that ends the request (the model's EOS
-    ids included unless `ignore_eos`): the engine never sees text. `grammar` is what the output must be, as
-    `structured.grammar` writes it; "" is anything. A lower `priority` runs earlier.
+    `group_id` names the siblings that have the same prompt (equal to `request_id` of the first). `bad_word_ids` are the
+    token sequences of `params.bad_words`, `stop_token_ids` the complete set that ends the request (including the
+    model's EOS ids unless `ignore_eos`): the engine never sees text. `grammar` is the grammar text that the output must
+    match, see `structured.grammar`; "" allows anything. A lower `priority` runs earlier.
 
-    With `pooling` the prompt is read and nothing generated (`max_tokens` is 1, which the engine draws and drops): its
-    one output has the `embedding`, made of the hidden state of the last token or the mean over all of them.
+    With `pooling` the prompt is processed and nothing generated (`max_tokens` is 1, and the engine discards the token
+    it draws): its one output has the `embedding`, the hidden state of the last token or the mean over all of them.
     """
 
     request_id: str
@@ -202,7 +200,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A JaxserveError as plain data, for an engine that refuses from afar: `kind` is the name of its class."""
+    """A JaxserveError as plain data, for an engine in another process: `kind` is the name of its class."""
 
     kind: str
     message: str
@@ -212,7 +210,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: JaxserveError) -> "Refusal":
-        """`error`, packed."""
+        """Pack an error."""
         invalid = error if isinstance(error, InvalidRequest) else None
         return cls(
             kind=type(error).__name__,
@@ -223,7 +221,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def error(self) -> JaxserveError:
-        """The error that was packed; a plain JaxserveError where its class is not one of `errors`."""
+        """Return the packed error; a plain JaxserveError if its class is not one of `errors`."""
         kind = getattr(errors, self.kind, JaxserveError)
         if issubclass(kind, InvalidRequest):
             return kind(self.message, param=self.param, code=self.code)
@@ -235,11 +233,11 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one engine step adds to one request. `finish_reason` is set on its last output only.
 
-    `stop_reason` is the token id that ended the request, if one did. `logprobs` runs parallel to `new_token_ids`.
-    `prompt_logprobs` comes in pieces with the prompt's chunks, entry i of the whole belonging to prompt token i + 1.
-    `queue_seconds` is the time from the request's arrival to its first step. `embedding` are float32 numbers, little
-    endian, not normalized. `refusal` is set where the caller's request is at fault: the engine
-    has not even queued it, or cannot follow its grammar any further.
+    `stop_reason` is the token id that ended the request, if one did. `logprobs` is parallel to `new_token_ids`.
+    `prompt_logprobs` arrives in pieces with the prompt's chunks; entry i of the whole belongs to prompt token i + 1.
+    `queue_seconds` is the time from the request's arrival to its first step. `embedding` holds float32 numbers, little
+    endian, not normalized. `refusal` is set if the caller's request is at fault: the engine has not even queued it, or
+    cannot follow its grammar any further.
     """
 
     request_id: str
@@ -256,7 +254,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. PREEMPTED waits like WAITING, with its tokens kept and its blocks given back."""
+    """The state of a request. PREEMPTED waits like WAITING, with its tokens kept and its blocks released."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -265,18 +263,19 @@ class RequestStatus(enum.Enum):
 
 
 NO_BLOCK = -1
-"""In a block table: the block has been given back."""
+"""Entry of a block table whose block has been released."""
 
 
 class Request:
     """The engine's state of one sequence. Written by the scheduler only (`queue_seconds`: by the engine).
 
     Invariants (checked by `Scheduler.check_integrity`):
+
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
       device, or will be by a step in flight, and `num_tokens` counts both.
-    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each group of layers
-      has a block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the
-      first `first_blocks[group]` are NO_BLOCK: given back, since no token to come attends to them.
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each KV group has a
+      block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the first
+      `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
     - `slot` is -1 unless RUNNING.
     """
 
@@ -306,7 +305,7 @@ class Request:
         self.request = request
         self.request_id = request.request_id
         self.priority = request.priority
-        self.arrival = arrival  # submission order: ties in priority are first come, first served
+        self.arrival = arrival  # submission order, which breaks ties in priority
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
@@ -325,23 +324,23 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence, those included that only the device knows yet."""
+        """Number of tokens of the sequence, including those that only the device knows yet."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come for this request."""
+        """True if no more output will come for this request."""
         return self.status is RequestStatus.FINISHED
 
     def held_blocks(self) -> list[int]:
-        """The ids of the blocks that it holds, in the order of the positions that they are for."""
+        """Return the ids of the blocks that it holds, in order of their positions."""
         if len(self.block_tables) == 1:
             return self.block_tables[0][self.first_blocks[0] :]
         by_position = zip(*self.block_tables, strict=True)
         return [block_id for block_ids in by_position for block_id in block_ids if block_id != NO_BLOCK]
 
     def clear_blocks(self) -> None:
-        """Forget its blocks, which it no longer holds."""
+        """Clear the block tables once the blocks have been released."""
         self.block_tables = [[] for _ in self.block_tables]
         self.first_blocks = [0] * len(self.first_blocks)
 
@@ -357,7 +356,7 @@ class Logprob(msgspec.Struct, frozen=True):
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One of the n continuations of a prompt.
 
-    `logprobs` has one dict a generated token (token id -> Logprob: the sampled token and the top-k), if asked for.
+    `logprobs` has one dict per generated token (token id -> Logprob: the sampled token and the top-k), if requested.
     `stop_reason` is the stop string or stop token id that ended it, None for EOS or length.
     """
 
@@ -370,7 +369,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the sampled tokens' log probabilities, if logprobs were asked for."""
+        """Sum of the sampled tokens' log probabilities, if logprobs were requested."""
         if self.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
@@ -380,9 +379,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """What has come of a prompt so far: the whole so far, or in a stream only what is new (`delta`).
+    """The result of a prompt so far or, in a stream, only what is new (`delta`).
 
-    `prompt_logprobs` has one entry a prompt token, the first None. `num_cached_tokens` prompt tokens came from the
+    `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` prompt tokens came from the
     prefix cache. `queue_seconds` is how long the prompt waited for its first step.
     """
 

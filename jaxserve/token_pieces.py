@@ -1,4 +1,4 @@
-"""What each token of a vocabulary adds to a text, for `tokenizer`."""
+"""The bytes that each token of a vocabulary adds to a text, for `tokenizer`."""
 
 import json
 from typing import Any
@@ -7,14 +7,16 @@ from jaxserve.errors import CheckpointError
 
 
 class TokenPieces:
-    """What each token contributes to a text, read off the tokenizer's decoder.
+    """The bytes that each token adds to a text, derived from the tokenizer's decoder.
 
-    Two kinds of decoder cover the language models of the field: byte-level BPE spells bytes with stand-in characters
-    (GPT-2's table), sentencepiece marks spaces with U+2581 and spells rare bytes as tokens `<0xE2>`.
+    Two kinds of decoder cover current language models: byte-level BPE represents bytes by stand-in characters (GPT-2's
+    table), sentencepiece marks spaces with U+2581 and writes rare bytes as tokens `<0xE2>`.
     """
 
     def __init__(self, backend: Any):
-        """`backend` is a tokenizer of the `tokenizers` library. Raises CheckpointError for another kind of decoder."""
+        """Read the decoder of `backend`, a tokenizer of the `tokenizers` library. Raises CheckpointError if it is of
+        another kind.
+        """
         self._id_to_token = backend.id_to_token
         self._cache: dict[int, bytes] = {}
         self._is_byte_level = False
@@ -41,7 +43,7 @@ class TokenPieces:
                     raise CheckpointError(f"tokenizers with a {step.get('type')} decoder are not supported: {step}")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; none for an unknown one."""
+        """Return the bytes that a token adds to a text; empty for an unknown id."""
         piece = self._cache.get(token_id)
         if piece is None:
             token = self._id_to_token(token_id) if token_id >= 0 else None
@@ -54,7 +56,7 @@ class TokenPieces:
         if self._is_byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-            except KeyError:  # an added token is spelled as it is
+            except KeyError:  # an added token is its own text
                 return token.encode()
         if self._has_byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
@@ -70,7 +72,7 @@ def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 as itself, the other bytes, in order, from U+0100 on."""
+    """Return GPT-2's spelling of bytes: printable Latin-1 as itself, the other bytes, in order, from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -25,7 +25,7 @@ from jaxserve.token_pieces import TokenPieces
 # Without one of these, transformers would build an empty tokenizer from the model's class name.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-# What transformers reads of a directory for its tokenizer.
+# The files of a directory that transformers reads for its tokenizer.
 _JSON_FILES = (
     *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
     "vocab.json",
@@ -48,20 +48,20 @@ _NOT_TEMPLATE_VARIABLES = {
 
 
 class Tokenizer:
-    """The tokenizer of one model. Safe to use from several threads, and a long text stops none of them: single ones go
-    to the backend as a batch too, since it gives up the interpreter's lock for batches only.
+    """The tokenizer of one model. Thread-safe, and a long text does not block other threads: even single texts are
+    encoded as a batch, because the backend releases the interpreter's lock only for batches.
 
     Attributes:
-        eos_token_ids: what ends a generation: the tokenizer's EOS and those of generation_config.json.
+        eos_token_ids: tokens that end a generation: the tokenizer's EOS and those of generation_config.json.
         special_token_ids: tokens that `skip_special_tokens` leaves out of the text.
         vocab_size: number of tokens; `max_token_id` may be larger where ids have gaps.
-        adds_bos: whether `encode` puts special tokens around a text, so that even the empty text has tokens.
+        adds_bos: true if `encode` adds special tokens, so that even the empty text has tokens.
     """
 
     def __init__(self, tokenizer: Any, *, eos_token_ids: Iterable[int] = ()):
         """Wrap a `transformers` tokenizer that is backed by the `tokenizers` library."""
         self._tokenizer = tokenizer
-        self._chat_template: str | None = None  # in place of the model's
+        self._chat_template: str | None = None  # replaces the model's
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -87,14 +87,15 @@ class Tokenizer:
             return cls._from_gguf(path)
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise CheckpointError(f"no tokenizer in {path}: expected one of {', '.join(_TOKENIZER_FILES)}")
-        # transformers takes templates that are none, and lists whatever a config has a number of.
+        # transformers accepts chat templates that are not text, and lists where a config should have a number.
         for name in ("tokenizer_config.json", "config.json"):
             if (path / name).is_file():
                 read_object(path / name)
         auto_tokenizer = _import_transformers().AutoTokenizer
         try:
             tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers lets anything through: json, tokenizers' bare Exception, KeyError
+        # transformers lets anything through: json errors, tokenizers' bare Exception, KeyError
+        except Exception as error:
             raise _unreadable(path, error) from error
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json form; convert it first")
@@ -118,29 +119,31 @@ class Tokenizer:
         self._tokenizer.save_pretrained(str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with BOS if the model wants one. Raises InvalidRequest for lone surrogates."""
+        """Encode `text` into token ids, with BOS if the model uses one. Raises InvalidRequest for lone surrogates."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of many texts, in parallel."""
+        """Encode many texts in parallel."""
         for text in texts:
             _check_unicode(text)
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids that no token has are left out. Raises InvalidRequest for a negative id."""
+        """Decode `token_ids` into text; unknown ids are dropped. Raises InvalidRequest for a negative id."""
         if any(token_id < 0 for token_id in token_ids):
             raise InvalidRequest("token ids must not be negative", param="tokens")
         known = [token_id for token_id in token_ids if token_id <= self.max_token_id]
         return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text: possibly a part of a UTF-8 character, empty for an unknown id."""
+        """Return the bytes that one token adds to a text: possibly part of a UTF-8 character, empty for an unknown
+        id.
+        """
         return self._pieces.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with U+FFFD for what is only a part of a character."""
+        """Return `token_bytes` as text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def vocabulary_token(self, token_id: int) -> str:
@@ -148,7 +151,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text` where nothing in it is taken for an added token, and nothing is put around it."""
+        """Encode `text` without recognizing added tokens in it, and without adding special tokens."""
         return self._plain_backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @functools.cached_property
@@ -170,23 +173,23 @@ class Tokenizer:
         return re.compile(f"({spelled})" if spelled else "")
 
     def added_token_id(self, token: str) -> int | None:
-        """The id of the added token that is spelled like this, special or not, if there is one."""
+        """Return the id of the added token with this text, special or not, or None."""
         token_id = self._backend.token_to_id(token)
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
     def special_token_id(self, token: str) -> int | None:
-        """The id of the special token that is spelled like this, if there is one."""
+        """Return the id of the special token with this text, or None."""
         token_id = self._backend.token_to_id(token)
         return token_id if token_id in self.special_token_ids else None
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether the decoder drops one space at the start of a text (sentencepiece puts one there)."""
+        """True if the decoder drops one space at the start of a text (sentencepiece puts one there)."""
         return self._pieces.strips_first_space
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, if it brings one; of several by name the default."""
+        """The model's chat template, if it has one; of several named ones, the default."""
         if self._chat_template is not None:
             return self._chat_template
         template = self._tokenizer.chat_template
@@ -194,21 +197,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template."""
+        """True if the model has a chat template."""
         return bool(self._chat_template or self._tokenizer.chat_template)
 
     @property
     def response_template(self) -> Any:
-        """What tokenizer_config.json says of how answers are read (transformers 5.13 and later); None: nothing."""
+        """The response template of tokenizer_config.json (transformers 5.13 and later), or None."""
         return getattr(self._tokenizer, "response_template", None)
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another chat template, the operator's. Raises ConfigError if it is no jinja."""
+        """Return a copy that uses the operator's chat template. Raises ConfigError if it is not valid jinja."""
         changed = copy.copy(self)
         changed._chat_template = template
         try:
             changed.render_chat_template([{"role": "user", "content": "?"}])
-        except InvalidRequest as error:  # a template may refuse any conversation, if it can be read
+        except InvalidRequest as error:  # a valid template may still refuse any conversation
             cause = error.__cause__
             if isinstance(cause, jinja2.TemplateSyntaxError):
                 raise ConfigError(f"chat_template, line {cause.lineno}: {cause.message}") from cause
@@ -224,12 +227,11 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> str:
-        """A chat as the text that the model was trained on, rendered in jinja's immutable sandbox.
+        """Render a chat as the text that the model was trained on, in jinja's immutable sandbox.
 
-        `template_kwargs` are further variables of the template (such as enable_thinking). `chat_template` replaces
-        the model's own; it must come from the operator, never from a request.
-
-        Raises InvalidRequest when there is no template or the template refuses the messages.
+        `template_kwargs` are further variables of the template (such as enable_thinking). `chat_template` replaces the
+        model's own; it must come from the operator, never from a request. Raises InvalidRequest when there is no
+        template or the template refuses the messages.
         """
         if chat_template is None and not self.has_chat_template:
             raise InvalidRequest(
@@ -264,7 +266,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat_template`. The template writes special tokens itself, so none are added."""
+        """Encode `render_chat_template`. The template writes special tokens itself, so none are added."""
         text = self.render_chat_template(
             messages,
             tools=tools,
@@ -277,15 +279,15 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of one sequence as its tokens come, at constant cost a token.
+    """Converts the tokens of one sequence into text as they arrive, at constant cost per token.
 
-    Every token is a run of bytes, so text is a UTF-8 stream: a character is emitted with the token that completes it,
-    never in halves. The concatenation of all results equals `Tokenizer.decode` of all tokens, except for malformed
-    runs of byte-fallback tokens, where one U+FFFD stands for each broken character instead of each byte.
+    Every token is a run of bytes, so text is a UTF-8 stream: a character is emitted whole, with the token that
+    completes it. The concatenation of all results equals `Tokenizer.decode` of all tokens, except for malformed runs of
+    byte-fallback tokens, where one U+FFFD replaces each broken character instead of each byte.
 
-    `prompt_token_ids` is what comes before: it decides whether a leading space belongs to the text, unless
-    `keeps_first_space`, and the first tokens may complete a character that it began; if they do not, nothing is shown
-    of it. `visible_special_tokens` are never skipped.
+    `prompt_token_ids` is what comes before: it decides if a leading space belongs to the text, unless
+    `keeps_first_space`, and the first tokens may complete a character that it began; if they do not, nothing of that
+    character is emitted. `visible_special_tokens` are never skipped.
     """
 
     def __init__(
@@ -303,11 +305,11 @@ class IncrementalDetokenizer:
         tail = self._visible_tail(prompt_token_ids)
         self._strips_next_space = tokenizer.strips_first_space and not tail and not keeps_first_space
         self._decoder.decode(tail)
-        self._is_clean = not self._decoder.getstate()[0]  # no character is half done
+        self._is_clean = not self._decoder.getstate()[0]  # no character is incomplete
         self._is_in_prompts_character = not self._is_clean
 
     def _visible_tail(self, token_ids: Sequence[int]) -> bytes:
-        """The last bytes of the prompt: enough to hold the beginning of a character (3 bytes) if it has that many."""
+        """Return the last bytes of the prompt: at least 3, if it has them, which hold any incomplete character."""
         tail = b""
         for token_id in reversed(token_ids):
             if token_id not in self._skipped:
@@ -317,13 +319,13 @@ class IncrementalDetokenizer:
         return tail
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes: empty for skipped tokens and inside a character."""
+        """Return the text that this token completes: empty for skipped tokens and inside a character."""
         if token_id in self._skipped:
             return ""
         piece = self._tokenizer.token_bytes(token_id)
         if self._is_in_prompts_character and piece:
             self._leave_prompt(piece)
-        if self._is_clean and piece.isascii():  # most tokens: no need for a decoder
+        if self._is_clean and piece.isascii():  # true of most tokens, which need no decoder
             text = piece.decode()
         else:
             text = self._decoder.decode(piece)
@@ -331,15 +333,15 @@ class IncrementalDetokenizer:
         return self._without_first_space(text) if self._strips_next_space else text
 
     def flush(self) -> str:
-        """End of the sequence: U+FFFD if a character has been left incomplete, else nothing."""
+        """End the sequence; return U+FFFD if a character has been left incomplete, else nothing."""
         if self._is_in_prompts_character:
             return ""
         return self._without_first_space(self._decoder.decode(b"", final=True))
 
     def _leave_prompt(self, piece: bytes) -> None:
-        """The first bytes have come: they go on with the prompt's character, or nobody does."""
+        """Decide at the first bytes of output if they continue the prompt's incomplete character; drop it otherwise."""
         self._is_in_prompts_character = False
-        if piece[0] & 0xC0 != 0x80:  # no continuation
+        if piece[0] & 0xC0 != 0x80:  # not a continuation byte
             self._decoder.reset()
             self._is_clean = True
 
@@ -351,13 +353,17 @@ class IncrementalDetokenizer:
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """generation_config.json of a model directory; empty where there is none. Raises CheckpointError if unreadable."""
+    """Read generation_config.json of a model directory; {} if there is none. Raises CheckpointError if it is
+    invalid.
+    """
     file = Path(path) / "generation_config.json"
     return read_object(file) if file.is_file() else {}
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """What is wrong with a directory that transformers made no tokenizer of: one of its files, if that can be said."""
+    """Return the error for a directory whose tokenizer transformers could not load, naming the faulty file if
+    possible.
+    """
     for name in _JSON_FILES:
         try:
             if (path / name).is_file():
@@ -374,7 +380,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _import_transformers() -> Any:
-    """transformers, without the advice that PyTorch is missing: this project has no use for it."""
+    """Import transformers without its warning that PyTorch is missing, which is not used here."""
 
     def is_no_advice(record: logging.LogRecord) -> bool:
         return "PyTorch was not found" not in record.getMessage()
@@ -396,6 +402,6 @@ def _check_unicode(text: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What it says in its first line, and in the second where the first announces that."""
+    """Return the first line of an error's message, with the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,8 +1,8 @@
-"""Checks and conversions of values that callers give, by the annotations of what the values are for.
+"""Checks and conversions of callers' values, driven by the annotations of the fields that take them.
 
 SamplingParams, the configs and the arguments of LLM are checked by this one set of rules. Arrays and scalars of NumPy,
-of JAX and of other libraries count as what they hold, any iterable as a sequence; nothing else is taken for what it is
-not. The limits of a field stand in its annotation, as msgspec.Meta.
+JAX and other libraries count as what they hold, any iterable as a sequence; no other type is converted. The limits of a
+field are in its annotation, as msgspec.Meta.
 """
 
 import abc
@@ -22,7 +22,7 @@ from jaxserve.errors import InvalidRequest
 
 
 class FieldNames(msgspec.StructMeta):
-    """The type of structs whose constructors name a keyword that is unknown, and the field that it comes closest to."""
+    """The metaclass of structs whose constructors name an unknown keyword, and the field closest to it."""
 
     @override
     def __call__(self, *args: Any, **fields: Any) -> Any:
@@ -34,7 +34,7 @@ class FieldNames(msgspec.StructMeta):
 
 
 def check_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind: str = "field") -> None:
-    """Raises TypeError if one of `names` is not among `known`, the names of what `owner` takes."""
+    """Raise TypeError if one of `names` is not among `known`, the names that `owner` takes."""
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -43,7 +43,7 @@ def check_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind:
 
 
 def names_options[**P, R](owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the constructor of the class `owner`: like FieldNames, for a class that is no struct."""
+    """Decorate the constructor of the class `owner`: like FieldNames, for a class that is not a struct."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = list(inspect.signature(function).parameters)[1:]
@@ -59,20 +59,20 @@ def names_options[**P, R](owner: str) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 class Rule(abc.ABC):
-    """What values a field takes, and `words` for it."""
+    """The values that a field takes. `words` describes them in messages."""
 
     words: str
 
     @abc.abstractmethod
     def takes(self, value: Any) -> bool:
-        """Return whether the value is of a type that the field takes."""
+        """Return true if the value is of a type that the field takes."""
 
     @abc.abstractmethod
     def plain(self, value: Any, path: str) -> Any:
-        """Return a value of such a type as plain Python data. Raises ValueError, which names `path`."""
+        """Convert a value of such a type to plain Python data. Raises ValueError, naming `path`."""
 
     def __call__(self, value: Any, path: str) -> Any:
-        """Return `value` as plain Python data. Raises ValueError, which names `path`."""
+        """Check a value and convert it to plain Python data. Raises ValueError, naming `path`."""
         value = _without_array(value)
         if not self.takes(value):
             raise ValueError(f"{path} must be {self.words}, got {value!r:.100}")
@@ -80,7 +80,7 @@ class Rule(abc.ABC):
 
 
 def _without_array(value: Any) -> Any:
-    """What an array or a scalar of an array library holds, as Python's own; other values as they are."""
+    """Convert an array or scalar of an array library to Python's own types; return other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
 
 
@@ -153,7 +153,7 @@ class _Number(Rule):
         self._high = math.inf if limits.le is None else limits.le
 
     def check_range(self, value: float, path: str) -> None:
-        """Raises ValueError for a number out of range, and for NaN."""
+        """Raise ValueError for a number out of range, and for NaN."""
         if value != value:
             raise ValueError(f"{path} must be a number, got nan")
         is_low = not self._low <= value if self._excluded is None else not self._excluded < value
@@ -292,7 +292,8 @@ class _List(Rule):
     def plain(self, value: Any, path: str) -> tuple[Any, ...]:
         entries = tuple(value)
         _check_length(len(entries), self._limits, path)
-        if isinstance(self._entry, _Integer) and set(map(type, entries)) == {int}:  # a vocabulary's ids are many
+        # fast path: a vocabulary has many ids
+        if isinstance(self._entry, _Integer) and set(map(type, entries)) == {int}:
             for extreme in (min(entries), max(entries)):
                 self._entry.check_range(extreme, path)
             return entries
@@ -300,7 +301,7 @@ class _List(Rule):
 
 
 class _Table(Rule):
-    """The rule for a mapping. Integers as keys may be texts, since JSON has no other keys."""
+    """The rule for a mapping. Integer keys may be given as text, since JSON has no others."""
 
     words = "a dict"
 
@@ -327,7 +328,7 @@ def _number_in(key: Any) -> Any:
 
 
 class _Json(Rule):
-    """The rule for an object of JSON: its keys are texts, its values plain."""
+    """The rule for a JSON object: its keys are texts, its values plain."""
 
     words = "a dict"
 
