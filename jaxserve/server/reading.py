@@ -10,7 +10,7 @@ from jaxserve.server.state import ServerState
 async def read_request[T: RequestBody](state: ServerState, request: Request, kind: type[T]) -> T:
     """Return the body as `kind`. Raises InvalidRequest, naming the field, and ModelNotFound."""
     body, unknown = await read_json(request, lambda content: decode_request(content, kind))
-    for name in unknown:
-        state.unknown_fields.count(name, route=kind.route)
+    for each in unknown:
+        state.unknown_fields.count(each, route=kind.route)
     state.check_model(body.model)
     return body

@@ -22,10 +22,10 @@ from jaxserve.server.engine_view import EngineView
 from jaxserve.server.message_style import message_style
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.protocol.messages import MessageStyle
-from jaxserve.server.protocol.unknown_fields import UnknownFields
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.streaming import SlowReaders
 from jaxserve.server.tracing import Tracing
+from jaxserve.server.unknown_fields import UnknownFields
 
 _KEY = "server"
 MAX_TOKENIZING = 2

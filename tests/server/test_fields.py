@@ -12,6 +12,7 @@ from jaxserve.server.protocol.fields import FIELDS, FOLLOWED, NO_EFFECT, ROUTES,
 from jaxserve.server.protocol.fields_page import page
 from jaxserve.server.protocol.responses import ResponsesRequest
 from jaxserve.server.protocol.utility import TokenizeRequest
+from jaxserve.server.unknown_fields import UnknownFields
 
 USER = {"role": "user", "content": "hello"}
 BODIES = {
@@ -153,6 +154,120 @@ def test_names_that_clients_choose_are_bounded(server, caplog):
     told = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
     assert len(told) <= 256
     assert all(len(line) < 300 and "\n" not in line for line in told)
+
+
+MESSAGE = {"role": "user", "content": [{"type": "text", "text": "a", "txet": "b"}], "nmae": "x"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "argumens": "{}"}}
+NESTED = [
+    ("completions", {"stream": True, "stream_options": {"include_usag": True}}, {"stream_options.include_usag"}),
+    ("completions", {"structured_outputs": {"choice": ["a"], "choises": []}}, {"structured_outputs.choises"}),
+    ("chat", {"messages": [MESSAGE, MESSAGE]}, {"messages[].content[].txet", "messages[].nmae"}),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        {"messages[].tool_calls[].function.argumens"},
+    ),
+    ("chat", {"tools": [TOOL | {"functoin": 1}], "tool_choice": "none"}, {"tools[].functoin"}),
+    (
+        "chat",
+        {"tools": [{"type": "function", "function": {"name": "f", "parametres": {}}}], "tool_choice": "none"},
+        {"tools[].function.parametres"},
+    ),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"oddity": 1}, "strikt": True}}},
+        {"response_format.json_schema.strikt"},
+    ),
+    ("chat", {"reasoning": {"efort": "low"}}, {"reasoning.efort"}),
+    (
+        "chat",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "nam": 1}}},
+        {"tool_choice.function.nam"},
+    ),
+    ("responses", {"text": {"verbosty": "low"}}, {"text.verbosty"}),
+    ("responses", {"reasoning": {"efort": "low"}}, {"reasoning.efort"}),
+    ("responses", {"input": [{"role": "user", "content": "a", "contents": "b"}]}, {"input[].contents"}),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "txt": 1}]}]},
+        {"input[].content[].txt"},
+    ),
+    ("responses", {"instructions": [{"role": "system", "content": "a", "rol": 1}]}, {"instructions[].rol"}),
+    (
+        "responses",
+        {"tools": [{"type": "function", "name": "f", "strictt": True}], "tool_choice": "none"},
+        {"tools[].strictt"},
+    ),
+    ("tokenize", {"prompt": None, "messages": [USER | {"nmae": "x"}]}, {"messages[].nmae"}),
+    ("embeddings", {"input": None, "messages": [USER | {"nmae": "x"}]}, {"messages[].nmae"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "fields", "names"), NESTED)
+def test_unknown_fields_of_objects_are_logged_with_their_path(server, route, fields, names, caplog):
+    path, body = BODIES[route]
+    server.server.state.unknown_fields = UnknownFields(server.server.state.metrics.unknown_fields)
+    before = num_unknown(server)
+    for _ in range(2):
+        answer = server.post(path, body | fields)
+        assert answer.status_code == 200, answer.text
+    told = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    assert {line.split("'")[1] for line in told} == names
+    assert len(told) == len(names)
+    assert all(f"did you mean '{line.split(chr(39))[1].rpartition('.')[0]}." in line for line in told), told
+    assert num_unknown(server) >= before + 2 * len(names)
+
+
+FREE_FORM = [
+    ("chat", {"chat_template_kwargs": {"whatever": {"x": 1}}, "logit_bias": {"5": 1}, "metadata": {"a": "b"}}),
+    ("chat", {"documents": [{"titel": "a"}]}),
+    (
+        "chat",
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"tipe": "object"}}}],
+            "tool_choice": "none",
+        },
+    ),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"oddity": 1}}}}),
+    ("chat", {"messages": [USER, {"role": "assistant", "content": "a", "annotations": [{"x": 1}], "refusal": None}]}),
+    ("completions", {"structured_outputs": {"json": {"properties": {"x": {"oddity": 1}}}}}),
+    ("responses", {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"oddity": 1}}}}),
+    ("responses", {"metadata": {"a": "b"}, "stream": True, "stream_options": {"include_obfuscation": False}}),
+    (
+        "responses",
+        {
+            "input": [
+                {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "phase": None,
+                 "content": [{"type": "output_text", "text": "a", "annotations": [{"x": 1}], "logprobs": []}]},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+                {"role": "user", "content": "a"},
+            ]
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "fields"), FREE_FORM)
+def test_what_is_free_form_has_no_unknown_fields(server, route, fields):
+    path, body = BODIES[route]
+    before = num_unknown(server)
+    answer = server.post(path, body | fields)
+    assert answer.status_code == 200, answer.text
+    assert num_unknown(server) == before
+
+
+def test_objects_whose_names_are_looked_at_are_bounded(server):
+    part = {"type": "text", "text": "", "txet": 1}
+    before = num_unknown(server)
+    body = {"messages": [{"role": "user", "content": [part] * 6000}], "max_tokens": 1}
+    server.post("/v1/chat/completions", body)
+    assert 1000 < num_unknown(server) - before <= 4096
+
+
+def test_unknown_fields_of_detokenize(server):
+    before = num_unknown(server)
+    assert server.post("/detokenize", {"tokens": [70], "tokenz": 1}).status_code == 200
+    assert num_unknown(server) == before + 1
 
 
 def test_the_page_is_current():

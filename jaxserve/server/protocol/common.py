@@ -13,6 +13,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.fields import Route
+from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
@@ -122,19 +123,23 @@ def given_fields(body: bytes) -> dict[str, msgspec.Raw]:
     return _decoded(body, dict[str, msgspec.Raw])
 
 
-def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    """Return the JSON `body` as `kind`, and the names of its fields that nobody knows.
+def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[UnknownName]]:
+    """Return the JSON `body` as `kind`, and the names in it that nobody knows.
 
     Raises InvalidRequest as `decode_body` does, and for a field that the route refuses.
     """
-    unknown = []
     for name, value in given_fields(body).items():
         cell = fields.cell(kind.route, name)
         if isinstance(cell, fields.Refused):
             fields.refuse(name, cell, _decoded(bytes(value), Any))
-        elif cell is fields.UNKNOWN:
-            unknown.append(name)
-    return decode_body(body, kind), unknown
+    request = decode_body(body, kind)
+    known = fields.known(kind.route)
+    unknown = [
+        found if found.path else found._replace(known=known)
+        for found in unknown_names(body, kind)
+        if found.path or fields.cell(kind.route, found.name) is fields.UNKNOWN
+    ]
+    return request, unknown
 
 
 def decode_body[T](body: bytes, kind: type[T]) -> T:

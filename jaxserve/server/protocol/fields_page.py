@@ -10,7 +10,7 @@ _HEAD = """\
 What each route does with each field. *yes*: it is followed. *no effect*: it is known, and nothing on this route could
 change by it. *400*: it is refused; the second table has the word that comes with the refusal. Null means absent
 everywhere. A field that is in neither table is ignored, counted in `jaxserve:unknown_request_fields_total`, and logged
-once.
+once; so is an unknown field of an object within a request, such as `stream_options.include_usag`.
 
 This page is printed from the table that requests are checked against: `jaxserve/server/protocol/fields.py`.
 """

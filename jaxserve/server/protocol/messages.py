@@ -38,6 +38,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     function_call: Any = None
     audio: Any = None
+    annotations: Any = None
+    """What an answer of OpenAI's has beside its content: it comes back in the next request, and is not read."""
 
 
 class MessageStyle(NamedTuple):

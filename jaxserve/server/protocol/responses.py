@@ -1,6 +1,6 @@
 """POST /v1/responses: the request, its items, and the shapes of the answer. A conversation is a list of items."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,6 +17,8 @@ from jaxserve.server.protocol.common import (
     not_supported,
 )
 from jaxserve.server.protocol.fields import Route
+from jaxserve.server.protocol.items import InputItem
+from jaxserve.server.protocol.names import STRUCTS
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -55,13 +57,20 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+class AllowedFunction(msgspec.Struct, kw_only=True):
+    """A function that may be called."""
+
+    type: str
+    name: str
+
+
 class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The function that the model must call, or with the type allowed_tools those that it may call."""
 
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: (AllowedFunction,)})]] | None = None
 
 
 class ResponsesRequest(AnswerRequest, kw_only=True):
@@ -69,8 +78,8 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
 
     route: ClassVar[Route] = "responses"
 
-    input: str | list[dict[str, Any]]
-    instructions: str | list[dict[str, Any]] | None = None
+    input: str | list[InputItem]
+    instructions: str | list[InputItem] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None

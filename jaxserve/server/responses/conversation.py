@@ -9,9 +9,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import not_supported, rename, split_path
+from jaxserve.server.protocol.items import CallItem, CallOutputItem, Item, MessageItem, Part, ThoughtsItem
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
-
-Item = dict[str, Any]
 
 _CONVERTED = frozenset({"stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store"})
 """Fields that a chat follows too, but of which it gets something else, or nothing."""
@@ -27,32 +26,6 @@ _NAMES = {
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
-
-
-class _Part(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class _Message(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[_Part]
-
-
-class _Call(msgspec.Struct, kw_only=True):
-    call_id: str
-    name: str
-    arguments: str
-
-
-class _Thoughts(msgspec.Struct, kw_only=True):
-    content: str | list[_Part] | None = None
-
-
-class _CallOutput(msgspec.Struct, kw_only=True):
-    call_id: str
-    output: str | list[_Part]
 
 
 def input_items(given: str | list[Item]) -> list[Item]:
@@ -89,7 +62,7 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
         param = f"input[{index - num_before}]"
         kind = item.get("type", "message")
         if kind == "message":
-            message = _convert(item, _Message, param)
+            message = _convert(item, MessageItem, param)
             text = _text(message.content, f"{param}.content")
             if message.role == "assistant":
                 if turn.is_only_words:
@@ -98,15 +71,15 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
             else:
                 messages += [*turn.close(), {"role": message.role, "content": text}]
         elif kind == "function_call":
-            call = _convert(item, _Call, param)
+            call = _convert(item, CallItem, param)
             function = {"name": call.name, "arguments": call.arguments}
             turn.calls.append({"id": call.call_id, "type": "function", "function": function})
         elif kind == "function_call_output":
-            output = _convert(item, _CallOutput, param)
+            output = _convert(item, CallOutputItem, param)
             text = _text(output.output, f"{param}.output")
             messages += [*turn.close(), {"role": "tool", "tool_call_id": output.call_id, "content": text}]
         elif kind == "reasoning":
-            turn.thoughts.append(_text(_convert(item, _Thoughts, param).content or "", f"{param}.content"))
+            turn.thoughts.append(_text(_convert(item, ThoughtsItem, param).content or "", f"{param}.content"))
         else:
             raise not_supported(f"{param}.type", f"an item of type {str(kind)[:40]!r}")
     return messages + turn.close()
@@ -205,7 +178,7 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
     return {"type": wanted.type} | ({} if wanted.schema is None else {"schema": wanted.schema})
 
 
-def _text(content: str | list[_Part], param: str) -> str:
+def _text(content: str | list[Part], param: str) -> str:
     """Parts joined as those of a chat message are."""
     if isinstance(content, str):
         return content

@@ -12,6 +12,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server import generation
 from jaxserve.server.body import EncodedList, json_response, read_json
 from jaxserve.server.protocol.common import decode_body
+from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -70,11 +71,17 @@ def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = server_state(request.scope)
-    body = await read_json(request, lambda content: decode_body(content, DetokenizeRequest))
+    body, unknown = await read_json(request, _detokenize_request)
+    for each in unknown:
+        state.unknown_fields.count(each, route="detokenize")
     state.check_model(body.model)
     size = len(await request.body())
     decoding = generation.prepare(state, lambda: _detokenized(state, body), size=size, receive=request.receive)
     return json_response(await decoding)
+
+
+def _detokenize_request(content: bytes) -> tuple[DetokenizeRequest, list[UnknownName]]:
+    return decode_body(content, DetokenizeRequest), unknown_names(content, DetokenizeRequest)
 
 
 def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:

@@ -1,11 +1,10 @@
-"""Fields of requests that nobody knows: ignored, counted, and told to the operator once."""
+"""Fields of requests that nobody knows: ignored, counted, and reported to the operator once."""
 
 import difflib
 import logging
 
 from jaxserve.metrics import Counter
-from jaxserve.server.protocol import fields
-from jaxserve.server.protocol.fields import Route
+from jaxserve.server.protocol.names import UnknownName
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +20,16 @@ class UnknownFields:
 
     def __init__(self, counter: Counter):
         self._counter = counter
-        self._logged: set[tuple[Route, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def count(self, name: str, *, route: Route) -> None:
-        """Take a field that is in a request to `route`."""
+    def count(self, unknown: UnknownName, *, route: str) -> None:
+        """Count a field that is in a request to `route`."""
         self._counter.inc(1)
-        shown = name[:MAX_NAME_LENGTH]
+        name = unknown.name[:MAX_NAME_LENGTH]
+        shown = unknown.path + name
         if (route, shown) in self._logged or len(self._logged) >= MAX_NAMES:
             return
         self._logged.add((route, shown))
-        nearest = difflib.get_close_matches(shown, sorted(fields.known(route)), n=1, cutoff=0.75)
-        hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+        nearest = difflib.get_close_matches(name, sorted(unknown.known), n=1, cutoff=0.75)
+        hint = f", did you mean {unknown.path + nearest[0]!r}?" if nearest else ""
         logger.warning("unknown field %r of a request (%s) is ignored%s", shown, route, hint)

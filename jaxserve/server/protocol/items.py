@@ -1,0 +1,63 @@
+"""The items of a conversation of /v1/responses, as clients send them. They are kept as they came, as dicts."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from jaxserve.server.protocol.names import STRUCTS
+
+
+class ItemBase(msgspec.Struct, kw_only=True):
+    """What any item may have. What an answer's item has besides its meaning comes back and changes nothing."""
+
+    type: str | None = None
+    id: Any = None
+    status: Any = None
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """One part of a text."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class MessageItem(ItemBase, kw_only=True):
+    """What somebody has said."""
+
+    role: str
+    content: str | list[Part]
+    phase: Any = None
+
+
+class CallItem(ItemBase, kw_only=True):
+    """A call of a function."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ThoughtsItem(ItemBase, kw_only=True):
+    """What the model has thought. The summary is not read: this server writes none."""
+
+    content: str | list[Part] | None = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class CallOutputItem(ItemBase, kw_only=True):
+    """What a call has brought."""
+
+    call_id: str
+    output: str | list[Part]
+
+
+Item = dict[str, Any]
+
+ITEM_STRUCTS = (MessageItem, CallItem, ThoughtsItem, CallOutputItem)
+InputItem = Annotated[Item, msgspec.Meta(extra={STRUCTS: ITEM_STRUCTS})]
+"""One item of an input, of any kind."""

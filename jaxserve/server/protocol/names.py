@@ -1,0 +1,98 @@
+"""Names of fields, at the top of a request and in the objects within it, that no struct of the protocol has.
+
+msgspec ignores them. What is free-form, such as a JSON schema or metadata, has no names to compare with.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+MAX_OBJECTS = 4096
+"""Objects of a request whose names are looked at, which takes some 10 ms: nobody else is served meanwhile."""
+
+STRUCTS = "structs"
+"""Key in the `extra` of a `msgspec.Meta`: the structs whose names an object has that is kept as a dict."""
+
+
+class UnknownName(NamedTuple):
+    """`path` is where the object is that has the name, such as 'messages[].'; `known` are names that it may have."""
+
+    path: str
+    name: str
+    known: frozenset[str]
+
+
+class _Shape(NamedTuple):
+    """What may be in a value: in an object the values by `names`, in a list `entries`. Empty: nothing to look into."""
+
+    names: Mapping[str, "_Shape"] = {}
+    entries: "_Shape | None" = None
+
+    def merged(self, other: "_Shape") -> "_Shape":
+        """Return the shape of a value that has either."""
+        names = {**self.names}
+        for name, shape in other.names.items():
+            names[name] = names[name].merged(shape) if name in names else shape
+        return _Shape(names, self.entries or other.entries)
+
+
+def unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[UnknownName]:
+    """Return the names in a `body`, which has been decoded as `kind`, that its structs do not have, in order."""
+    value = msgspec.json.decode(body, type=msgspec.Raw)
+    return list(_Search().look(value, _shape_of_struct(kind), ""))
+
+
+class _Search:
+    """One look through a request. Values are taken apart only where they have names to be looked at."""
+
+    def __init__(self) -> None:
+        self._objects_left = MAX_OBJECTS
+
+    def look(self, value: msgspec.Raw, shape: _Shape, path: str) -> Iterator[UnknownName]:
+        first = bytes(memoryview(value)[:1])
+        if first == b"{" and shape.names and self._objects_left > 0:
+            self._objects_left -= 1
+            dotted = f"{path}." if path else ""
+            for name, entry in msgspec.json.decode(value, type=dict[str, msgspec.Raw]).items():
+                inner = shape.names.get(name)
+                if inner is None:
+                    yield UnknownName(dotted, name, frozenset(shape.names))
+                elif inner.names or inner.entries:
+                    yield from self.look(entry, inner, dotted + name)
+        elif first == b"[" and shape.entries is not None:
+            for entry in msgspec.json.decode(value, type=list[msgspec.Raw]):
+                if self._objects_left <= 0:
+                    return
+                yield from self.look(entry, shape.entries, f"{path}[]")
+
+
+@functools.cache
+def _shape_of_struct(kind: type[msgspec.Struct]) -> _Shape:
+    declared = inspect.type_info(kind)
+    assert isinstance(declared, inspect.StructType), kind
+    return _Shape({field.encode_name: _shape_of(field.type) for field in declared.fields})
+
+
+def _shape_of(declared: inspect.Type) -> _Shape:
+    match declared:
+        case inspect.StructType():
+            return _shape_of_struct(declared.cls)
+        case inspect.ListType():
+            entries = _shape_of(declared.item_type)
+            return _Shape(entries=entries) if entries.names or entries.entries else _Shape()
+        case inspect.UnionType():
+            return _merged([_shape_of(each) for each in declared.types])
+        case inspect.Metadata() if STRUCTS in (declared.extra or {}):
+            structs: Any = (declared.extra or {})[STRUCTS]
+            return _merged([_shape_of_struct(each) for each in structs])
+        case inspect.Metadata():
+            return _shape_of(declared.type)
+        case _:
+            return _Shape()
+
+
+def _merged(shapes: list[_Shape]) -> _Shape:
+    return functools.reduce(lambda merged, shape: merged.merged(shape), shapes, _Shape())
