@@ -22,6 +22,7 @@ Pooling = Literal["last", "mean"]
 TruncationSide = Literal["left", "right"]
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 1024
 """Maximum characters of a stop string, each of which is compared with every character of the text."""
@@ -38,7 +39,7 @@ SEED_LIMIT = 2**63
 MAX_INT32 = 2**31 - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
@@ -83,8 +84,10 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
     the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
     context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
-    the model's raw distribution (before temperature and penalties). Biases are clamped to [-100, 100].
-    `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in the batch.
+    the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
+    than the largest k. `logprob_token_ids` adds the log probabilities of these tokens at each position. Biases are
+    clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in
+    the batch.
 
     Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
     type or out of its range, and TypeError for an unknown field.
@@ -116,6 +119,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     seed: Annotated[int, msgspec.Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[Sequence[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -129,6 +133,8 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         num_bytes = sum(len(stop.encode()) for stop in self.stop_strings)
         if num_bytes > MAX_STOP_BYTES:
             raise InvalidRequest(f"stop has {num_bytes} bytes, at most {MAX_STOP_BYTES} are allowed", param="stop")
+        if self.logprob_token_ids and self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", 0)
         if self.logit_bias:
             limit = LOGIT_BIAS_LIMIT
             clamped = {token_id: min(max(bias, -limit), limit) for token_id, bias in self.logit_bias.items()}
@@ -190,13 +196,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one position: the token itself with its rank (1 = most likely), then the top-k, in order."""
+    """Log probabilities at one position: the token itself with its rank (1 = most likely), then the top-k, in order.
+
+    `asked` are those of `logprob_token_ids`, each with its logprob and rank.
+    """
 
     token_id: int
     logprob: float
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+    asked: list[tuple[int, float, int]] = []
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -356,7 +366,8 @@ class Logprob(msgspec.Struct, frozen=True):
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One of the n continuations of a prompt.
 
-    `logprobs` has one dict per generated token (token id -> Logprob: the sampled token and the top-k), if requested.
+    `logprobs` has one dict per generated token (token id -> Logprob: the sampled token, the top-k, and those of
+    `logprob_token_ids`), if requested.
     `stop_reason` is the stop string or stop token id that ended it, None for EOS or length.
     """
 

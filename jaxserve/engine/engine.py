@@ -283,7 +283,8 @@ class Engine:
                 if outcome is not RowOutcome.CHUNK or of_prompt:
                     new_token_ids = [] if outcome is RowOutcome.CHUNK else [token_id]
                     if params.logprobs is not None and logprobs is not None and new_token_ids:
-                        of_token = [logprobs.entry(index, token_id, params.logprobs)]
+                        asked = params.logprob_token_ids or ()
+                        of_token = [logprobs.entry(index, token_id, params.logprobs, asked=asked)]
                     outputs.append(
                         EngineOutput(
                             request_id=request.request_id,

@@ -22,6 +22,7 @@ from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, 
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_LOGPROBS,
     SEED_LIMIT,
     EngineOutput,
     EngineRequest,
@@ -108,6 +109,7 @@ class Frontend:
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
         _check_params(params, self.client.info.vocab_size)
+        params = _with_all_logprobs(params, self.client.info.vocab_size)
         text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens, side=truncation_side)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
@@ -348,8 +350,26 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_token_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    _check_token_ids("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
     if len(params.allowed_token_ids or ()) > vocab_size:
         raise InvalidRequest("allowed_token_ids has more entries than the vocabulary", param="allowed_token_ids")
+
+
+def _with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return the parameters with the number of all tokens where a field says -1. Raises InvalidRequest, naming it, for
+    too many.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) != -1:
+            continue
+        if vocab_size > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"{name}=-1 asks for all {vocab_size} tokens of the vocabulary, at most {MAX_LOGPROBS} are allowed: "
+                "logprob_token_ids names those that are wanted",
+                param=name,
+            )
+        params = msgspec.structs.replace(params, **{name: vocab_size})
+    return params
 
 
 def _as_token_ids(name: str, token_ids: Iterable[Any]) -> list[int]:

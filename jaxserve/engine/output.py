@@ -335,8 +335,12 @@ class RequestGroup:
 
 
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """Token id -> Logprob at one position: the token itself first, then the most likely ones in order."""
+    """Token id -> Logprob at one position: the token itself first, then the most likely ones in order, then
+    those that were asked for.
+    """
     logprobs = {entry.token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(entry.token_id))}
     for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
+        logprobs.setdefault(token_id, Logprob(logprob, rank, tokenizer.token_text(token_id)))
+    for token_id, logprob, rank in entry.asked:
         logprobs.setdefault(token_id, Logprob(logprob, rank, tokenizer.token_text(token_id)))
     return logprobs

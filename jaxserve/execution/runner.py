@@ -46,11 +46,17 @@ class HostLogprobs:
     def __init__(self, logprobs: Logprobs):
         self._arrays = [np.asarray(array) for array in logprobs]
 
-    def entry(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """The log probabilities at `index`, which belong to `token_id`."""
-        logprob, rank, top_ids, top_logprobs = (array[index] for array in self._arrays)
+    def entry(self, index: int, token_id: int, num_top: int, *, asked: Sequence[int] = ()) -> TokenLogprobs:
+        """Return the log probabilities at `index`, which belong to `token_id`; `asked` are the request's own."""
+        logprob, rank, top_ids, top_logprobs, *of_asked = (array[index] for array in self._arrays)
+        asked_logprobs, asked_ranks = (values[: len(asked)].tolist() for values in of_asked)
         return TokenLogprobs(
-            token_id, float(logprob), int(rank), top_ids[:num_top].tolist(), top_logprobs[:num_top].tolist()
+            token_id,
+            float(logprob),
+            int(rank),
+            top_ids[:num_top].tolist(),
+            top_logprobs[:num_top].tolist(),
+            list(zip(asked, asked_logprobs, asked_ranks, strict=True)),
         )
 
 

@@ -23,7 +23,7 @@ from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.layers.peers import Peers
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
-from jaxserve.sampling.logprobs import Logprobs, token_logprobs
+from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
 
@@ -210,6 +210,13 @@ def draw(
             lambda: _logprobs(logits, sampled.token_ids),
             lambda: _no_logprobs(*logits.shape),
         )
+        asked_ids = slots.sampling.extras.logprob_ids.at[rows.slots].get(mode="clip")
+        asked_logprobs, asked_ranks = jax.lax.cond(
+            rows.features & Feature.LOGPROB_TOKEN_IDS != 0,
+            lambda: logprobs_at(logits, asked_ids),
+            lambda: (jnp.zeros(asked_ids.shape, jnp.float32), jnp.zeros(asked_ids.shape, jnp.int32)),
+        )
+        logprobs = logprobs._replace(asked_logprobs=asked_logprobs, asked_ranks=asked_ranks)
     written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
     last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
     slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
@@ -248,7 +255,7 @@ def prompt_logprobs(
         return _logprobs(gathered(family.logits(params, config, hidden, "xla")), following)
 
     chunks = jax.lax.map(of_chunk, (hidden, following))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], chunks)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:num_tokens], chunks)
 
 
 def embed(
@@ -281,4 +288,6 @@ def _no_logprobs(num_rows: int, vocab_size: int) -> Logprobs:
         jnp.zeros(num_rows, jnp.int32),
         jnp.zeros((num_rows, num_top), jnp.int32),
         jnp.zeros((num_rows, num_top), jnp.float32),
+        jnp.zeros((num_rows, 0), jnp.float32),
+        jnp.zeros((num_rows, 0), jnp.int32),
     )

@@ -5,7 +5,7 @@ logits, `sampler` draws the token and records it, `logprobs` reports.
 """
 
 from jaxserve.sampling.features import Feature, features, has_extras
-from jaxserve.sampling.logprobs import token_logprobs
+from jaxserve.sampling.logprobs import logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import SampledTokens, record, sample
 from jaxserve.sampling.state import (
     NUM_SCALARS,
@@ -29,6 +29,7 @@ __all__ = [
     "features",
     "has_extras",
     "init_state",
+    "logprobs_at",
     "pack_extras",
     "pack_scalars",
     "record",

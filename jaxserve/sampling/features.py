@@ -21,6 +21,7 @@ class Feature(enum.IntFlag):
     BAD_WORDS = 128
     MIN_TOKENS = 256
     LOGPROBS = 512
+    LOGPROB_TOKEN_IDS = 1024
     LAST_POOLING = 4096  # the hidden state of the last token is read
     MEAN_POOLING = 8192  # the hidden states of all prompt tokens are summed
 
@@ -54,11 +55,13 @@ def features(request: EngineRequest) -> int:
         needed |= Feature.MIN_TOKENS
     if params.logprobs is not None:
         needed |= Feature.LOGPROBS
+    if params.logprob_token_ids:
+        needed |= Feature.LOGPROB_TOKEN_IDS
     if request.pooling is not None:
         needed |= Feature.MEAN_POOLING if request.pooling == "mean" else Feature.LAST_POOLING
     return int(needed)
 
 
 def has_extras(request: EngineRequest) -> bool:
-    """Return true if a request needs `admit_extras` besides `admit`: every processor keeps its data there."""
-    return bool(features(request) & Feature.PROCESSORS)
+    """Return true if a request needs `admit_extras` besides `admit`: for a processor, or for tokens that it names."""
+    return bool(features(request) & (Feature.PROCESSORS | Feature.LOGPROB_TOKEN_IDS))

@@ -17,7 +17,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, EngineRequest
+from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    EngineRequest,
+)
 from jaxserve.sampling.features import features
 
 # Below this, sampling is as good as an argmax; at it, logits / temperature is still far from overflow.
@@ -48,8 +54,8 @@ NUM_SCALARS = len(_Column)
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
 @flax.struct.dataclass
 class Extras:
-    """The data that only the processors need: NumPy arrays of one request, or device arrays of all slots with a leading
-    axis.
+    """The data that only the processors and `logprob_token_ids` need: NumPy arrays of one request, or device arrays of
+    all slots with a leading axis.
 
     V is the vocabulary size. Sets of token ids are bit masks of W = ceil(V / 32) words: token i is bit i % 32 of word i
     // 32. Token ids outside the vocabulary are omitted.
@@ -66,6 +72,8 @@ class Extras:
     """Banned token sequences, right-aligned and padded with NO_TOKEN."""
     recent_tokens: Int32[Any, "*N tokens-1"]
     """The last output tokens, with the latest at the end, padded with NO_TOKEN on the left."""
+    logprob_ids: Int32[Any, "*N asked"]
+    """Tokens whose log probabilities are reported at each position, padded with V."""
 
 
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
@@ -164,6 +172,9 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
     extras.bias_ids[: len(bias)] = list(bias.keys())
     extras.bias_values[: len(bias)] = list(bias.values())
 
+    asked = params.logprob_token_ids or ()
+    extras.logprob_ids[: len(asked)] = asked
+
     # A word with a token outside the vocabulary can never occur.
     words = [word for word in request.bad_word_ids if word and all(0 <= token < vocab_size for token in word)]
     assert len(words) <= MAX_BAD_WORDS
@@ -190,6 +201,7 @@ def _empty_extras(vocab_size: int) -> Extras:
         bias_values=np.zeros(MAX_LOGIT_BIAS, np.float32),
         bad_words=np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32),
         recent_tokens=np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32),
+        logprob_ids=np.full(MAX_LOGPROB_TOKEN_IDS, vocab_size, np.int32),
     )
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxserve.request import Logprob
+from jaxserve.request import Logprob, SamplingParams
 from jaxserve.server.body import EncodedList, in_turns
 from jaxserve.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from jaxserve.server.protocol.completions import CompletionLogprobs
@@ -28,20 +28,39 @@ def id_of_token(token_id: int, _logprob: Logprob) -> str:
     return f"token_id:{token_id}"
 
 
-def show(*, as_ids: bool | None) -> Show:
-    """How tokens are written for a request with `return_tokens_as_token_ids`, or without."""
-    return id_of_token if as_ids else text_of_token
+class Shown(NamedTuple):
+    """What a request gets to see at each position: the `num_top` most likely tokens, then those that it `asked` for."""
+
+    num_top: int
+    asked: Sequence[int]
+    show: Show
+
+    def among(self, entry: Candidates) -> list[tuple[int, Logprob]]:
+        """Return the candidates that are shown, in order. The chosen token may be one more, which is not."""
+        ranked = sorted(entry.items(), key=lambda candidate: candidate[1].rank)
+        most_likely = [candidate for candidate in ranked if candidate[1].rank <= self.num_top][: self.num_top]
+        shown = {token_id for token_id, _ in most_likely}
+        asked = [token_id for token_id in dict.fromkeys(self.asked) if token_id not in shown]
+        return [*most_likely, *((token_id, entry[token_id]) for token_id in asked if token_id in entry)]
+
+
+def shown(params: SamplingParams, *, as_ids: bool | None) -> Shown | None:
+    """Return what a request gets to see, with `return_tokens_as_token_ids` or without; None if it gets nothing."""
+    if params.logprobs is None:
+        return None
+    return Shown(params.logprobs, params.logprob_token_ids or (), id_of_token if as_ids else text_of_token)
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Iterable[int], candidates: Iterable[Candidates], *, num_top: int, show: Show
+    tokenizer: Tokenizer, token_ids: Iterable[int], candidates: Iterable[Candidates], shown: Shown
 ) -> ChatLogprobs:
-    """`logprobs` of a chat choice: each token with the `num_top` most likely ones at its position."""
+    """Return `logprobs` of a chat choice: each token with those that are `shown` at its position."""
     content = []
+    show = shown.show
     for token_id, entry in zip(token_ids, candidates, strict=True):
         top = [
             TopLogprob(show(top_id, logprob), _finite(logprob.logprob), list(tokenizer.token_bytes(top_id)))
-            for top_id, logprob in _most_likely(entry, num_top)
+            for top_id, logprob in shown.among(entry)
         ]
         token = entry[token_id]
         token_bytes = list(tokenizer.token_bytes(token_id))
@@ -50,14 +69,14 @@ def chat_logprobs(
 
 
 async def chat_logprobs_in_turns(
-    tokenizer: Tokenizer, token_ids: Sequence[int], candidates: list[dict[int, Logprob]], *, num_top: int, show: Show
+    tokenizer: Tokenizer, token_ids: Sequence[int], candidates: list[dict[int, Logprob]], shown: Shown
 ) -> ChatLogprobs:
-    """The same of a whole choice, encoded. `candidates` are used up."""
+    """Return `chat_logprobs` of a whole choice, encoded in turns with others. `candidates` are used up."""
     content: Any = EncodedList()
     ids = iter(token_ids)
     async for some in in_turns(candidates):
         taken = itertools.islice(ids, len(some))
-        content.extend(chat_logprobs(tokenizer, taken, some, num_top=num_top, show=show).content)
+        content.extend(chat_logprobs(tokenizer, taken, some, shown).content)
     return ChatLogprobs(content)
 
 
@@ -76,8 +95,7 @@ class CompletionLogprobsBuilder:
         skip_special_tokens: bool,
         keeps_first_space: bool,
         num_shown: int,
-        num_top: int,
-        show: Show,
+        shown: Shown,
     ):
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -86,9 +104,8 @@ class CompletionLogprobsBuilder:
             keeps_first_space=keeps_first_space,
         )
         self._tokenizer = tokenizer
-        self._num_top = num_top
         self._num_shown = num_shown if skip_special_tokens else 0
-        self._show = show
+        self._shown = shown
         self._offset = 0
 
     def add(self, token_ids: Iterable[int], candidates: Iterable[Candidates | None]) -> CompletionLogprobs:
@@ -102,11 +119,11 @@ class CompletionLogprobsBuilder:
                 if token_id in self._tokenizer.special_token_ids:
                     self._offset += len(self._tokenizer.token_text(token_id))
             if entry is None:
-                built.tokens.append(self._show(token_id, Logprob(0.0, 0, self._tokenizer.token_text(token_id))))
+                built.tokens.append(self._shown.show(token_id, Logprob(0.0, 0, self._tokenizer.token_text(token_id))))
                 built.token_logprobs.append(None)
                 built.top_logprobs.append(None)
             else:
-                built.tokens.append(self._show(token_id, entry[token_id]))
+                built.tokens.append(self._shown.show(token_id, entry[token_id]))
                 built.token_logprobs.append(_finite(entry[token_id].logprob))
                 built.top_logprobs.append(self._top(token_id, entry))
         return built
@@ -122,18 +139,12 @@ class CompletionLogprobsBuilder:
         return CompletionLogprobs(**lists)
 
     def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
-        """The most likely tokens, and the token itself, by text; of two with the same text the likelier."""
+        """Return what is shown, and the token itself, by text; of two with the same text the likelier."""
         top: dict[str, float] = {}
-        for top_id, logprob in [*_most_likely(entry, self._num_top), (token_id, entry[token_id])]:
-            value, text = _finite(logprob.logprob), self._show(top_id, logprob)
+        for top_id, logprob in [*self._shown.among(entry), (token_id, entry[token_id])]:
+            value, text = _finite(logprob.logprob), self._shown.show(top_id, logprob)
             top[text] = max(value, top.get(text, value))
         return top
-
-
-def _most_likely(entry: Candidates, num_top: int) -> list[tuple[int, Logprob]]:
-    """The `num_top` most likely candidates in order. A candidate of a lower rank is there as the chosen token only."""
-    ranked = sorted(entry.items(), key=lambda candidate: candidate[1].rank)
-    return [candidate for candidate in ranked if candidate[1].rank <= num_top][:num_top]
 
 
 def _finite(logprob: float) -> float:

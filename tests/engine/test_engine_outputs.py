@@ -66,6 +66,40 @@ def test_logprobs_are_those_of_the_model(model):
         assert_entry(entry, token, row, 5)
 
 
+@pytest.mark.parametrize("limits", [{}, {"overlap": False}, {"num_blocks": 26}])
+def test_logprobs_of_named_tokens(model, limits):
+    """With any temperature and penalty, beside neighbours that name other tokens or none, through preemptions."""
+    named = {"it": [3, 50, 3, 0], "other": [7], "all": list(range(min(128, model.vocab_size)))}
+    prompts = {name: prompt_of(model, 19 + index, 2 + index) for index, name in enumerate(named)}
+    engine = model.engine(**limits)
+    company = neighbours(model, 4, SamplingParams(temperature=0.0, logprobs=2), 70)
+    requests = [
+        request(
+            name,
+            prompts[name],
+            12,
+            SamplingParams(temperature=0.8, repetition_penalty=1.3, logprob_token_ids=token_ids),
+            seed=9,
+        )
+        for name, token_ids in named.items()
+    ]
+    results = run(engine, [*company, *requests])
+    for name, token_ids in named.items():
+        result = results[name]
+        expected = model.naive_logprobs(prompts[name] + result.token_ids)[len(prompts[name]) - 1 : -1]
+        assert len(result.logprobs) == 12
+        for entry, token, row in zip(result.logprobs, result.token_ids, expected, strict=True):
+            assert_entry(entry, token, row, 0)
+            order = np.argsort(-row, kind="stable").tolist()
+            assert [each for each, _, _ in entry.asked] == token_ids
+            assert [logprob for _, logprob, _ in entry.asked] == pytest.approx(row[token_ids].tolist(), abs=2e-4)
+            assert [rank for _, _, rank in entry.asked] == [order.index(each) + 1 for each in token_ids]
+    assert all(not entry.asked for entry in results[company[0].request_id].logprobs)
+    assert engine.stats().num_recompiles_after_warmup == 0
+    if "num_blocks" in limits:
+        assert engine.stats().num_preemptions > 0
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 6}, {"num_blocks": 26}])
 def test_prompt_logprobs(model, limits):
     """Each position once, in order: in chunks, beside cached prefixes, through preemptions."""

@@ -24,6 +24,25 @@ class TestPrepare:
             assert request.stop_token_ids == {2, 77, 9}
             assert (request.max_tokens, request.priority, request.cache_salt) == (7, 3, "salt")
 
+    @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+    def test_all_logprobs(self, start, tokenizer, name):
+        """All tokens of a vocabulary that is small enough; otherwise the error names field and limit."""
+        small = start(tokenizer, vocab_size=20)
+        (request,) = small.prepare([5, 6], SamplingParams(**{name: -1}), request_id="x").requests
+        assert getattr(request.params, name) == 20
+        large = start(tokenizer, vocab_size=21)
+        with pytest.raises(InvalidRequest, match=rf"^{name}=-1 asks for all 21 .* at most 20") as refused:
+            large.prepare([5, 6], SamplingParams(**{name: -1}), request_id="x")
+        assert refused.value.param == name
+
+    def test_named_tokens_are_of_the_vocabulary(self, start, tokenizer):
+        frontend = start(tokenizer, vocab_size=100)
+        (request,) = frontend.prepare([5], SamplingParams(logprob_token_ids=np.arange(100)), request_id="x").requests
+        assert request.params.logprobs == 0
+        with pytest.raises(InvalidRequest, match="token id 100 is outside") as refused:
+            frontend.prepare([5], SamplingParams(logprob_token_ids=[5, 100]), request_id="x")
+        assert refused.value.param == "logprob_token_ids"
+
     def test_seeds(self, start, tokenizer):
         def seeds(frontend, **sampling):
             group = frontend.prepare("the", SamplingParams(n=4, **sampling), request_id="x")

@@ -1,5 +1,6 @@
 """The table of fields, cell by cell: what it says is what the routes do, and what the documentation says."""
 
+import json
 import pathlib
 
 import pytest
@@ -35,6 +36,7 @@ SAMPLES = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.5,
     "logit_bias": {"65": 1.5},
+    "logprob_token_ids": [65, 70],
     "allowed_token_ids": [65, 66],
     "bad_words": ["x"],
     "seed": 5,
@@ -46,6 +48,7 @@ SAMPLES = {
     "skip_special_tokens": False,
     "n": 2,
 }
+NAMED = [70, 65, 70]
 
 
 def cells(kind):
@@ -106,6 +109,70 @@ def test_sampling_reaches_the_engine(server, route, field):
     value = getattr(params, field)
     expected = {65: 1.5} if field == "logit_bias" else SAMPLES[field]
     assert (list(value) if isinstance(value, tuple) else value) == expected
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"return_tokens_as_token_ids": True}])
+def test_named_tokens_have_log_probabilities_on_every_route(server, is_stream, more):
+    """Without `logprobs` too. Each of them once, in the order of the request, behind the most likely ones."""
+    server.says("xy")
+    show = (lambda each: f"token_id:{each}") if more else server.tokenizer.token_text
+    more = more | {"logprob_token_ids": NAMED, "stream": is_stream}
+
+    def events(path, body):
+        answer = server.post(path, body | more)
+        if not is_stream:
+            return [answer.json()]
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line) for line in lines]
+
+    completions = [event["choices"][0] for event in events("/v1/completions", {"prompt": "a", "max_tokens": 4})]
+    top = [each for choice in completions if choice["logprobs"] for each in choice["logprobs"]["top_logprobs"]]
+    assert len(top) == 2
+    assert all(each[show(70)] == -70 and each[show(65)] == -65 and len(each) == 3 for each in top)
+
+    chats = [event["choices"][0] for event in events("/v1/chat/completions", {"messages": [USER], "max_tokens": 4})]
+    tokens = [token for choice in chats if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert [[(each["token"], each["logprob"]) for each in token["top_logprobs"]] for token in tokens] == [
+        [(show(70), -70.0), (show(65), -65.0)]
+    ] * 2
+
+    last = events("/v1/responses", {"input": "a", "max_output_tokens": 4})[-1]
+    (message,) = last.get("response", last)["output"]
+    assert [[each["token"] for each in token["top_logprobs"]] for token in message["content"][0]["logprobs"]] == [
+        [show(70), show(65)]
+    ] * 2
+
+
+def test_named_tokens_beside_the_most_likely_ones(server):
+    server.says("x")
+    (token_id,) = server.tokenizer.encode("x", add_special_tokens=False)
+    body = {"messages": [USER], "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+    answer = server.post("/v1/chat/completions", body | {"logprob_token_ids": [70, token_id]}).json()
+    (token,) = answer["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in token["top_logprobs"]] == [
+        f"token_id:{each}" for each in (token_id + 1, token_id, 70)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("completions", {"logprobs": -1}, "logprobs"),
+        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("completions", {"echo": True, "logprobs": -1}, "logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("chat", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("responses", {"include": ["message.output_text.logprobs"], "top_logprobs": -1}, "top_logprobs"),
+    ],
+)
+def test_log_probabilities_of_all_tokens_of_a_large_vocabulary(server, route, fields, param):
+    path, body = BODIES[route]
+    answer = server.post(path, body | fields)
+    assert_error(answer, 400, param)
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{param}=-1")
+    assert "at most 20 are allowed" in message
 
 
 @pytest.mark.parametrize("route", ["completions", "chat", "responses"])

@@ -9,7 +9,7 @@ import dataclasses
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from waiting import wait_until
@@ -267,7 +267,10 @@ class FakeEngineClient(EngineClient):
                 break
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = [self._logprobs(token_id, request.params.logprobs) for token_id in new]
+            logprobs = [
+                self._logprobs(token_id, request.params.logprobs, asked=request.params.logprob_token_ids)
+                for token_id in new
+            ]
         return EngineOutput(
             new_token_ids=new,
             finish_reason=finish_reason,
@@ -278,10 +281,11 @@ class FakeEngineClient(EngineClient):
             **common,
         )
 
-    def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
-        """The token is always the second most likely one."""
+    def _logprobs(self, token_id: int, num_top: int, *, asked: Sequence[int] | None = None) -> TokenLogprobs:
+        """Return log probabilities where the token is always the second most likely one."""
         top = [(token_id + 1 + i) % self.info.vocab_size if i != 1 else token_id for i in range(num_top)]
-        return TokenLogprobs(token_id, -1.5, 2, top, [-0.5 - i for i in range(num_top)])
+        named = [(each, -float(each), 1 + each) for each in asked or ()]
+        return TokenLogprobs(token_id, -1.5, 2, top, [-0.5 - i for i in range(num_top)], named)
 
 
 def collect(frontend, *groups):

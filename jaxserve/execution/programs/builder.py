@@ -74,7 +74,9 @@ _LEAF: Any = 0
 """Stands in for an array where only the structure of a tree matters."""
 
 _ROWS = DrawingRows(slots=_LEAF, draws=_LEAF, num_output_tokens=_LEAF, features=_LEAF)
-_LOGPROBS = Logprobs(logprob=_LEAF, rank=_LEAF, top_ids=_LEAF, top_logprobs=_LEAF)
+_LOGPROBS = Logprobs(
+    logprob=_LEAF, rank=_LEAF, top_ids=_LEAF, top_logprobs=_LEAF, asked_logprobs=_LEAF, asked_ranks=_LEAF
+)
 
 
 class StepSpec(msgspec.Struct, frozen=True, kw_only=True):

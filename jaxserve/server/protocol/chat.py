@@ -48,7 +48,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         """`SamplingParams.logprobs` of this request."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
 
 
 def check_chat_request(body: ChatRequest) -> None:

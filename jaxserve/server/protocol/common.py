@@ -82,6 +82,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsBody | None = None
 
 
@@ -275,19 +276,6 @@ def check_choices(num_prompts: int, n: int | None) -> None:
             f"{num_prompts} prompts with n={n or 1} are too many: at most {MAX_CHOICES} choices a request",
             param="prompt",
         )
-
-
-def resolve_logprobs(body: GenerationRequest, *names: str, vocab_size: int) -> None:
-    """Write the number of all tokens where a field says -1. Raises InvalidRequest, naming it, for too many."""
-    for name in names:
-        if getattr(body, name) != -1:
-            continue
-        if vocab_size > MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"{name}=-1 asks for all {vocab_size} tokens of the vocabulary, at most {MAX_LOGPROBS} are allowed",
-                param=name,
-            )
-        setattr(body, name, vocab_size)
 
 
 def check_num_logprobs(name: str, value: int) -> None:

@@ -25,6 +25,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs` of this request."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
     def prompts(self) -> list[Prompt]:
         """The prompts, each a text or a list of token ids. Raises InvalidRequest."""
         return parse_prompts("prompt", self.prompt)

@@ -140,7 +140,9 @@ FIELDS: tuple[Field, ...] = (
         Refused("a response has no prompt_logprobs", _UNLESS_NULL),
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
-    _everywhere("logprob_token_ids", "log probabilities of these tokens", Refused("logprobs has the most likely ones")),
+    _sampling(
+        "logprob_token_ids", "log probabilities of these tokens beside the most likely ones, without logprobs too"
+    ),
     Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", *_ANSWERS),
     Field(
         "echo",

@@ -17,7 +17,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation, grammars
 from jaxserve.server.answers import AnswerWriter
 from jaxserve.server.body import encoded_in_turns, json_response
-from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns, show
+from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
     ChatChoice,
@@ -29,7 +29,7 @@ from jaxserve.server.protocol.chat import (
     Delta,
     check_chat_request,
 )
-from jaxserve.server.protocol.common import rename, resolve_logprobs, sampling_params
+from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
 from jaxserve.server.protocol.tools import callable_tools, is_chosen, must_call
@@ -78,7 +78,6 @@ async def prepare(
     """
     try:
         check_chat_request(body)
-        resolve_logprobs(body, "top_logprobs", "prompt_logprobs", vocab_size=state.frontend.client.info.vocab_size)
         tools = _callable_tools(state, body)
         wish = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
@@ -101,6 +100,7 @@ async def prepare(
         blame(error, grammar_field(state, body))
         rename(error, "prompt", "messages")  # the front end knows no messages
         rename(error, "max_tokens", body.token_limit_field)
+        rename(error, "logprobs", "top_logprobs")  # which has the number
         raise
 
 
@@ -190,7 +190,7 @@ class Chat:
         self._body = body
         self._group = group
         self._created = int(time.time())
-        self._show = show(as_ids=body.return_tokens_as_token_ids)
+        self._shown = shown(group.requests[0].params, as_ids=body.return_tokens_as_token_ids)
         self._may_call = bool(callable_tools(body.tools or [], body.tool_choice))
         self._echo = last_content(body.messages) if body.echo else ""
         self._writers: dict[int, AnswerWriter] = {}
@@ -218,7 +218,7 @@ class Chat:
     async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
         options = self._body.stream_options
-        has_only_text = self._body.num_logprobs is None and not self._body.wants_numbers
+        has_only_text = self._shown is None and not self._body.wants_numbers
         texts = TextEvents(
             lambda index, text: self._chunk(
                 [ChatChunkChoice(index=index, delta=Delta(content=text))], usage=self.usage.in_chunk(options)
@@ -287,11 +287,9 @@ class Chat:
     async def _choice(self, output: CompletionOutput) -> ChatChoice:
         writer = self._writer(output.index)
         logprobs = None
-        if (num_top := self._body.num_logprobs) is not None:
+        if self._shown is not None:
             tokenizer = self._state.frontend.tokenizer
-            logprobs = await chat_logprobs_in_turns(
-                tokenizer, output.token_ids, output.logprobs or [], num_top=num_top, show=self._show
-            )
+            logprobs = await chat_logprobs_in_turns(tokenizer, output.token_ids, output.logprobs or [], self._shown)
         message = writer.message(output)
         if self._echo:
             message.content = self._echo + (message.content or "")
@@ -325,12 +323,10 @@ class Chat:
         return is_chosen(self._body.tool_choice)
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
-        if self._body.num_logprobs is None:
+        if self._shown is None:
             return None
         tokenizer = self._state.frontend.tokenizer
-        return chat_logprobs(
-            tokenizer, output.token_ids, output.logprobs or [], num_top=self._body.num_logprobs, show=self._show
-        )
+        return chat_logprobs(tokenizer, output.token_ids, output.logprobs or [], self._shown)
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(

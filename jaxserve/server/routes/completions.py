@@ -15,8 +15,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.server import generation, grammars
 from jaxserve.server.body import encoded_in_turns, json_response
-from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, show
-from jaxserve.server.protocol.common import rename, resolve_logprobs, sampling_params
+from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, shown
+from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.completions import (
     CompletionChoice,
     CompletionRequest,
@@ -62,16 +62,15 @@ def _prepare(state: ServerState, body: CompletionRequest, grammar: str) -> list[
 def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
-    resolve_logprobs(body, "logprobs", "prompt_logprobs", vocab_size=state.frontend.client.info.vocab_size)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
-    if body.echo and body.logprobs is not None:
-        num_prompt_logprobs.append(body.logprobs)
+    if body.echo and body.num_logprobs is not None:
+        num_prompt_logprobs.append(body.num_logprobs)
     params = sampling_params(
         body,
         state.frontend.default_sampling,
         max_tokens=body.output_limit,
         logprobs=body.logprobs,
-        prompt_logprobs=max(num_prompt_logprobs, default=None),
+        prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
     )
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
@@ -131,7 +130,7 @@ class _Completion:
     async def stream(self, write: Write) -> None:
         """Piece by piece, as server-sent events."""
         options = self._body.stream_options
-        if self._body.echo and self._body.logprobs is not None:
+        if self._body.echo and self._body.num_logprobs is not None:
             await self._stream_in_turns(write)
         else:
             await self._stream_at_once(write)
@@ -143,7 +142,7 @@ class _Completion:
         body = self._body
         options = body.stream_options
         writers: dict[int, _ChoiceWriter] = {}
-        has_only_text = body.logprobs is None and not (body.wants_numbers or body.is_score_only)
+        has_only_text = body.num_logprobs is None and not (body.wants_numbers or body.is_score_only)
         texts = TextEvents(
             lambda index, text: self._response(
                 [CompletionChoice(index=index, text=text)], usage=self._usage.in_chunk(options)
@@ -241,16 +240,16 @@ class _ChoiceWriter:
         self._prompt_logprobs = group.prompt_logprobs or []
         self._is_first = True
         self._logprobs: CompletionLogprobsBuilder | None = None
-        if body.logprobs is not None:
-            request = group.requests[0]
+        request = group.requests[0]
+        of_tokens = shown(request.params, as_ids=body.return_tokens_as_token_ids)
+        if of_tokens is not None:
             self._logprobs = CompletionLogprobsBuilder(
                 state.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
                 num_shown=len(group.prompt_token_ids) if body.echo and is_from_ids else 0,
                 skip_special_tokens=request.params.skip_special_tokens,
                 keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
-                num_top=body.logprobs,
-                show=show(as_ids=body.return_tokens_as_token_ids),
+                shown=of_tokens,
             )
 
     def write(self, output: CompletionOutput) -> CompletionChoice:
