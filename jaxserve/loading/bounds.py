@@ -1,30 +1,32 @@
 """The largest numbers that a checkpoint's config may hold, so that a nonsensical one fails at once. No jax.
 
-They are some times what the largest published models have. Host work and memory of a start grow with these numbers: a
-config is read, and its weights are listed, before anybody knows whether the weights are there.
+They are several times those of the largest published models. Host work and memory of a start grow with these numbers: a
+config is read, and its weights are listed, before it is known if the weights exist.
 """
 
 MAX_NUMBER = 1e18
-"""Limit of any number in a config, whoever reads it and whatever it means."""
+"""Limit of any number in a config, whatever it means."""
 MIN_FLOAT, MAX_FLOAT = 2.0**-126, 1e15
-"""Range of numbers that are no sizes: what float32 holds at full precision, and can still be squared."""
+"""Range of numbers that are not sizes: normal float32 numbers that can still be squared."""
 MAX_INTEGER = 2**31 - 1
 """Limit of integers: positions, ids and sizes are int32 on the device."""
 MAX_CONTEXT = 2**24
-"""Limit of positions: 16 million, where published models are made for 10 million at most."""
+"""Limit of positions: 16 million; published models support 10 million at most."""
 MAX_LAYERS = 2**10
 MAX_HEADS = 2**10
 MAX_WIDTH = 2**20
 MAX_INNER_WIDTH = 2**40
-"""Limit of the inner size of feed-forwards, of which nothing is listed: what memory lacks for it is told in bytes."""
+"""Limit of the inner size of feed-forwards. It is high because nothing is listed per inner dimension: a model that is
+too large fails with the number of bytes it needs.
+"""
 MAX_VOCABULARY = 2**24
 MAX_EXPERTS = 2**12
 MAX_EXPERTS_OF_ALL_LAYERS = 2**16
-"""Limit of the experts in all layers together, each of which is some tensors to look for."""
+"""Limit of the experts in all layers together, each of which has several tensors to look up."""
 MAX_LABELS = 2**16
 """Limit of `num_labels`, for each of which transformers makes a name."""
 MAX_FACTOR = 2.0**16
-"""Limit of what positions are stretched by; published ones are 64 and less."""
+"""Limit of the factor by which positions are stretched; published ones are at most 64."""
 
 MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), MAX_LAYERS),
@@ -59,9 +61,9 @@ GGUF_MAXIMA: dict[str, float] = {
     "rope.scaling.factor": MAX_FACTOR,
     "rope.scaling.original_context_length": MAX_CONTEXT,
 }
-"""Limits of what a GGUF file has under the name of its architecture."""
+"""Limits of GGUF metadata by key, without the architecture's prefix."""
 
 
 def is_within(value: float, maximum: float) -> bool:
-    """Report whether a number is finite and no larger than `maximum`, whatever its sign."""
+    """Return true if a number is finite and its magnitude is at most `maximum`."""
     return abs(value) <= maximum  # False for a NaN

@@ -1,6 +1,6 @@
-"""Model names to directories and files: the first thing that happens to a `model` argument. No jax.
+"""Resolve model names to directories and files, the first step for any `model` argument. No jax.
 
-The built-in models lie in `checkpoints/` of a source tree and in `jaxserve/_checkpoints/` of an installed wheel.
+The built-in models are in `checkpoints/` of a source tree and in `jaxserve/_checkpoints/` of an installed wheel.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
 
 def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfig:
-    """`config` with paths for the names of its model and tokenizer. Raises as `resolve_model` does."""
+    """Return `config` with the names of its model and tokenizer replaced by paths. Raises as `resolve_model` does."""
     with_weights = config.load_format != "dummy"
     model = resolve_model(config.model, revision=config.revision, with_weights=with_weights, progress=progress)
     tokenizer = None if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
@@ -37,13 +37,15 @@ def resolve_model(
     progress: bool = True,
     is_offline: bool = False,
 ) -> str:
-    """The directory or GGUF file of the model that a user calls `name`, "" for the default.
+    """Return the directory or GGUF file of the model `name`, "" for the default.
 
-    A built-in name means the built-in model even where a directory of that name exists; `./name` means the directory.
-    What exists at a path is that path; else "org/name" is a model of the hub, at `revision` (a branch, a tag or a
-    commit, which may follow the name after an "@"). It is downloaded unless it is cached, its config and tokenizer only
-    if not `with_weights`; `is_offline` takes it from the cache only. Raises CheckpointError if there is no such model,
-    or its config.json is not readable as JSON, and ConfigError for a revision of any other.
+    A built-in name means the built-in model even if a directory of that name exists; `./name` means the directory. Any
+    other name that exists as a path is that path; else "org/name" is a model of the hub, at `revision` (a branch, a tag
+    or a commit, which may follow the name after an "@"). It is downloaded unless it is cached, only its config and
+    tokenizer if not `with_weights`; `is_offline` uses the cache only.
+
+    Raises CheckpointError if there is no such model, or its config.json is not readable as JSON, and ConfigError for a
+    revision of a model that is not on the hub.
     """
     name = name or DEFAULT_MODEL
     with _explained(name):
@@ -54,7 +56,10 @@ def resolve_model(
 
 
 def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
-    """The same for a model whose tokenizer alone is wanted; a directory need not have more."""
+    """Return the directory or GGUF file of a model whose tokenizer alone is needed; a directory need not have more.
+
+    Raises as `resolve_model` does.
+    """
     with _explained(name):
         directory = pathlib.Path(name).expanduser()
         if name not in BUILTIN_MODELS and directory.is_dir():
@@ -63,7 +68,7 @@ def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
 
 
 def _local(name: str) -> pathlib.Path:
-    """The built-in model or the path that is meant. Raises CheckpointError as `resolve_model` does."""
+    """Return the path of a built-in or local model. Raises CheckpointError as `resolve_model` does."""
     if name in BUILTIN_MODELS:
         for root in _CHECKPOINT_ROOTS:
             if (root / name / "config.json").is_file():
@@ -90,7 +95,7 @@ def _local(name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """What keeps a path from being looked at, as a CheckpointError: no permission, a name too long, ~ of nobody."""
+    """Turn errors of path lookups into CheckpointError: no permission, a name too long, an unknown user after "~"."""
     try:
         yield
     except OSError as error:
@@ -100,7 +105,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _on_hub(name: str, revision: str | None) -> hub.HubName | None:
-    """The model of the hub that is meant, if one is."""
+    """Return the model of the hub that `name` means, or None if it is not on the hub."""
     found = None if pathlib.Path(name).expanduser().exists() else hub.parse_name(name)
     if revision is None:
         return found

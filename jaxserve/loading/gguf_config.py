@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says about its model, in the words of config.json. No jax."""
+"""Convert the metadata of a GGUF file to the fields of config.json. No jax."""
 
 import math
 import pathlib
@@ -25,7 +25,7 @@ NOT_SERVED = (
     "swiglu_clamp_exp",
     "swiglu_clamp_shexp",
 )
-"""Keys of an architecture that change what it computes, which a family here may not know."""
+"""Keys of an architecture that change what it computes, and that not every family supports."""
 
 SERVED = {
     "command-r": ("logit_scale",),
@@ -38,7 +38,7 @@ SERVED = {
     "qwen2moe": ("expert_count",),
     "qwen3moe": ("expert_count",),
 }
-"""Those of them that some architectures may have."""
+"""Keys of NOT_SERVED that are supported for some architectures."""
 
 MODEL_TYPES = {
     "chatglm": "glm",
@@ -50,14 +50,16 @@ MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
-"""Families that Hugging Face calls otherwise."""
+"""Architectures whose `model_type` has another name."""
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """Values of expert_gating_func."""
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of a config.json of this model. Raises CheckpointError, naming what is missing or not served."""
+    """Return the fields of a config.json of this model. Raises CheckpointError, naming what is missing or not
+    supported.
+    """
     file = GGUFFile(path)
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -85,7 +87,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The type that holds most values; what is quantized has been bfloat16 in most cases."""
+    """Return the dtype that holds most values; for quantized ones bfloat16, which most of them were made from."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
@@ -93,7 +95,7 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def _decoder_fields(file: GGUFFile) -> dict[str, Any]:
-    """Of a relative of Llama, with RMS norms."""
+    """Return the fields of a relative of Llama with RMS norms."""
     return _fields(file) | {"rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon")}
 
 
@@ -122,7 +124,7 @@ def _without_window(file: GGUFFile) -> dict[str, Any]:
 
 
 def _layer_norm_fields(file: GGUFFile) -> dict[str, Any]:
-    """Of a relative of Llama with layer norms."""
+    """Return the fields of a relative of Llama with layer norms."""
     return _refuse_window(file, _fields(file) | {"layer_norm_eps": number(file, "attention.layer_norm_epsilon")})
 
 
@@ -134,14 +136,14 @@ def _refuse_window(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama_fields(file: GGUFFile) -> dict[str, Any]:
-    """A Mixtral is a llama too."""
+    """Return the fields of a Llama, or of a Mixtral, which is a llama too."""
     fields = _without_window(file)
     return fields | {"model_type": "mixtral", **_routing_fields(file)} if get(file, "expert_count") else fields
 
 
 def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
     fields = _without_window(file) | _routing_fields(file)
-    # llama.cpp knows by heart which of the two divides by the sum of the weights.
+    # Which of the two divides by the sum of the weights is hard-coded in llama.cpp.
     fields["norm_topk_prob"] = bool(get(file, "expert_weights_norm", file.architecture == "qwen3moe"))
     fields["moe_intermediate_size"] = positive_integer(file, "expert_feed_forward_length")
     if file.architecture == "qwen2moe":
@@ -158,7 +160,7 @@ def _routing_fields(file: GGUFFile, *, gating: int = SOFTMAX) -> dict[str, Any]:
 
 
 def _phi3_fields(file: GGUFFile) -> dict[str, Any]:
-    """The original context stands beside the parameters of LongRoPE in a config.json."""
+    """Return the fields of a Phi 3; its config.json has the original context next to LongRoPE's parameters."""
     fields = _decoder_fields(file)
     original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
     return fields | {"original_max_position_embeddings": original}
@@ -189,7 +191,9 @@ def _stablelm_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _falcon_fields(file: GGUFFile) -> dict[str, Any]:
-    """All kinds that llama.cpp has are the newer one, of one KV head or more."""
+    """Return the fields of a Falcon. All kinds that llama.cpp supports are of the newer architecture, with one KV head
+    or more.
+    """
     fields = _layer_norm_fields(file)
     return fields | {
         "new_decoder_architecture": True,
@@ -234,7 +238,8 @@ def _gemma3_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> dict[str, Any]:
-    """Which layers of a Gemma have the window, and what scales its scores; llama.cpp knows both by heart too.
+    """Return which layers of a Gemma have the window, and the scale of its scores; both are hard-coded in llama.cpp
+    too.
 
     Every `period`-th layer attends to everything. The largest model divides scores by the root of another number.
     """
@@ -249,7 +254,7 @@ def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> di
 
 
 def _layer_types(file: GGUFFile, period: int) -> list[str]:
-    """Of each layer; every `period`-th one attends to everything unless the file says otherwise."""
+    """Return the type of each layer; every `period`-th attends to everything unless the file says otherwise."""
     pattern = get(file, "attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         period = positive_integer(file, "attention.sliding_window_pattern", period)
@@ -258,9 +263,9 @@ def _layer_types(file: GGUFFile, period: int) -> list[str]:
 
 
 def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
-    """V2, whose files need not say that it routes by softmax, or V3 and R1, which route by sigmoid.
+    """Return the fields of V2, whose files may omit that it routes by softmax, or of V3 and R1, which route by sigmoid.
 
-    Where a file does not say in how many groups experts come, as older ones do not, they are in one, as in llama.cpp.
+    If a file omits the number of groups of experts, as older ones do, it is one, as in llama.cpp.
     """
     is_v3 = get(file, "expert_gating_func") == SIGMOID
     if not is_v3:
@@ -298,13 +303,17 @@ def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _length_of_heads(file: GGUFFile, name: str) -> int:
-    """Files that have keys and values of latents apart have here what is cached, and the heads' own under *_mla."""
+    """Read the size of a head. In files that split the latents' keys and values, `name` is the cached size, and the
+    heads' own is under *_mla.
+    """
     own = f"{name}_mla"
     return positive_integer(file, name if get(file, own) is None else own)
 
 
 def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
-    """The gate's clamp, the kind of routing and that YaRN's range is not rounded are known by heart."""
+    """Return the fields of a GPT-OSS. The gate's clamp, the kind of routing and YaRN's unrounded range are the same in
+    all.
+    """
     fields = _decoder_fields(file) | _routing_fields(file, gating=SOFTMAX_OF_CHOSEN)
     refuse(file, **{"rope.freq_base_swa": fields["rope_parameters"]["rope_theta"]})
     return fields | {
@@ -316,7 +325,7 @@ def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _glm_fields(file: GGUFFile) -> dict[str, Any]:
-    """GLM, and ChatGLM 2 and later, whose queries, keys and values are one matrix in the file."""
+    """Return the fields of GLM, and of ChatGLM 2 and later, whose files have q, k and v as one matrix."""
     return _without_window(file) | {
         "attention_bias": any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
     }
@@ -330,7 +339,9 @@ def _gpt_neox_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gptj_fields(file: GGUFFile) -> dict[str, Any]:
-    """By the format's specification and the names of the `gguf` package: llama.cpp does not write such files."""
+    """Return the fields of a GPT-J by the format's specification and the `gguf` package: llama.cpp does not write such
+    files.
+    """
     refuse(file, **{"rope.freq_base": 10000.0, "rope.scaling.type": "none", "rope.scale_linear": 1.0})
     fields = _gpt2_fields(file, inner_default=4 * positive_integer(file, "embedding_length"))
     return fields | {"rotary_dim": positive_integer(file, "rope.dimension_count")}
@@ -373,4 +384,4 @@ ARCHITECTURES = {
     "stablelm": _stablelm_fields,
     "starcoder2": _starcoder2_fields,
 }
-"""What reads the fields of each, by llama.cpp's names; a Mistral is a llama."""
+"""The reader of each architecture's fields, by llama.cpp's names; a Mistral is a llama."""

@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file has under the name of its architecture. No jax."""
+"""Read metadata of a GGUF file whose keys are prefixed with the architecture. No jax."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def check_numbers(file: GGUFFile) -> None:
 
 
 def get(file: GGUFFile, name: str, default: Any = None) -> Any:
-    """The value of a key, which need not be there."""
+    """Return the value of a key, or the default if it is missing."""
     return file.metadata.get(f"{file.architecture}.{name}", default)
 
 
 def positive_integer(file: GGUFFile, name: str, default: int | None = None) -> int:
-    """A positive integer; without a default it must be there."""
+    """Read a positive integer, which is required if there is no default."""
     if default is not None and get(file, name) is None:
         return default
     value = file.require(f"{file.architecture}.{name}", int)
@@ -35,14 +35,14 @@ def positive_integer(file: GGUFFile, name: str, default: int | None = None) -> i
 
 
 def number(file: GGUFFile, name: str, default: float | None = None) -> float:
-    """A number; without a default it must be there."""
+    """Read a number, which is required if there is no default."""
     if default is not None and get(file, name) is None:
         return default
     return file.require(f"{file.architecture}.{name}", float)
 
 
 def refuse(file: GGUFFile, **served: Any) -> None:
-    """Raises CheckpointError for a key that is there and has another value than the one of these that is served."""
+    """Raise CheckpointError for a key whose value is not the supported one given here."""
     for name, value in served.items():
         key = f"{file.architecture}.{name}"
         if key in file.metadata and file.metadata[key] != value:

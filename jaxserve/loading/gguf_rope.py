@@ -1,4 +1,4 @@
-"""What the metadata and some tensors of a GGUF file say about rotary embedding, in the words of config.json. No jax."""
+"""Convert the metadata and tensors of a GGUF file about rotary embedding to fields of config.json. No jax."""
 
 import math
 from typing import Any
@@ -10,18 +10,18 @@ from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_keys import get, number, positive_integer, refuse
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that belong to the config: what the wavelengths of rotary embedding are multiplied by."""
+"""Tensors that belong to the config: factors of the wavelengths of rotary embedding."""
 
 
 def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters`, for heads of this size. Raises CheckpointError for what is missing or not served."""
+    """Return `rope_parameters` for heads of this size. Raises CheckpointError for what is missing or not supported."""
     rotated = positive_integer(file, "rope.dimension_count", head_dim)
     fields: dict[str, Any] = {
         "rope_theta": get(file, "rope.freq_base", 10000.0),
-        # The least number above the quotient, so that its product with head_dim does not round down.
+        # The next float above the quotient, so that its product with head_dim does not round down.
         "partial_rotary_factor": 1.0 if rotated == head_dim else math.nextafter(rotated / head_dim, 2.0),
     }
-    # As llama.cpp does: what stretches positions is linear unless the file says otherwise, and had another name once.
+    # As in llama.cpp: scaling is linear unless the file says otherwise; the factor once had another name.
     factor = get(file, "rope.scaling.factor", get(file, "rope.scale_linear"))
     scaling = get(file, "rope.scaling.type", "linear" if factor else "none")
     attention_factor = get(file, "rope.scaling.attn_factor")
@@ -64,7 +64,7 @@ def _yarn_fields(file: GGUFFile) -> dict[str, Any]:
     if file.architecture != "deepseek2":
         refuse(file, **{f"{prefix}log_multiplier": 0.0})
         return fields
-    # A tenth of DeepSeek's mscale_all_dim, in float32; mscale, which no file has, is the same in published models.
+    # A tenth of DeepSeek's mscale_all_dim, in float32. No file has mscale, which is equal to it in published models.
     multiplier = round(10 * number(file, f"{prefix}log_multiplier", 0.0), 6)
     return fields | {"mscale": multiplier, "mscale_all_dim": multiplier}
 

@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files, built for the `tokenizers` library from the vocabulary in their metadata. No jax.
 
-Two kinds: "gpt2" is byte-level BPE with merges, "llama" is sentencepiece's BPE with scores, and with bytes for what it
-has no token for. Which token is special, the file says.
+There are two kinds: "gpt2" is byte-level BPE with merges, "llama" is sentencepiece's BPE with scores, which falls back
+to bytes. The file says which tokens are special.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens; there are also 5, unused, and 6, a byte."""
+"""Types of tokens; 5 (unused) and 6 (a byte) need no special treatment."""
 
 _SPACE = "\u2581"  # sentencepiece's
 
@@ -32,7 +32,7 @@ _CASED_WORDS = "".join(
 )
 _O200K = (_CASED_WORDS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
 _CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_NO_LETTERS_THEN = (  # of cases, in the Unicode that the pattern was made by
+_NO_LETTERS_THEN = (  # letters without case in the version of Unicode that the pattern was made with
     r"\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua78f-\uab6f"
     r"\x{10570}-\x{105ff}\x{10d50}-\x{10d8f}\x{16e40}-\x{16eff}\x{1d400}-\x{1dfff}"
 )
@@ -79,24 +79,24 @@ SPLITS = {
     "gpt-4o": _O200K,
     "llama4": _O200K,
 }
-"""How a text is split before merges, by `tokenizer.ggml.pre`: by each pattern, and its pieces by the next one."""
+"""How a text is split before merges, by `tokenizer.ggml.pre`: each pattern splits the pieces of the previous one."""
 
 FALCON = "falcon"
-"""The one split that no such patterns make."""
+"""The one split that is not made by such patterns."""
 
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
-"""Those that take a whole piece for a token before any merge, and begin with BOS."""
+"""Splits whose pieces become a token before any merge if they are one; their models begin texts with BOS."""
 
 NORMALIZED = ("command-r", "deepseek-r1-qwen", "mpt", "olmo", "qwen2")
-"""Those that bring texts into Unicode's form NFC."""
+"""Splits of models that normalise texts to Unicode's NFC."""
 
 SPLITS_OF_OLD_FILES = {"gpt2": "gpt-2", "gptj": "gpt-2", "gptneox": "mpt"}
-"""Architectures whose models all split alike, so that files need not say it."""
+"""Architectures whose models all use the same split, so that files may omit it."""
 
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-"""Control tokens that end a generation although many files name only one of them."""
+"""Control tokens that end a generation, although many files declare only one of them."""
 _END_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")
-"""Those of GPT-OSS, whose format has <|end|> behind what a model thinks before its answer."""
+"""Control tokens that end a generation of GPT-OSS, whose format also uses <|end|> after thoughts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(path: str | Path) -> GGUFTokenizer:
-    """The tokenizer of a GGUF file. Raises CheckpointError, naming what is missing or unknown."""
+    """Read the tokenizer of a GGUF file. Raises CheckpointError, naming what is missing or unknown."""
     file = GGUFFile(path)
     try:
         return build_tokenizer(file.metadata)
@@ -119,7 +119,7 @@ def read_tokenizer(path: str | Path) -> GGUFTokenizer:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
-    """From the keys `tokenizer.*`. Raises CheckpointError, naming what is missing or unknown."""
+    """Build a tokenizer from the keys `tokenizer.*`. Raises CheckpointError, naming what is missing or unknown."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"unknown tokenizer.ggml.model {kind!r}; known are gpt2, llama")
@@ -158,7 +158,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """What ends a generation: EOS, ends of turns and messages, and control tokens that are known to be such."""
+    """Return the tokens that end a generation: EOS, ends of turns and messages, and control tokens known as such."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), _types(metadata)
     control = {
@@ -186,7 +186,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _splitters(split: str) -> list[pre_tokenizers.PreTokenizer]:
-    """Falcon looks for digits among bytes, of which some that are no digits look like such."""
+    """Return the pre-tokenizers of a split. Falcon's looks for digits after the mapping to bytes, some of which look
+    like digits.
+    """
     if split == FALCON:
         return [
             pre_tokenizers.Punctuation("contiguous"),
@@ -226,9 +228,10 @@ def _sentencepiece(
 
 
 def _merges(scores: Mapping[str, float], order: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every pair of tokens that make a token, the one that makes the best token first.
+    """Return every pair of tokens that form a token, ordered by the score of the token they form.
 
-    Sentencepiece merges the neighbours that make the token of the highest score (arXiv:1808.06226), without a list.
+    Sentencepiece merges the neighbours that form the token with the highest score (arXiv:1808.06226), without a list of
+    merges.
     """
     found = [
         (-score, order[token], order[token[:cut]], order[token[cut:]], cut, token)
@@ -240,7 +243,7 @@ def _merges(scores: Mapping[str, float], order: Mapping[str, int]) -> list[tuple
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    """`tokenizer.ggml.pre`, or what the architecture says of it."""
+    """Return `tokenizer.ggml.pre`, or what the architecture implies."""
     split = metadata.get("tokenizer.ggml.pre", SPLITS_OF_OLD_FILES.get(metadata.get("general.architecture", "")))
     if split not in (*SPLITS, FALCON):
         raise CheckpointError(f"unknown tokenizer.ggml.pre {split!r}; known are {', '.join((*SPLITS, FALCON))}")
@@ -248,7 +251,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 
 def _adds_bos(kind: str, metadata: Mapping[str, Any]) -> bool:
-    """What llama.cpp does where a file does not say it."""
+    """Return llama.cpp's default for a file that does not say if BOS is added."""
     return kind == "llama" or _pre_tokenizer(metadata) in LLAMA3
 
 

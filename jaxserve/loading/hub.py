@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: the files that serving needs, downloaded once into the hub's own cache. No jax.
+"""Models of the Hugging Face hub: download the files that serving needs, once, into the hub's own cache. No jax.
 
-`huggingface_hub` does the work, so that its settings hold: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A connection
-that breaks goes on where it was, and so does a download of weights that was ended (`partial_files`).
+`huggingface_hub` does the work, so its settings apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A broken
+connection or an interrupted download of weights is resumed where it stopped (`partial_files`).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SMALL_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
     *("*quant*.json", "smash_config.json", "adapter_config.json"),
 )
-"""What serving reads of a repository besides weights, as patterns; none of it lies in a subfolder."""
+"""Patterns of the files besides weights that serving reads from a repository; none is in a subfolder."""
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[^@]+))?", re.ASCII
@@ -35,7 +35,9 @@ _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 @dataclasses.dataclass(frozen=True)
 class HubName:
-    """A model of the hub: "org/name", or "org/name/file.gguf", each with "@" and a branch, a tag or a commit."""
+    """A model of the hub: "org/name", or "org/name/file.gguf", each with an optional "@" and a branch, tag or
+    commit.
+    """
 
     repo: str
     file: str | None = None
@@ -46,19 +48,21 @@ class HubName:
 
 
 def parse_name(name: str) -> HubName | None:
-    """The model that `name` means, if it can be one of the hub: no path that begins with ".", "~" or "/" can."""
+    """Parse `name` as a model of the hub. Returns None if it cannot be one, such as a path that begins with ".", "~" or
+    "/".
+    """
     match = _NAME.fullmatch(name)
     return None if match is None else HubName(**match.groupdict())
 
 
 def download(name: HubName, *, with_weights: bool = True, progress: bool = True, is_offline: bool = False) -> str:
-    """The local directory, or the GGUF file, of a model, for which only what is not cached yet is downloaded.
+    """Return the local directory or GGUF file of a model, after downloading what is not cached yet.
 
-    Of weights that is `model.safetensors`, or the files that `model.safetensors.index.json` names; without weights
-    config and tokenizer alone. `is_offline` looks into the cache only. Raises CheckpointError if there is no such
-    model, or it is out of reach.
+    The weights are `model.safetensors`, or the files named in `model.safetensors.index.json`; without weights, only
+    config and tokenizer are downloaded. `is_offline` uses the cache only. Raises CheckpointError if there is no such
+    model, or it cannot be reached.
     """
-    from jaxserve.loading.quantization_files import stored_formats  # with NumPy, for those who use the hub
+    from jaxserve.loading.quantization_files import stored_formats  # imported late, as it needs NumPy
 
     with _explained(name):
         if name.file is not None:
@@ -74,7 +78,7 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
 
 
 def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_offline: bool) -> None:
-    """Download what is missing of a snapshot; `commit` stays the same even if its branch has moved meanwhile."""
+    """Download what is missing of a snapshot. `commit` keeps it consistent even if its branch moves meanwhile."""
     files = _weight_files(folder)
     missing = [file for file in files if not (folder / file).is_file()]
     if not missing:
@@ -91,7 +95,7 @@ def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_of
 
 
 def _gguf_file(name: HubName, file: str, *, progress: bool, is_offline: bool = False) -> str:
-    """The path of a GGUF file, beside which lie the others if it is one of several."""
+    """Return the path of a GGUF file; if it is one of several parts, the others are downloaded next to it."""
     part = _SPLIT.search(file)
     files = f"{file[: part.start()]}-*-of-{part[1]}.gguf" if part else file
     if not is_offline:
@@ -105,7 +109,7 @@ def _gguf_file(name: HubName, file: str, *, progress: bool, is_offline: bool = F
 def _snapshot(
     name: HubName, files: Sequence[str], *, ignored: str | None = None, is_offline: bool = False
 ) -> pathlib.Path:
-    from huggingface_hub import snapshot_download  # takes a third of a second, for those who use the hub
+    from huggingface_hub import snapshot_download  # takes a third of a second to import
 
     folder = snapshot_download(
         name.repo,
@@ -119,7 +123,7 @@ def _snapshot(
 
 
 def _weight_files(folder: pathlib.Path) -> list[str]:
-    """The files that loading will open. An index that cannot be read is complained about there."""
+    """Return the files that loading will open. An unreadable index is reported by the loader."""
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
         weight_map = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
         return sorted({file for file in weight_map.values() if isinstance(file, str)})
@@ -127,7 +131,7 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
 
 
 def _fetch(name: HubName, files: Sequence[str], *, progress: bool) -> None:
-    """Download the contents of what is not cached. Raises CheckpointError if the disk has no room for them."""
+    """Download the contents of files that are not cached. Raises CheckpointError if the disk has no room for them."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -135,7 +139,7 @@ def _fetch(name: HubName, files: Sequence[str], *, progress: bool) -> None:
         found = snapshot_download(
             name.repo, revision=name.revision, allow_patterns=list(files), dry_run=True, tqdm_class=no_bar()
         )
-    except DryRunError:  # without a network: the snapshot itself says what is missing
+    except DryRunError:  # without a network; the snapshot itself reports what is missing
         return
     missing = [file for file in found if file.will_download]
     needed = sum((file.file_size or 0) - partial_files.partial_bytes(name.repo, file.filename) for file in missing)
@@ -151,7 +155,9 @@ def _fetch(name: HubName, files: Sequence[str], *, progress: bool) -> None:
 
 
 def _there_are(name: HubName, suffix: str) -> str:
-    """What there is instead: ", only a.gguf, b.gguf". Empty if there is none, or nobody can say."""
+    """Return what the repository has instead, as ", only a.gguf, b.gguf"; empty if there is nothing or it is
+    unknown.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -168,7 +174,7 @@ def _there_are(name: HubName, suffix: str) -> str:
 
 @contextlib.contextmanager
 def _explained(name: HubName) -> Iterator[None]:
-    """Whatever goes wrong on the way, as a CheckpointError of one line."""
+    """Turn every error of a download into a CheckpointError of one line."""
     from huggingface_hub import constants, errors
 
     where = f"{constants.ENDPOINT}/{name.repo}"

@@ -1,4 +1,4 @@
-"""JSON files of a model directory, and what is wrong with one that cannot be read. No jax."""
+"""Read the JSON files of a model directory, and report what is wrong with an invalid one. No jax."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ from jaxserve.loading.bounds import MAX_INTEGER, MAX_NUMBER, MAXIMA, is_within
 
 
 class _Kind(NamedTuple):
-    """What a field may hold, in words, and whether a value is that."""
+    """The values that a field may have: a description, and a test."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -37,14 +37,14 @@ def _is_list_of(values: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """A text, or several by name: in an object, or as objects with "name" and "template"."""
+    """Return true for a text, or several by name: in an object, or as objects with "name" and "template"."""
     if isinstance(value, list):
         return all(isinstance(each, dict) and {"name", "template"} <= each.keys() for each in value)
     return all(map(_is_text, value.values())) if isinstance(value, dict) else isinstance(value, str)
 
 
 def _is_token(value: Any) -> bool:
-    """A text, or an object that says how it is matched too."""
+    """Return true for a text, or for an object that also says how the token is matched."""
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
@@ -95,16 +95,17 @@ _KINDS = {
         "truncation_side": _TEXT,
     },
 }
-"""Of each file the fields of which more is read than one number or flag, here or by transformers; null fits always.
+"""Fields, by file, that are not single numbers or flags and are read here or by transformers; null is always valid.
 
-What the numbers and flags of a config.json may be, `models.hf_config` says.
+The numbers and flags of a config.json are checked by `models.hf_config`.
 """
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, naming the file, if it is missing or holds no object, and
-    naming the field too, if one of config.json, generation_config.json or tokenizer_config.json is a list where it
-    should be an object, or the like.
+    """Return the object in a JSON file.
+
+    Raises CheckpointError, naming the file, if it is missing or holds no object, and naming the field, if one of
+    config.json, generation_config.json or tokenizer_config.json has a value of the wrong type.
     """
     fields = _read(path)
     if not isinstance(fields, dict):
@@ -117,7 +118,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_numbers(fields: Mapping[str, Any], path: pathlib.Path, prefix: str = "") -> None:
-    """Raise CheckpointError for a number that is not finite or beyond its bound, however deep it lies in the file."""
+    """Raise CheckpointError for a number that is not finite or beyond its bound, however deeply it is nested."""
     for name, value in fields.items():
         maximum = MAXIMA.get(name, MAX_NUMBER)
         for each in value if isinstance(value, list) else (value,):
@@ -150,7 +151,7 @@ def _check(fields: Mapping[str, Any], name: str, kind: _Kind, path: pathlib.Path
 
 
 def eos_token_ids(fields: Mapping[str, Any], path: pathlib.Path) -> tuple[int, ...]:
-    """`eos_token_id` of the file at `path`: none, one or a list. Raises CheckpointError, naming the file."""
+    """Return `eos_token_id` of the file at `path`: none, one or a list. Raises CheckpointError, naming the file."""
     _check(fields, "eos_token_id", _TOKEN_IDS, path)
     value = fields.get("eos_token_id")
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)

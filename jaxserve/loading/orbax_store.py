@@ -1,10 +1,10 @@
-"""Stores made by `jaxserve convert`: weights as the models want them, from mapped files straight onto any mesh.
+"""Stores made by `jaxserve convert`: weights in the models' own layout, read from mapped files onto any mesh.
 
-A store is a complete model directory: config.json, the tokenizer, weights/ (an Orbax checkpoint), and a manifest that
-says what it was made of. The manifest is what a damaged store is found by before a device is touched.
+A store is a complete model directory: config.json, the tokenizer, weights/ (an Orbax checkpoint), and a manifest of
+what it was made from. The manifest reveals a damaged store before a device is touched.
 
-Orbax writes a weight as one uncompressed chunk of Zarr, which is a file of its bytes. They are read by mapping these
-files, without the seconds and the copies that Orbax needs; each device gets its share of a weight without the rest.
+Orbax writes a weight as one uncompressed chunk of Zarr, which is a file of its bytes. These files are mapped, which
+avoids the seconds and the copies that Orbax needs; each device reads only its shard of a weight.
 """
 
 import collections
@@ -37,7 +37,7 @@ STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values())}
 
 _WEIGHTS = "weights"
 
-# Fields of config.json that may be edited in a store: no weight is laid out by them.
+# Fields of config.json that may be edited in a store: the layout of weights does not depend on them.
 _FREE_FIELDS = {
     "_name_or_path",
     "architectures",
@@ -53,7 +53,7 @@ _FREE_FIELDS = {
 
 
 class Source(msgspec.Struct, kw_only=True, frozen=True):
-    """What a store was made of: the name of its directory, and the SHA-256 of each file of weights there."""
+    """The origin of a store: the name of its directory, and the SHA-256 of each file of weights there."""
 
     name: str
     sha256: dict[str, str]
@@ -67,8 +67,10 @@ class StoredArray(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, frozen=True):
-    """What a store holds and where it comes from; `file_sizes` are bytes of the files under weights/, `schemes` how
-    weights are stored that are not stored as their values.
+    """The contents and origin of a store.
+
+    `file_sizes` are bytes of the files under weights/; `schemes` describe the weights that are not stored as their
+    values.
     """
 
     format_version: int
@@ -87,12 +89,12 @@ class _Version(msgspec.Struct):
 
 
 def is_store(directory: str | pathlib.Path) -> bool:
-    """Whether this is a directory that `write_store` made."""
+    """Return true if this is a directory that `write_store` made."""
     return (pathlib.Path(directory) / MANIFEST).is_file()
 
 
 def read_manifest(directory: str | pathlib.Path) -> Manifest:
-    """Raises CheckpointError if it cannot be read, or is of a version that this jaxserve does not know."""
+    """Read a manifest. Raises CheckpointError if it cannot be read, or has an unsupported version."""
     path = pathlib.Path(directory) / MANIFEST
     try:
         text = path.read_bytes()
@@ -109,11 +111,12 @@ def read_manifest(directory: str | pathlib.Path) -> Manifest:
 def load_store(
     directory: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
 ) -> Params:
-    """The weights that `specs` declare, cast to `dtype` and laid out over `mesh`; a device reads its own share only.
+    """Load the weights that `specs` declare, cast to `dtype` and sharded over `mesh`; each device reads its own shards
+    only.
 
-    `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that is
+    `progress` shows a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that is
     wrong, if the store is damaged or was made for another config, and ConfigError if a weight does not divide over the
-    mesh; then no device memory has been touched.
+    mesh; no device memory has been touched then.
     """
     directory = pathlib.Path(directory)
     layout = layouts(specs, mesh)
@@ -140,7 +143,7 @@ def load_store(
             if index is not None
         ]
         array = jax.make_array_from_single_device_arrays(layout.shape, layout.sharding, shares)
-        array.block_until_ready()  # what is under way would stay on the host
+        array.block_until_ready()  # arrays in transfer would stay in host memory
         bar.update(stored.size * served.itemsize)
         return array
 
@@ -159,12 +162,12 @@ def write_store(
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    """Write a store of `weights`, a tree of SourceWeight, as `dtype`, with the files `copied` and a config.json of the
-    fields `config`.
+    """Write a store of `weights`, a tree of SourceWeight, as `dtype`, with the files `copied` and a config.json with
+    the fields `config`.
 
-    A weight is let go before the next is read; `progress` draws a bar of the bytes written. All is written next to
-    `destination` and renamed when complete. Raises CheckpointError if there is something at `destination` already;
-    `force` replaces it, if it is a store or empty.
+    Each weight is released before the next is read; `progress` shows a bar of the bytes written. Everything is written
+    next to `destination` and renamed when complete. Raises CheckpointError if `destination` exists; `force` replaces it
+    if it is a store or empty.
     """
     destination = pathlib.Path(destination).absolute()
     check_destination(destination, force=force)
@@ -209,7 +212,7 @@ def write_store(
 
 
 def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
-    """Raises CheckpointError if a store must not be written there."""
+    """Raise CheckpointError if a store must not be written to this path."""
     path = pathlib.Path(destination)
     if not path.exists() and not path.is_symlink():
         return
@@ -221,7 +224,7 @@ def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Unread:
-    """One of the arrays of a weight that has not been read yet, by its index among them."""
+    """One array of a weight that has not been read yet, by its index within the weight."""
 
     weight: SourceWeight
     index: int
@@ -234,11 +237,11 @@ def _unread(weight: SourceWeight) -> Any:
 
 
 def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progress: bool) -> None:
-    """One file an array, uncompressed: a weight's bytes hardly shrink, and unpacking them is slower than reading.
+    """Write one uncompressed file per array: weights hardly shrink, and decompressing is slower than reading.
 
-    Orbax writes what says where a weight belongs. Given the arrays, it would want them all at once.
+    Orbax writes the metadata. If it were given the arrays, it would hold all of them at once.
     """
-    import orbax.checkpoint as ocp  # takes a second to import, for those who write a store
+    import orbax.checkpoint as ocp  # takes a second to import
 
     specs = jax.tree.map(lambda weight: weight.spec, weights)
     bar = bar_of_bytes("writing weights", specs, dtype=dtype, is_shown=progress)
@@ -263,7 +266,7 @@ def _write_weights(path: pathlib.Path, weights: Params, dtype: np.dtype, progres
 
 
 def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
-    """An array in Zarr's second format, as one chunk of its bytes."""
+    """Write an array in Zarr's format 2, as one chunk of its bytes."""
     shape = list(array.shape)
     header = {
         "zarr_format": 2,
@@ -278,14 +281,15 @@ def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
     }
     folder.mkdir(parents=True)
     (folder / ".zarray").write_text(json.dumps(header), encoding="utf-8")
-    # NumPy moves integers at once, and bfloat16 one by one. Its `tofile` says nothing of a full disk in the last block.
+    # NumPy copies integers in bulk, but bfloat16 one by one. Its `tofile` does not report a disk that is full at the
+    # last block.
     values = np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
     (folder.parent / _file_of(folder.name, array.shape)).write_bytes(values.data)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax warns of what is no concern of a single process that stores each weight on its own."""
+    """Suppress Orbax's warnings, which do not concern a single process that stores each weight on its own."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -296,22 +300,22 @@ def _quiet() -> Iterator[None]:
 
 
 def _share(mapped: np.ndarray, dtype: np.dtype, device: Any) -> np.ndarray:
-    """What a device gets: the file itself, unless it is a CPU, whose weights would stay at the mercy of that file."""
+    """Return a device's shard: the mapped file itself or, for a CPU, a copy that does not depend on that file."""
     if device.platform != "cpu" and mapped.dtype == dtype:
         return np.asarray(mapped)
     return _copy(mapped, dtype)
 
 
 def _copy(mapped: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy in memory, cast to `dtype`.
+    """Copy an array into memory, cast to `dtype`.
 
-    It begins at a multiple of 64 bytes, where XLA wants arrays on a CPU: it takes such a one without copying again.
+    The copy is aligned to 64 bytes, as XLA requires to use an array on a CPU without copying it again.
     """
     size = mapped.size * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     copy = memory[start : start + size].view(dtype).reshape(mapped.shape)
-    if mapped.dtype == dtype:  # NumPy moves integers at once, and bfloat16 one by one
+    if mapped.dtype == dtype:  # NumPy copies integers in bulk, but bfloat16 one by one
         bits = f"u{dtype.itemsize}"
         copy.view(bits)[...] = mapped.view(bits)
     else:
@@ -320,7 +324,7 @@ def _copy(mapped: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _name(path: Any) -> str:
-    """What Orbax calls the leaf at this path, such as layers.0.mlp.down."""
+    """Return Orbax's name of the leaf at this path, such as layers.0.mlp.down."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -329,7 +333,7 @@ def _flat(tree: Params) -> dict[str, Any]:
 
 
 def _file_of(name: str, shape: tuple[int, ...]) -> str:
-    """Where Zarr puts the one chunk of an array."""
+    """Return the path of an array's only chunk in Zarr."""
     return f"{name}/{'.'.join('0' * len(shape))}"
 
 
@@ -365,7 +369,7 @@ def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[
 
 
 def _is_readable(dtype: str, leaf: LeafSpec) -> bool:
-    """Whether an array of such a dtype can be read as this one: floats are cast, codes are what they are."""
+    """Return true if an array of this dtype can be read as this leaf: floats are cast, codes must match exactly."""
     return dtype == str(leaf.dtype) if _has_codes(leaf) else dtype in DTYPES
 
 
@@ -384,7 +388,7 @@ def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
         for name, size in manifest.file_sizes.items()
         if name in found and found[name] != size
     ]
-    # A manifest that somebody has edited may promise what the files are not.
+    # An edited manifest may differ from the files.
     unlike = [
         name
         for name, array in manifest.arrays.items()
@@ -400,7 +404,7 @@ def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
 
 
 def _is_plain(folder: pathlib.Path, name: str, array: StoredArray, found: Mapping[str, int]) -> bool:
-    """Whether the file of an array has nothing but its bytes, if both its files are there."""
+    """Return true if the file of an array consists of nothing but its bytes, or if one of its two files is missing."""
     file, header = _file_of(name, array.shape), f"{name}/.zarray"
     if file not in found or header not in found:
         return True

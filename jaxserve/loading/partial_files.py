@@ -1,7 +1,8 @@
-"""Large files of the hub, of which a process that is killed leaves what it has to the next one. No jax.
+"""Resumable downloads of large files of the hub: a process that is killed leaves what it has to the next one. No jax.
 
-`huggingface_hub` throws such a part away. Here it lies among the cache's blobs, by the ETag of what it is a part of,
-and goes on from its end, by HTTP or by Xet; a complete one is renamed to the blob that the library then finds.
+`huggingface_hub` discards a partial file. Here it is kept among the cache's blobs, named after the ETag of the whole
+file, and continued from its end, by HTTP or by Xet; once complete it is renamed to the blob that the library then
+finds.
 """
 
 import concurrent.futures
@@ -19,14 +20,14 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_THREADS = 8
-"""Files that are fetched at a time, as `huggingface_hub` does."""
+"""Maximum number of files fetched at the same time, as in `huggingface_hub`."""
 
 LOCK_TRIAL = 1.0
-"""Seconds after which whoever waits for another process looks whether there is still a reason to."""
+"""Seconds between checks if a wait for another process's lock is still needed."""
 
 
 def partial_bytes(repo: str, file: str) -> int:
-    """How much of a file the cache holds without having all of it."""
+    """Return how many bytes of an incomplete file are in the cache."""
     total = 0
     for path in _folder(repo).glob(f"{_prefix(file)}*.partial"):
         with contextlib.suppress(FileNotFoundError):  # another process has just completed it
@@ -37,8 +38,8 @@ def partial_bytes(repo: str, file: str) -> int:
 def fetch(repo: str, files: Iterable[str], *, commit: str, progress: bool) -> None:
     """Put the contents of `files` among the blobs of the cache, where `snapshot_download` finds them.
 
-    Raises what `huggingface_hub` and `hf_xet` do; what has arrived until then stays for the next call. The library is
-    left files whose size or ETag the server does not tell.
+    Raises what `huggingface_hub` and `hf_xet` raise; what has arrived by then is kept for the next call. Files for
+    which the server gives no size or ETag are left to the library.
     """
     from tqdm import tqdm
 
@@ -59,7 +60,7 @@ def fetch(repo: str, files: Iterable[str], *, commit: str, progress: bool) -> No
 
 
 class _Transfer:
-    """What the threads of one call share: the bar, and the end of them all."""
+    """State common to the threads of one call: the progress bar, and a signal to stop."""
 
     def __init__(self, bar: Any):
         self.bar = bar
@@ -68,19 +69,19 @@ class _Transfer:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """End every thread where it is; Xet would try again for minutes."""
+        """Stop every thread at once; Xet would retry for minutes."""
         with self._lock:
             self._stopped.set()
             if self._xet is not None:
                 self._xet.sigint_abort()
 
     def check(self) -> None:
-        """Raises InterruptedError after `stop`."""
+        """Raise InterruptedError after `stop`."""
         if self._stopped.is_set():
             raise InterruptedError("the download has been ended")
 
     def xet(self) -> Any:
-        """The session of this call."""
+        """Return the Xet session of this call."""
         from hf_xet import XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
 
         with self._lock:
@@ -111,7 +112,8 @@ def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
             part.unlink()
         is_resumed = part.exists() and part.stat().st_size > 0
         _complete(part, url, found, transfer)
-        if is_resumed and not _has_digest(part, found.etag):  # a machine that crashes may leave anything
+        # after a crash of the machine the file may contain anything
+        if is_resumed and not _has_digest(part, found.etag):
             transfer.bar.total -= found.size
             transfer.bar.update(-found.size)
             part.unlink()
@@ -120,7 +122,7 @@ def _fetch_file(repo: str, file: str, commit: str, transfer: _Transfer) -> None:
 
 
 def _acquire(lock: pathlib.Path, transfer: _Transfer, stack: contextlib.ExitStack) -> None:
-    """Wait for a lock of the library's, unless the transfer ends first: another process may hold it for hours."""
+    """Wait for one of the library's locks, unless the transfer stops first: another process may hold it for hours."""
     from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock
 
@@ -132,7 +134,7 @@ def _acquire(lock: pathlib.Path, transfer: _Transfer, stack: contextlib.ExitStac
 
 
 def _complete(part: pathlib.Path, url: str, found: Any, transfer: _Transfer) -> None:
-    """Append to a file what it lacks. Where locks do not hold, two that do so write the same bytes."""
+    """Append the missing rest to a file. If locks do not work, two processes doing so write the same bytes."""
     from huggingface_hub import constants
 
     by_xet = found.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet")
@@ -180,7 +182,7 @@ def _append_by_xet(file: io.BufferedRandom, start: int, found: Any, transfer: _T
 
 
 class _PartialFile(io.BufferedRandom):
-    """Counts on a bar what is written, gives it to the system at once, and writes no more once it is told to stop."""
+    """A file that reports writes to a progress bar, flushes them at once, and refuses them after `stop`."""
 
     def report_to(self, transfer: _Transfer) -> None:
         self._transfer = transfer
@@ -194,7 +196,7 @@ class _PartialFile(io.BufferedRandom):
 
 
 def _drop_others(repo: str, file: str, part: pathlib.Path) -> None:
-    """Remove parts of what the file was before, unless someone is at them."""
+    """Remove partial files of other versions of the file, unless a process is using them."""
     from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock
 
@@ -210,7 +212,7 @@ def _drop_others(repo: str, file: str, part: pathlib.Path) -> None:
 
 
 def _has_digest(part: pathlib.Path, etag: str) -> bool:
-    """Whether a file is what its ETag says: of large files that is the SHA-256, of others nothing is known."""
+    """Return true if a file matches its ETag: the SHA-256 for large files; others cannot be checked."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return True
     with part.open("rb") as file:
@@ -219,8 +221,8 @@ def _has_digest(part: pathlib.Path, etag: str) -> bool:
 
 @functools.cache
 def no_bar() -> Any:
-    """A progress bar that shows nothing."""
-    from tqdm.asyncio import tqdm  # half of what `import jaxserve.cli` would cost
+    """Return the class of a progress bar that shows nothing."""
+    from tqdm.asyncio import tqdm  # half the cost of `import jaxserve.cli`
 
     class NoBar(tqdm):
         def __init__(self, *args: Any, **options: Any):

@@ -1,7 +1,7 @@
-"""What a model directory says about how its weights are stored, in whichever of its JSON files. No jax.
+"""What the JSON files of a model directory say about how its weights are stored. No jax.
 
-Converters write that into config.json under several names, or into a file beside it. All of it is looked at before any
-weight is downloaded or read, so that a model is never served by numbers that mean something else.
+Converters write this into config.json under several names, or into a file next to it. All of it is checked before any
+weight is downloaded or read, so that a model is never served from misinterpreted numbers.
 """
 
 import pathlib
@@ -22,19 +22,19 @@ FILES = {
     "quant_model_description.json": "ascend",
     "smash_config.json": "pruna",
 }
-"""Files beside config.json that converters write, and whose they are; None: they say that themselves."""
+"""Files that converters write next to config.json, and their method; None: they name it themselves."""
 FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""The same for fields of config.json."""
+"""Fields of config.json that describe quantization, and their method; None: they name it themselves."""
 MARKERS = ("quant", "load_in_4bit", "load_in_8bit", "sparsity_config", "bnb_", "hqq_")
-"""Parts of names of fields and files that converters use, or may use, to say that weights are not what they seem."""
+"""Parts of names of fields and files by which converters declare, or might declare, that weights are encoded."""
 ADAPTER = "adapter_config.json"
 
 
 def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[Format, ...]:
     """Return the formats that matrices may have, none if all are floats. `fields` are those of config.json.
 
-    Raises CheckpointError, naming file and field, for weights that need something done to them that is not served, and
-    where two places contradict each other.
+    Raises CheckpointError, naming file and field, for weights that need unsupported processing, and for contradictory
+    declarations.
     """
     if (directory / ADAPTER).is_file():
         raise CheckpointError(
@@ -55,7 +55,7 @@ def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[
 
 
 def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The method and the object of each file or field that is about quantization, by their names in words."""
+    """Return the method and the object of each file or field about quantization, by a description of where it is."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     unknown = [f"{name} of its config.json" for name in _unknown_fields(fields)]
     unknown += sorted(
@@ -80,7 +80,9 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
 
 
 def _unknown_fields(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names of fields that speak of quantization and are not read, those of objects in the config included."""
+    """Return names of fields that mention quantization and are not supported, including those of objects in the
+    config.
+    """
     found = []
     for name, value in fields.items():
         if not value or (not prefix and name in FIELDS):

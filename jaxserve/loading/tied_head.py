@@ -1,7 +1,7 @@
-"""Whether a Hugging Face checkpoint has an LM head of its own, whatever its config.json says. No jax.
+"""Decide if a Hugging Face checkpoint has an LM head of its own, whatever its config.json says. No jax.
 
-As in transformers 5, what the files hold decides: a head that equals the embedding is tied to it, one that differs is
-used, even where the config says that they are tied.
+As in transformers 5, the files decide: a head that equals the embedding is tied to it, one that differs is used, even
+if the config says that they are tied.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from jaxserve.loading.json_files import read_object
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEADS = ("lm_head", "embed_out")
-"""Modules of checkpoints that are LM heads."""
+"""Names of modules that are LM heads in checkpoints."""
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-"""The last part of the names of embeddings."""
+"""Last part of the names of embeddings."""
 ROWS = 2**12
-"""Rows that are compared at a time."""
+"""Number of rows compared at a time."""
 
 
 def has_own_head(directory: pathlib.Path) -> bool:
-    """Report whether the files hold an LM head that differs from the embedding.
+    """Return true if the files hold an LM head that differs from the embedding.
 
-    False where there is none, or where that cannot be read: loading complains about damaged files.
+    False if there is none, or if the files cannot be read: loading reports damaged files.
     """
     with contextlib.suppress(CheckpointError, OSError, SafetensorError), contextlib.ExitStack() as stack:
         file_of = _file_of_tensors(directory)
@@ -46,12 +46,12 @@ def has_own_head(directory: pathlib.Path) -> bool:
 
 
 def is_head(name: str) -> bool:
-    """Report whether a tensor of this name is the weight of an LM head."""
+    """Return true if a tensor of this name is the weight of an LM head."""
     return name in [f"{head}.weight" for head in HEADS]
 
 
 def is_embedding(name: str) -> bool:
-    """Report whether a tensor of this name is the embedding of tokens."""
+    """Return true if a tensor of this name is the embedding of tokens."""
     return name.endswith(".weight") and name.split(".")[-2] in EMBEDDINGS
 
 
@@ -70,7 +70,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     is_same_type = one.get_dtype() == other.get_dtype()
 
     def values(tensor: Any, first: int) -> np.ndarray:
-        rows = tensor[first : min(first + ROWS, shape[0])]  # slices must not end behind the tensor
+        rows = tensor[first : min(first + ROWS, shape[0])]  # slices must not end beyond the tensor
         return rows.view(f"u{rows.dtype.itemsize}") if is_same_type else rows.astype(np.float32)
 
     return all(np.array_equal(values(one, first), values(other, first)) for first in range(0, shape[0], ROWS))
