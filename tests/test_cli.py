@@ -323,7 +323,7 @@ def test_debug_shows_the_traceback(llm):
 
 @pytest.fixture
 def sigint():
-    """As a process has it that begins; this one goes on after `main`."""
+    """Handle SIGINT as a new process does; this process goes on after `main`."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -405,7 +405,7 @@ def test_serve_answers_and_ends_when_told(test_data):
 
 @pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup"]], ids=" ".join)
 def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
-    """As a terminal does it: every process of the group gets the signal."""
+    """A terminal sends the signal to every process of the group."""
     command = _command(*arguments, "--model", str(BUILTIN), "--compilation-cache-dir", str(tmp_path))
     command |= {"text": False, "bufsize": 0, "start_new_session": True}
     with subprocess.Popen(**command, stderr=subprocess.PIPE) as process:

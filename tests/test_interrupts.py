@@ -16,7 +16,7 @@ from jaxserve.interrupts import while_waiting_for_threads
 
 @pytest.fixture(autouse=True)
 def handler():
-    """As a process has it that begins, and no session: pytest and its own are put back."""
+    """Handle SIGINT as a new process does, then restore pytest's handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

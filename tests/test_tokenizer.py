@@ -91,7 +91,7 @@ class TestText:
 
     @pytest.mark.parametrize("method", ["encode", "encode_plain", "decode"])
     def test_other_threads_go_on_meanwhile(self, byte_level, method):
-        """As the tokenizer's own lock is the interpreter's, if it is not given up."""
+        """The tokenizer has to release the interpreter's lock, or no other thread runs."""
         text = "the upon a " * 100_000
         given = byte_level.encode(text) if method == "decode" else text
         begun, ended = threading.Event(), threading.Event()

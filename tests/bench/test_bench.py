@@ -193,7 +193,7 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
 
 
 def test_steps_of_a_batch(tmp_path):
-    """Of prompts of 10 tokens a step of 16 takes one and a part of the next, and then that and another one."""
+    """Steps of 16 tokens take a prompt of 10 and part of the next one, then the rest of that and another one."""
     config = EngineConfig(
         model=str(write_config(tmp_path, TINY)),
         load_format="dummy",

@@ -57,7 +57,7 @@ def results(url, tmp_path_factory):
 
 
 def token_ids(url, text):
-    """As the harness makes them: without BOS."""
+    """Return the text's token ids without BOS, as the harness sends them."""
     body = {"prompt": text, "add_special_tokens": False}
     return httpx.post(f"{url.removesuffix('/v1')}/tokenize", json=body, timeout=PATIENCE).json()["tokens"]
 

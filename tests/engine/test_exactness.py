@@ -166,7 +166,7 @@ def test_every_family(name):
 
 
 def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
-    """As on a GPU, where it admits the first ones itself: some of them have parameters of their own, too."""
+    """A forward pass on a GPU admits at most ADMISSION_ROWS requests; some of these have parameters of their own."""
     for module in (slots, runner):
         monkeypatch.setattr(module, "ADMISSION_ROWS", 3)
     model = Model("llama_untied", has_special_steps=True)
@@ -197,9 +197,7 @@ def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
 
 
 def test_requests_that_decode_steps_admit():
-    """As on a GPU, where forward passes of one token a row take no admissions along: prompts of which all but the last
-    token is there already.
-    """
+    """Requests of which only the last prompt token is not cached: on a GPU their forward passes admit nobody."""
     model = Model("llama_untied", has_special_steps=True)
     engine = model.engine()
     common, *last = prompts(model, [24, 1, 1, 1, 1], seed=19)

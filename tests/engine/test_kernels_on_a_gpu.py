@@ -74,7 +74,7 @@ SMALL = LLAMA_100M | {
 
 @pytest.fixture(autouse=True)
 def _prompts_are_two_programs(monkeypatch):
-    """As those of larger models are."""
+    """Cut the forward passes of this small model into two programs, as those of larger models are."""
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
     monkeypatch.setitem(launch.CUTS, "in programs", (2, 1.3))
     monkeypatch.setattr(builder, "MIN_BYTES_IN_PROGRAMS", 0)

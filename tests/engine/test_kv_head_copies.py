@@ -86,7 +86,7 @@ def start(path, num_devices):
 
 
 def greedy_tokens(path, num_devices):
-    """Of three requests in chunks side by side, then of one that begins as the longest of them."""
+    """Return the tokens of three requests in chunks side by side, then of one that shares a prefix with the longest."""
     engine, _ = start(path, num_devices)
     prompts = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (1, 5, 21)]
     results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(prompts)])

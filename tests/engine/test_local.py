@@ -54,7 +54,7 @@ def collect(outputs, names):
 
 
 def test_a_profile_has_no_calls_of_python(client, tmp_path):
-    """Of which there are thousands a step: recording them takes longer than they do."""
+    """A step makes thousands of Python calls, and recording them takes longer than they do."""
     outputs = queue.SimpleQueue()
     client.start_profile(str(tmp_path))
     client.submit([request("a", [1, 2, 3], 8)], outputs.put)

@@ -29,7 +29,7 @@ def run(checker, pieces, *, min_pieces=0):
 
 
 def expected(text, stops, *, include=False):
-    """By brute force: the stop string that is complete first, of those that end together the longest."""
+    """Find by brute force the stop string that is complete first, the longest of those that end together."""
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not ends:
         return text, None

@@ -8,7 +8,7 @@ def busy(*times):
 
 
 def test_share_of_the_second_half():
-    """Of the time from 5 to 10: 5 to 9 and 9.5 to 10."""
+    """The device is busy from 5 to 9 and from 9.5 to 10, of the time from 5 to 10."""
     assert busy((0, 4), (5, 7), (6, 9), (6.5, 7), (9.5, 10)) == pytest.approx((4 + 0.5) / 5)
 
 

@@ -444,7 +444,7 @@ uvloop.run(listen())
 
 
 def test_who_was_paused_takes_nobody_for_dead(engine, monkeypatch):
-    """As everybody is when a container is paused: the engine has nothing to say in that time either."""
+    """Everybody is paused when a container is: the engine reports nothing in that time either."""
     is_paused, send_stats = threading.Event(), engine.server._send_stats
     monkeypatch.setattr(process, "STATS_INTERVAL", 0.01)
     monkeypatch.setattr(engine.server, "_send_stats", lambda: is_paused.is_set() or send_stats())

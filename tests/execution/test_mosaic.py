@@ -52,7 +52,7 @@ def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it(num_dev
 
 
 def test_kernels_that_another_process_has_lowered():
-    """As an export, which is a form that this process need not understand."""
+    """An exported program is passed on in a format that this process need not understand."""
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     spec = make_spec(LLAMA_3_8B | {"num_hidden_layers": 1}, **sizes)
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))

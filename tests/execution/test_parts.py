@@ -21,7 +21,7 @@ def make_mesh(num_devices):
 
 
 def lower(function, mesh, *arguments, donated=()):
-    """As the builder does, where all arguments are arrays."""
+    """Lower a function of arrays as the builder does."""
     with jax.set_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
         halves = cut_in_two(traced.jaxpr, donated=donated)

@@ -47,7 +47,7 @@ def llama(num_layers, num_devices=1):
 
 
 def compile_program(builder, program):
-    """As the engine does."""
+    """Compile a program as the engine does."""
     return compile_lowered(
         lambda: builder.lower(program, NUM_BLOCKS), compiler_options=builder.compiler_options(program)
     )
@@ -66,7 +66,7 @@ def _compile_llama(make, num_layers, num_devices):
 
 @functools.cache
 def decode_of(num_rows):
-    """Of so many rows, the program of a builder."""
+    """Return a function that chooses a builder's decode program of `num_rows` rows."""
     return lambda builder: PlainDecode(bucket_of(builder, num_rows))
 
 
@@ -82,7 +82,7 @@ def forward_of_512_tokens(builder):
 
 
 def assert_no_matmul_is_tried_out(program):
-    """As XLA does with its own, which took most of the time of a cold start."""
+    """Check that XLA has no matmul of its own: it would time variants of it, which took most of a cold start."""
     text = program.compiled.as_text()
     assert not re.search(r" dot\(|gemm", text)
 
@@ -108,7 +108,7 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
 
 @pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(16, 1), (64, 3)])
 def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
-    """As in Qwen 2: they stand between the kernels of two layers."""
+    """Qwen 2's biases are added between the kernels of two layers."""
     builder = make_builder(LLAMA_3_8B | {"model_type": "qwen2", "num_hidden_layers": FEW})
     program = compile_program(builder, decode_of(num_rows)(builder))
     assert program.thunks == DRAWING
@@ -119,7 +119,7 @@ def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
 
 
 def compile_parts(builder, program):
-    """Of a forward pass that is two programs, as the engine does."""
+    """Compile both programs of a forward pass that is cut in two, as the engine does."""
     parts = parts_of(builder.lower(program, NUM_BLOCKS))
     assert len(parts) == 2
     options = builder.compiler_options(program)
@@ -198,7 +198,7 @@ def test_decode_step_with_experts():
     ids=["experts", "biases"],
 )
 def test_other_families_have_no_sums_of_xla_on_two(fields):
-    """But OLMo 2, whose norms are over the heads of all devices."""
+    """OLMo 2 is an exception: its norms are over the heads of all devices."""
     builder = make_builder(fields | {"num_hidden_layers": 1}, num_devices=2)
     program = compile_program(builder, PlainDecode(bucket_of(builder, 16)))
     assert program.thunks == DRAWING
@@ -268,7 +268,7 @@ def test_steps_of_few_tokens_are_expected_to_sort_logits():
     ids=["forward", "decode on two"],
 )
 def test_a_program_lowered_by_a_worker(make, num_layers, num_devices, caplog):
-    """The same as this process makes, with KV and slots in place."""
+    """A worker's program equals this process's, and changes KV and slots in place."""
     builder = llama(num_layers, num_devices)
     to_lower = make(builder)
     lowering = Lowering(builder, make_spec(LLAMA_3_8B | {"num_hidden_layers": num_layers}), folder=None, num_workers=1)

@@ -215,8 +215,8 @@ def test_which_layers_are_one_kernel(changes, reason):
     [(1, 128, True), (2, 128, True), (4, 128, False), (1, 192, True), (2, 192, False)],
 )
 def test_which_shares_it_takes(num_devices, hidden_size, takes):
-    """Of four devices each has 32 of the 128 inputs of the attention's last matmul, which are too few; the norm behind
-    a sum over devices takes no rows of 192 values.
+    """Four devices have 32 inputs each of the attention's last matmul, which are too few; the norm after a sum over
+    devices takes no rows of 192 values.
     """
     sizes = {"hidden_size": hidden_size, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
     family, config, params = make_model("llama", **sizes)

@@ -172,7 +172,7 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
 
 @pytest.mark.parametrize(("num_rows", "num_sends"), [(7, 2), (9, 0)])
 def test_embedding_and_head_through_the_peers_memory(mesh, monkeypatch, num_rows, num_sends):
-    """As far as there is room. Kernels are for GPUs: here XLA does what they would."""
+    """Vectors go through the peers' memory if they fit into it. XLA stands in for the kernels, which need GPUs."""
     sent = []
     for module, name in ((all_reduce, "all_reduce"), (all_gather, "all_gather")):
         run = getattr(module, name)

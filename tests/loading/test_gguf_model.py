@@ -50,7 +50,7 @@ def load(path):
 
 
 def tensors_of(golden):
-    """Of all files: some goldens are in shards. In float32, as the `gguf` package knows no bfloat16, or bytes."""
+    """Read the tensors of all of a golden's files: bytes, or float32, since the `gguf` package knows no bfloat16."""
     return {
         name: x if x.dtype == np.uint8 else x.astype(np.float32)
         for path in (GOLDENS / golden).glob("*.safetensors")
@@ -190,7 +190,7 @@ def test_every_architecture_is_tested():
 
 @pytest.mark.parametrize("name", ["deepseek_v2_greedy", "deepseek_v3_groups"])
 def test_what_makes_keys_and_values_of_latents_whole(tmp_path, name):
-    """As it is in older files."""
+    """Older files have one matrix in place of `attn_k_b` and `attn_v_b`."""
     fields = json.loads((GOLDENS / name / "config.json").read_text())
     tensors = tensors_of(name)
     gguf_files.write_model(tmp_path / "split.gguf", fields, tensors)

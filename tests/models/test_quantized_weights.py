@@ -69,7 +69,7 @@ def plain(specs):
 
 
 def dequantized(params):
-    """The same model without codes."""
+    """Replace codes and scales by the values that they stand for."""
 
     def values(weight):
         return Dense(weight.array()) if isinstance(weight, Weight) else weight

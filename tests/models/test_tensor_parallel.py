@@ -128,7 +128,7 @@ def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, si
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_falcon_of_grouped_heads_equals_one_device(devices):
-    """Of Falcon 40B and 180B: 8 KV heads, a norm for each block."""
+    """Falcon 40B and 180B have 8 KV heads and a norm for each block."""
     on_one_device = logits_on("falcon", make_mesh(tensor=1), **HEADS)
     on_many = logits_on("falcon", make_mesh(tensor=devices), **HEADS)
     np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)

@@ -141,7 +141,7 @@ def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
 
 
 def as_arguments(case):
-    """Of the public operation."""
+    """Return the arguments that the public operation takes."""
     weights = Weights(case["o"], case["gate_up"], case["down"], case["next_qkv"])
     positional = *(case[name] for name in ("qkv", "k_pages", "v_pages", "residual")), weights, case["gains"]
     rest = {name: case[name] for name in ("rotation", "write_index", "block_tables", "seq_lens")}

@@ -36,7 +36,7 @@ class Place:
         self.memories, self.owner, self.name, self.index = memories, owner, name, index
 
     def of(self, owner):
-        """The same of a device, as an array."""
+        """Return this part of `owner`'s memory as an array."""
         array = self.memories[owner][self.name]
         for index in self.index:
             array = array[(*index, ...) if isinstance(index, tuple) else (index, ...)]
@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
     body: Any
     arguments: tuple[str, ...]
     results: dict[str, int]
-    """By name, the parts of the rows of each."""
+    """Number of parts of each result's rows, by the result's name."""
     num_pieces: int
 
 
@@ -158,7 +158,7 @@ class Block(Player):
 
 
 def replace_device(monkeypatch, devices):
-    """By what NumPy can do, in pieces."""
+    """Replace the device's operations by NumPy's, piece by piece."""
 
     def load(ref, layout):
         halves = []

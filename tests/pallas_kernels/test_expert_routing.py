@@ -73,7 +73,7 @@ def test_interpreted_without_races(capsys, variant, sizes, num_groups):
 
 
 def test_interpreted_with_a_part_of_the_experts(capsys):
-    """Of which one has two tiles, and one no rows."""
+    """One of these experts has two tiles, and one has no rows."""
     routing, logits, _ = make_case("normalized softmax", num_tokens=70, num_experts=11, per_token=3)
     logits[:, 4] = 9.0
     logits[:, 3] = -np.inf
@@ -111,7 +111,7 @@ def test_interpreted_with_nan(capsys):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_zeros_of_both_signs(capsys, variant):
-    """As XLA has them: "softmax_of_chosen" takes 0 before -0, others have one weight for both."""
+    """XLA's order: "softmax_of_chosen" takes 0 before -0, the others have one weight for both."""
     routing, logits, _ = make_case(variant, num_tokens=4, num_experts=12, per_token=6)
     logits = np.where(np.arange(12) % 3 == 0, -0.0, np.minimum(logits, 0)).astype(np.float32)
     got = run_interpreted(capsys, routing, logits, None, 4, num_groups=1)

@@ -53,7 +53,7 @@ def in_float(tree):
 
 
 def check(got, case, activation=silu):
-    """Of the residual stream, and of what follows as it follows from that one."""
+    """Check the residual stream, then the next matmul's results against the reference's of that very stream."""
     heads, residual, weights, gains = in_float(case)
     x, y = layer_matmuls_reference(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=EPS)
     for result, want in zip(got, (x, y), strict=True):
@@ -144,7 +144,7 @@ def cut_for(monkeypatch, num_sms):
 
 
 FEW_SMS = 26
-"""As many as all that is interpreted here has tiles for, and two: others would do what these two do, nothing."""
+"""Number of multiprocessors: two more than any interpreted case has tiles for; further ones would idle as these two."""
 # A thread block's rings are so small that each slot is used again, tiles end behind the last output.
 INTERPRETED = {
     "8 rows": (

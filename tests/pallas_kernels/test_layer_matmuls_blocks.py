@@ -65,7 +65,7 @@ class Device:
         return _pad_rows(np.pad(np.asarray(there, np.float32), ((0, 0), (0, num_columns - there.shape[1]))))
 
     def store_columns(self, ref, x, first, **_):
-        """As many rows and columns as there are."""
+        """Write the rows and columns that lie inside the array."""
         columns = _columns(ref, first, x.shape[1])
         self.grid.store(
             ref.part((slice(None), columns)), np.asarray(x).astype(ref.dtype)[: ref.shape[0], : columns.size]
@@ -87,7 +87,7 @@ class Device:
 
 
 def _columns(ref, first, number):
-    """Of them, those that the ref has."""
+    """Return the slice of these columns that lies inside the array."""
     return pl.Slice(min(int(first), ref.shape[1]), max(min(number, ref.shape[1] - int(first)), 0))
 
 

@@ -30,7 +30,7 @@ def test_where_peers_have_their_buffers():
 
 @pytest.mark.parametrize("separate", [None, (0, 1), (3, 2)])
 def test_whether_devices_reach_each_other(monkeypatch, separate):
-    """As the driver says, asked of each pair in both directions; a machine without one is given the benefit."""
+    """The driver is asked about each pair in both directions; without a driver devices count as connected."""
     devices = [SimpleNamespace(process_index=0, local_hardware_id=index) for index in (3, 0, 1, 2)]
     asked = []
 

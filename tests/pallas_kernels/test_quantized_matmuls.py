@@ -29,7 +29,7 @@ from pallas_kernels.quantized_matmuls.sm90 import Product, cut
 EPS = 1e-5
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TOLERANCE = 6e-3
-"""Of the norm of the result: what lies between two matmuls is rounded to 8 bits."""
+"""Largest error relative to the result's norm: activations between two matmuls are rounded to 8 bits."""
 
 
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}

@@ -174,7 +174,7 @@ def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, nam
 
 
 def test_files_that_say_it_in_place_of_the_config(tmp_path):
-    """As NVIDIA's, AutoGPTQ's and AutoAWQ's checkpoints do; scales of activations and of KV are not needed."""
+    """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed."""
     for index, (file, content, make) in enumerate(
         [
             (

@@ -133,7 +133,7 @@ def test_distributions_in_one_mixed_batch():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """The same seed and counter give the same token, in any row, slot and company."""
+    """A seed and a counter determine the token in any row and slot, beside any others."""
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((4, VOCAB)).astype(np.float32)
     mine = make_request(seed=-(2**63), temperature=0.9, top_p=0.95)

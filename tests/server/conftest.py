@@ -22,7 +22,7 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 @pytest.fixture(scope="session", autouse=True)
 def patience():
-    """Of the server's own limits, those that only a slow machine reaches. A test that is about one sets it itself."""
+    """Raise the server's limits that only a slow machine reaches. A test of such a limit sets it itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
         patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)

@@ -75,7 +75,7 @@ def test_each_field_has_one_row():
 
 @pytest.mark.parametrize(("route", "field"), cells(Refused), ids=name)
 def test_refused(server, route, field):
-    """By its name and with the word of the table; null is no value."""
+    """The error names the field and uses the table's wording; null counts as absent."""
     path, body = BODIES[route]
     cell = field.cell(route)
     assert isinstance(cell, Refused)

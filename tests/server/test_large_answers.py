@@ -56,7 +56,7 @@ def test_an_encoded_list_is_that_list(length):
 
 
 def test_others_have_their_turns():
-    """As many as values are taken, which are free then."""
+    """Other tasks run once every VALUES_A_TURN values, which are freed by then."""
     num_turns, numbers = 0, list(range(10 * body.VALUES_A_TURN))
     expected = list(numbers)
 

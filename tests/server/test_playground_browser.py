@@ -136,7 +136,7 @@ def test_parameters_go_with_the_request_and_empty_ones_do_not(page, server):
 
 
 def nobody_looks(server):
-    """Whether no snapshot is taken in a time in which the page takes several."""
+    """Return whether no snapshot is taken in a time in which the page takes several."""
     before = server.client.num_snapshots
     time.sleep(0.8)
     return server.client.num_snapshots == before

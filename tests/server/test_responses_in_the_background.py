@@ -33,7 +33,7 @@ def status(server, answer):
 
 
 def assert_limit(server, limit):
-    """Of a burst of twice as many, so many are taken, and all of these are answered; then there is room again."""
+    """Send twice as many requests as `limit`: so many are accepted and answered, and then new ones are accepted."""
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     answers = burst(server, 2 * limit)
     taken = [answer for answer in answers if answer.status_code == 200]

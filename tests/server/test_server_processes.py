@@ -343,7 +343,7 @@ def test_a_signal_after_the_end_changes_no_exit_code(start):
 
 @pytest.mark.parametrize("num_workers", ["1", "2"])
 def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
-    """By servers of several workers, too, though these share it."""
+    """Servers of several workers, which listen on one port together, take it early, too."""
     server = start("--start-error", "hang", "--api-workers", num_workers)
     server.wait_for_children(1 + int(num_workers))
     port = server.port()

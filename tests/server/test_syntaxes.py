@@ -421,7 +421,7 @@ def tag(key, value):
 
 
 def allows(name, schema, text):
-    """Whether a call of the tool f in this syntax may be this text."""
+    """Return whether this text may be a call of the tool f in this syntax."""
     rules = call_rules(ROWS[name], [Tool("f", prepared(schema))], spell=literal, is_parallel=False)
     matcher = LLMatcher(LLTokenizer("byte"), lark_grammar(f"start: calls\n{rules}", param="tools"))
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()

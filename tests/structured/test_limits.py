@@ -19,7 +19,7 @@ def vocabulary():
 
 
 def follow(text, output):
-    """Whether the grammar can be followed through `output`, and how far its steps have got."""
+    """Return how many characters of `output` the grammar accepts, and the error after them."""
     matcher = LLMatcher(vocabulary(), text, log_level=0, limits=parser_limits(text))
     for position, character in enumerate(output):
         matcher.compute_bitmask()

@@ -59,14 +59,14 @@ class _Warpgroup(Player):
             self.body(self.block)
 
     def stamps(self, threads):
-        """Of words that these threads write now."""
+        """Return the stamps of words that these threads write now."""
         stamps = np.empty((len(threads), 5), np.int32)
         stamps[:] = self.block, _NOBODY, self.warp_syncs, self.block_syncs, self.arrivals
         stamps[:, _THREAD] = threads
         return stamps
 
     def sees(self, threads, stamps):
-        """Whether barriers have put these threads behind the writes."""
+        """Return whether barriers order these threads after the writes."""
         block, thread, warp_syncs, block_syncs, arrivals = (stamps[..., i] for i in range(5))
         return (
             (thread == threads)
@@ -119,7 +119,7 @@ class _Ref:
 
 
 class _Parts:
-    """Of an array, by indices and `pl.ds`."""
+    """Parts of an array, chosen by indices and `pl.ds`."""
 
     def __init__(self, ref: _Ref):
         self.ref = ref
@@ -185,7 +185,7 @@ class _Emulator:
         return _Ref(self, values, stamps, is_result=is_result)
 
     def _shared(self, scratch_types, blocks):
-        """Of each block: what others see once it has arrived at a barrier of the cluster."""
+        """Return each block's shared memory, which others see once it has arrived at a barrier of the cluster."""
         shared = {
             block: [self._memory(np.zeros(x.shape, x.dtype), _NOBODY, block=block, arrivals=0) for x in scratch_types]
             for block in blocks

@@ -118,7 +118,7 @@ class Accumulator:
         self.pending: list[Callable[[], np.ndarray]] = []
 
     def end(self, but: int = 0):
-        """Of all but the last ones."""
+        """Finish all but the last `but` operations."""
         while len(self.pending) > but:
             self.sums = self.sums + self.pending.pop(0)()
 
@@ -171,9 +171,9 @@ class Grid:
         """That have begun: what they do when they end."""
         self.turns = Turns()
         self.shared: list[list[Any]] = []
-        """By block: arrays in shared memory, and barriers."""
+        """Arrays in shared memory and barriers of each block."""
         self.ended: set[int] = set()
-        """Blocks."""
+        """Blocks that have ended."""
         self.cluster = 1
         self.axes: dict[str, Callable[[], int]] = {}
         self.syncs: dict[_Warpgroup, int] = {}
@@ -344,7 +344,7 @@ class Grid:
         self.pause(lambda: all(n >= turn for one, n in self.syncs.items() if one.block // self.cluster == cluster))
 
     def in_cluster(self, ref):
-        """The same part of an array in the shared memory of each block of the cluster."""
+        """Return this part of an array in the shared memory of each block of the cluster."""
         first = self.current.block // self.cluster * self.cluster
         arrays = self._of_cluster(ref.array)
         return [Ref(self, array, ref.window, block=first + rank) for rank, array in enumerate(arrays)]
@@ -368,7 +368,7 @@ class Grid:
         self.turns.pause(can_go_on)
 
     def _of_cluster(self, one):
-        """Of each block of the current one's cluster, the same array or the same barriers."""
+        """Return this array, or these barriers, of each block of the current block's cluster."""
         first = self.current.block // self.cluster * self.cluster
         blocks = [_flat(shared) for shared in self.shared[first : first + self.cluster]]
         [number] = [i for i, x in enumerate(blocks[self.current.block - first]) if x is one]

@@ -68,7 +68,7 @@ class Ref:
     def __init__(self, grid, array, window=None, *, block=None, is_transposed=False):
         self.grid, self.array, self.block, self.is_transposed = grid, array, block, is_transposed
         self.window = [(0, size) for size in array.shape] if window is None else window
-        """Of each dimension, where the part begins and how much of it there is: None if it has only this index."""
+        """Start and size of the part in each dimension; the size is None where an index has removed the dimension."""
 
     @property
     def shape(self):
@@ -130,7 +130,7 @@ class Ref:
         return result.T if self.is_transposed else result
 
     def write(self, values):
-        """As much of them as lies inside the array."""
+        """Write the values that lie inside the array."""
         inside, places = self._inside()
         shape = [1 if size is None else size for _, size in self.window]
         values = np.broadcast_to(values, self.shape).reshape(shape)
@@ -158,13 +158,13 @@ class _At:
 
 
 class Barriers:
-    """Of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
+    """Barriers of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
 
     def __init__(self, grid: "Grid", kind: BarrierKind, block: int, cluster: int):
         self.grid, self.block = grid, block
         self.of_all = kind.of_all
         self.units = cluster
-        """Of an arrival."""
+        """Number of units that one arrival counts."""
         self.units_of_phase = kind.num_arrivals * cluster * (cluster if kind.of_all else 1)
         self.arrived = np.zeros(kind.num_barriers, int)
         self.observed: dict[tuple[int, int], int] = {}

@@ -70,7 +70,7 @@ def print_table():
 
 
 def errors(golden):
-    """Of one golden: the worst without paged KV and with it."""
+    """Return a golden's worst errors without paged KV and with it."""
     expected = golden[3]["logits"]
     paged = max(relative_error(logits, expected) for logits in paged_chunk_logits(golden))
     return relative_error(full_logits(golden), expected), paged

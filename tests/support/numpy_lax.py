@@ -11,7 +11,7 @@ def fori_loop(start, end, body, state):
 
 
 def while_loop(condition, body, state):
-    """As long as the condition holds."""
+    """Run the body while the condition holds."""
     while condition(state):
         state = body(state)
     return state

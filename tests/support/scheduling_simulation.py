@@ -285,7 +285,7 @@ class Simulation:
         return outcomes
 
     def step(self, num_in_flight: int) -> StepPlan | None:
-        """As the engine does: plan and start one step, then take in what is more than may stay in flight."""
+        """Plan and start one step, then finish steps until `num_in_flight` are left, as the engine does."""
         plan = self.schedule()
         while self.in_flight and (plan is None or len(self.in_flight) > num_in_flight):
             self.update()

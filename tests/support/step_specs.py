@@ -4,7 +4,7 @@ from jaxserve.execution.programs.builder import StepSpec
 
 
 def make_spec(model, **sizes):
-    """Of a config.json, with the sizes of the engine by default."""
+    """Describe the steps of a config.json, with the engine's default sizes."""
     sizes = {"max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | sizes
     return StepSpec(
         model=model,
