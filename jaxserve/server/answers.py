@@ -1,4 +1,4 @@
-"""Chat choices from what the engine brings: thoughts, words and calls in the shapes that clients know."""
+"""Chat choices made from engine outputs: thoughts, text and calls in the format that clients expect."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,9 +13,9 @@ from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, Tool
 
 
 class AnswerWriter:
-    """Writes one answer: whole in one piece (`message`), or the pieces of a stream in order (`delta`).
+    """Writes one answer: complete (`message`), or as the deltas of a stream in order (`delta`).
 
-    `has_calls` says whether the model has called a tool so far.
+    `has_calls` is true once the model has called a tool.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class AnswerWriter:
         call_id: Callable[[CallStart, int], str],
         counter: ReasoningCounter | None = None,
     ):
-        """Without a reader the text is the answer. `call_id` makes the id of the call of a number; without a `counter`
-        there are no thoughts.
+        """Without a reader the text is the answer. `call_id` makes the id of the n-th call; without a `counter` there
+        are no thoughts.
         """
         self._reader = reader
         self._counter = counter
@@ -34,15 +34,15 @@ class AnswerWriter:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the model has called a tool."""
+        """True once the model has called a tool."""
         return self._num_calls > 0
 
     def num_thoughts(self, output: CompletionOutput) -> int:
-        """How many of the new tokens are thoughts."""
+        """Return the number of new tokens that are thoughts."""
         return 0 if self._counter is None else self._counter.count(output.token_ids)
 
     def message(self, output: CompletionOutput) -> AssistantMessage:
-        """The whole answer."""
+        """Return the whole answer."""
         if self._reader is None:
             return AssistantMessage(content=output.text)
         message = message_of(self._read(output), self._call_id)
@@ -50,13 +50,15 @@ class AnswerWriter:
         return message
 
     def delta(self, output: CompletionOutput) -> Delta:
-        """What is new."""
+        """Return what is new."""
         if self._reader is None:
             return Delta(content=output.text or UNSET)
         return self._delta(self._read(output))
 
     def finish_reason(self, output: CompletionOutput, *, is_chosen: bool) -> ChatFinishReason | None:
-        """Why the answer has ended. `is_chosen`: the client has named the tool, so that calling it tells nothing."""
+        """Return why the answer has ended. With `is_chosen` the client chose the tool, so that a call is not a reason
+        of its own.
+        """
         if output.finish_reason == "stop" and self.has_calls and not is_chosen:
             return "tool_calls"
         return output.finish_reason
@@ -94,7 +96,7 @@ class AnswerWriter:
 
 
 def message_of(events: Iterable[Event], call_id: Callable[[CallStart, int], str]) -> AssistantMessage:
-    """Return the message that all events of an answer make. `call_id` makes the id of the call of a number."""
+    """Return the message made of all events of an answer. `call_id` makes the id of the n-th call."""
     events = joined(events)
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or UNSET

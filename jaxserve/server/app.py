@@ -75,11 +75,11 @@ EXCEPTION_HANDLERS = {
 
 
 def create_app(state: ServerState, config: ServerConfig) -> Starlette:
-    """The application that serves `state` under the limits and the keys of `config`. Raises ConfigError."""
+    """Return the application that serves `state` under the limits and keys of `config`. Raises ConfigError."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Any]]:
-        state.frontend.grammars.start()  # the first grammar need not wait for its processes
+        state.frontend.grammars.start()  # so that the first grammar need not wait for its processes
         try:
             yield lifespan_state(state)
         finally:
@@ -97,7 +97,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
         Middleware(Authentication, keys=client_keys(config), admin_keys=keys_of_admin, admin_paths=ADMIN_PATHS),
         Middleware(Door),
     ]
-    if config.allowed_origins:  # outermost: a browser asks without a key first, and must be able to read a refusal
+    if config.allowed_origins:  # outermost: a browser first asks without a key, and must be able to read a refusal
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,

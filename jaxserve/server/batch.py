@@ -1,7 +1,7 @@
-"""`jaxserve run-batch`: the requests of a file, one JSON object a line in OpenAI's format, answered into another file.
+"""`jaxserve run-batch`: answer a file of requests, one JSON object per line in OpenAI's format, into another file.
 
-The routes are the server's own, called without a connection. Answers are written as they come; a run that was cut
-short goes on where it ended, since what the output file already has is not asked for again.
+The routes are the server's own, called without a connection. Answers are written as they arrive; an interrupted run can
+be continued, since requests that the output file already answers are skipped.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from jaxserve.server.process.lifecycle import make_state
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 REQUESTS_PER_SEQUENCE = 2
-"""Requests that are inside for each sequence that can run at once: the engine never waits for the next one."""
+"""Requests submitted for each sequence that can run at once, so that the engine never waits for the next one."""
 TOO_MANY_REQUESTS = 429
 SERVER_FAULT = 500
 
@@ -40,7 +40,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a route has answered."""
+    """The answer of a route."""
 
     status_code: int
     request_id: str
@@ -48,14 +48,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a line could not be given to a route."""
+    """The reason why a line could not be passed to a route."""
 
     code: str
     message: str
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the output: either `response`, an error of HTTP's included, or `error`."""
+    """A line of the output: either `response`, which may be an HTTP error, or `error`."""
 
     id: str
     custom_id: str | None
@@ -64,12 +64,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_final(self) -> bool:
-        """Whether asking again would bring nothing else."""
+        """True if repeating the request would not change the result."""
         return self.custom_id is not None and (self.response is None or self.response.status_code < SERVER_FAULT)
 
 
 class Summary(NamedTuple):
-    """Lines of the output, by what they tell; `failed` are those that another run asks for again."""
+    """Numbers of lines of the output; `failed` are those that another run repeats."""
 
     answered: int
     refused: int
@@ -102,9 +102,9 @@ def run(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Answer what `source` asks for and `destination` has no final answer to. With `overwrite` that file begins anew.
+    """Answer the requests of `source` that `destination` has no final answer to; `overwrite` discards that file first.
 
-    Raises InvalidRequest where the files do not fit together, EngineDead when the engine has died; what was answered
+    Raises InvalidRequest if the files do not belong together, EngineDead when the engine has died; what was answered
     until then is in the file.
     """
     wanted = check_input(source)
@@ -134,14 +134,14 @@ def run(
 
 
 class Input(NamedTuple):
-    """The ids of an input file, and how many lines it has."""
+    """The ids of an input file, and its number of lines."""
 
     custom_ids: frozenset[str]
     num_lines: int
 
 
 def check_input(path: pathlib.Path) -> Input:
-    """Read the ids of all lines. Raises InvalidRequest for a file that cannot be read, is empty, or has an id twice."""
+    """Read the ids of all lines. Raises InvalidRequest for a file that cannot be read, is empty, or repeats an id."""
     seen: dict[str, int] = {}
     number = 0
     for number, text in enumerate(_lines(path), 1):
@@ -157,7 +157,7 @@ def check_input(path: pathlib.Path) -> Input:
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines of a file that are not blank. Raises InvalidRequest if it cannot be read."""
+    """Yield the lines of a file that are not blank. Raises InvalidRequest if it cannot be read."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise InvalidRequest(f"cannot read {path}: it is no regular file, which can be read twice")
@@ -170,7 +170,7 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _custom_id(text: bytes) -> str | None:
-    """The id of a line, if it has one: also of a line that lacks something else."""
+    """Return the id of a line, or None; a line that is otherwise incomplete may have one."""
     try:
         return _decode_name(text).custom_id
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -178,9 +178,9 @@ def _custom_id(text: bytes) -> str | None:
 
 
 def _final_lines(path: pathlib.Path, wanted: Input) -> Iterator[tuple[Result, bytes]]:
-    """The lines of an output file that can stay. A line that was cut off cannot, nor a failure of the server.
+    """Yield the lines of an output file that can be kept, which excludes truncated lines and failures of the server.
 
-    Raises InvalidRequest for a file that is no output of this input: it is not overwritten by mistake.
+    Raises InvalidRequest for a file that is not an output of this input, so that it is not overwritten by mistake.
     """
     for number, text in enumerate(_lines(path) if path.exists() else (), 1):
         try:
@@ -201,14 +201,14 @@ def _final_lines(path: pathlib.Path, wanted: Input) -> Iterator[tuple[Result, by
 
 
 def _kind(result: Result) -> int:
-    """0: answered, 1: refused, 2: failed."""
+    """Return the index in Summary: 0 answered, 1 refused, 2 failed."""
     if result.response is None:
         return 1
     return 0 if result.response.status_code < 400 else 1 if result.is_final else 2
 
 
 class _Batch:
-    """Requests on their way, and the file for their answers."""
+    """The running requests, and the file for their answers."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Batch:
         self._bar = tqdm(total=total, initial=sum(counts), desc="answering", unit="request", disable=not progress)
 
     async def run(self, lines: Iterator[bytes]) -> None:
-        """Answer these lines, so many at once that the engine is busy."""
+        """Answer these lines, with enough at once to keep the engine busy."""
         room = asyncio.Semaphore(REQUESTS_PER_SEQUENCE * self._client.info.max_num_seqs)
 
         async def answer(text: bytes) -> None:
@@ -252,7 +252,7 @@ class _Batch:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A client of the routes, without a socket between them."""
+        """Return a client that calls the routes without a socket."""
         async with self._app.router.lifespan_context(self._app) as state:
 
             async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,7 +283,7 @@ class _Batch:
         return Result(id=result_id, custom_id=line.custom_id, response=response, error=None)
 
     async def _post(self, http: httpx.AsyncClient, line: Line) -> httpx.Response:
-        """Give a request to its route, again while what it needs is taken by others."""
+        """Post a request to its route, repeatedly while it is refused because others use the resources it needs."""
         headers = {"content-type": "application/json"}
         while (answer := await http.post(line.url, content=bytes(line.body), headers=headers)).status_code == (
             TOO_MANY_REQUESTS
@@ -299,12 +299,13 @@ class _Batch:
 
 
 def _problem(line: Line) -> Problem | None:
-    """Why a request cannot be in a batch, or None."""
+    """Return why a request cannot be in a batch, or None."""
     if line.method != "POST":
         return Problem(code="invalid_method", message=f"method must be POST, got {line.method!r:.100}")
     if line.url not in ENDPOINTS:
         return Problem(code="invalid_url", message=f"url must be one of {', '.join(ENDPOINTS)}, got {line.url!r:.100}")
-    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):  # the route says what is wrong with it
+    # the route reports what is wrong with it
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):
         flags = _decode_flags(line.body)
         for name in ("stream", "background"):
             if getattr(flags, name):
@@ -313,7 +314,7 @@ def _problem(line: Line) -> Problem | None:
 
 
 def tell(summary: Summary, destination: pathlib.Path) -> int:
-    """Print what has come of a batch, to standard error. Returns the exit code: 1 if another run may bring more."""
+    """Print the summary of a batch to standard error. Returns the exit code: 1 if another run may answer more."""
     words = [f"{count} {word}" for word, count in summary._asdict().items() if count]
     again = "; run the command again for those that have failed" if summary.failed else ""
     print(f"{destination}: {', '.join(words)}{again}", file=sys.stderr)  # noqa: T201

@@ -13,21 +13,23 @@ from jaxserve.errors import InvalidRequest, UnsupportedMediaType
 
 COUNTED_FROM = 2**20  # bytes of a body
 MAX_PARTS = {b"{": 2**17, b"[": 2**17, b'":': 2**18, b",": 2**20}
-"""What a larger body may have of each, texts included. Decoding takes its time by these, not by the bytes, and holds
-the interpreter's lock: 8 MiB of text take 6 ms, as many bytes of lists would take half a second, in which nobody is
-served; what these limits let pass takes 50 ms of processor time at the most.
+"""Limits of each part in a larger body, counted inside texts too.
+
+Decoding time depends on these rather than on bytes, and decoding holds the interpreter's lock: 8 MiB of text take 6 ms,
+as many bytes of lists would block all other requests for half a second. Bodies within these limits take at most 50 ms
+of CPU time.
 """
 
 VALUES_A_TURN = 64  # tokens with 20 candidates each take 3 ms
 VECTORS_A_TURN = 16  # of 4,096 numbers each take 4 ms
 AT_ONCE = 2**18  # bytes of an answer up to which it is sent in one piece
-_MARK = uuid.uuid4().hex.encode()  # stands for a list that is encoded already: nobody outside knows it
+_MARK = uuid.uuid4().hex.encode()  # placeholder of an encoded list; clients cannot know it
 
 
 async def read_json[T](request: Request, read: Callable[[bytes], T]) -> T:
-    """Return what `read` makes of the request's body, which is JSON. Raises InvalidRequest, naming the field.
+    """Return what `read` makes of the request's JSON body. Raises InvalidRequest, naming the field.
 
-    The body must be called JSON: any web page may send what is not, without asking the server first.
+    The body must be declared as JSON: any web page may send other types without asking the server first.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -36,7 +38,7 @@ async def read_json[T](request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def decode[T](body: bytes, read: Callable[[bytes], T], *, name: str) -> T:
-    """Return what `read` makes of the JSON `body`, called `name` in errors; of a large one, in a thread.
+    """Return what `read` makes of the JSON `body`, called `name` in errors; a large one is decoded in a thread.
 
     Raises InvalidRequest, also for more than MAX_PARTS.
     """
@@ -53,9 +55,10 @@ def _decode_large[T](body: bytes, read: Callable[[bytes], T], name: str) -> T:
 
 
 class EncodedList:
-    """A list in an answer that is encoded as it grows: half a million values at once would stop the event loop.
+    """A list of an answer that is encoded as it grows: encoding half a million values at once would block the event
+    loop.
 
-    A struct that is only made to be encoded can have it in the place of a list.
+    It can replace a list in a struct that is only made to be encoded.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class EncodedList:
 
 
 async def in_turns[T](values: list[T], *, num_a_turn: int = VALUES_A_TURN) -> AsyncGenerator[list[T]]:
-    """Take the values off their list, some at a time; others have their turn in the event loop between them."""
+    """Yield the values in batches, removing them from their list and giving other tasks a turn in between."""
     while values:
         taken = values[:num_a_turn]
         del values[:num_a_turn]
@@ -78,7 +81,7 @@ async def in_turns[T](values: list[T], *, num_a_turn: int = VALUES_A_TURN) -> As
 
 
 async def encoded_in_turns(values: list[Any]) -> Any:
-    """An EncodedList of `values`, which are used up."""
+    """Return an EncodedList of `values`, which is emptied."""
     encoded = EncodedList()
     async for some in in_turns(values):
         encoded.extend(some)
@@ -86,7 +89,7 @@ async def encoded_in_turns(values: list[Any]) -> Any:
 
 
 def encoded(value: object) -> list[bytes]:
-    """`value` as JSON, in pieces that are one behind the other. Any list in it may be an EncodedList."""
+    """Encode `value` as JSON, in consecutive pieces. Any list in it may be an EncodedList."""
     lists: list[EncodedList] = []
 
     def mark(part: object) -> msgspec.Raw:
@@ -105,7 +108,7 @@ def encoded(value: object) -> list[bytes]:
 
 
 def json_response(body: msgspec.Struct) -> Response:
-    """`body` with status 200. Any list in it may be an EncodedList."""
+    """Return a response of status 200 with `body`. Any list in it may be an EncodedList."""
     pieces = encoded(body)
     size = sum(len(piece) for piece in pieces)
     if size <= AT_ONCE:
@@ -114,7 +117,7 @@ def json_response(body: msgspec.Struct) -> Response:
 
 
 async def _joined(pieces: Sequence[bytes]) -> AsyncGenerator[bytes]:
-    """At least AT_ONCE bytes at a time, in turns with others."""
+    """Yield at least AT_ONCE bytes at a time, giving other tasks a turn in between."""
     joined = bytearray()
     for piece in pieces:
         joined += piece

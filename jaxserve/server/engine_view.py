@@ -1,4 +1,4 @@
-"""The engine's inside for those who watch it: one snapshot at a time, shared by all who ask, none when nobody does."""
+"""Snapshots of the engine for monitoring: one at a time, the same for all who ask, none when nobody does."""
 
 import asyncio
 import time
@@ -8,11 +8,11 @@ import msgspec
 from jaxserve.engine.client import EngineClient, EngineSnapshot
 
 MAX_AGE = 0.1
-"""Seconds for which a snapshot serves whoever asks."""
+"""Seconds for which a snapshot is reused."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, and what one must know to read it. `time` is in seconds, with an origin of its own."""
+    """A snapshot, and the sizes needed to interpret it. `time` is in seconds, with an arbitrary origin."""
 
     time: float
     max_num_seqs: int
@@ -23,7 +23,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineView:
-    """Takes snapshots of one engine, in a thread: they wait for the engine's step."""
+    """Takes snapshots of one engine, in a thread, because they wait for the engine's step."""
 
     def __init__(self, client: EngineClient):
         self._client = client
@@ -31,7 +31,7 @@ class EngineView:
         self._taken: EngineState | None = None
 
     async def state(self) -> EngineState:
-        """A state not older than MAX_AGE. Raises EngineDead."""
+        """Return a state not older than MAX_AGE. Raises EngineDead."""
         if self._taken is not None and time.monotonic() - self._taken.time < MAX_AGE:
             return self._taken
         if self._taking is None:
@@ -55,4 +55,4 @@ class EngineView:
     def _forget(self, task: asyncio.Task[EngineState]) -> None:
         self._taking = None
         if not task.cancelled():
-            task.exception()  # whoever waited has got it; nobody may have
+            task.exception()  # marks the exception as retrieved, in case nobody waits any more

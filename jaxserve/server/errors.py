@@ -33,7 +33,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_body(error: BaseException) -> ErrorBody:
-    """What a client may know of `error`: all of a refusal, nothing of a fault of ours."""
+    """Return what a client may know about `error`: everything about a refusal, nothing about a bug of ours."""
     if isinstance(error, InvalidRequest):
         detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
     elif isinstance(error, Unavailable) and not isinstance(error, QueueFull):
@@ -46,14 +46,14 @@ def error_body(error: BaseException) -> ErrorBody:
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
-    """`body` as JSON."""
+    """Return a response with `body` as JSON."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def refusal(
     status: int, message: str, *, kind: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer for a request that never reached a route."""
+    """Return the response for a request that did not reach a route."""
     kind = kind or _HTTP_TYPES.get(status, "invalid_request_error")
     return error_response(
         status, ErrorBody(ErrorDetail(message=message, type=kind, code=_HTTP_CODES.get(status))), headers
@@ -61,7 +61,7 @@ def refusal(
 
 
 async def on_jaxserve_error(_request: Request, error: Exception) -> Response:
-    """Answers an exception of our own with the status it carries."""
+    """Answer an exception of our own with the status it carries."""
     assert isinstance(error, JaxserveError)
     headers = {}
     if isinstance(error, QueueFull):
@@ -72,17 +72,17 @@ async def on_jaxserve_error(_request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(_request: Request, error: Exception) -> Response:
-    """Answers what Starlette itself refuses: an unknown path, a wrong method."""
+    """Answer what Starlette itself refuses: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
     return refusal(error.status_code, error.detail, headers=error.headers)
 
 
 async def on_store_error(_request: Request, error: Exception) -> Response:
-    """Answers a request that needs the store of responses, which the disk has no room for, or cannot read."""
+    """Answer a request that needs the store of responses when the disk is full or cannot be read."""
     logger.error("the store of responses has failed: %s", error)
     return refusal(503, "responses cannot be stored now")
 
 
 async def on_disconnect(_request: Request, _error: Exception) -> Response:
-    """Answers nobody: the client has gone. The status is what proxies log for it."""
+    """Return status 499, which proxies log for it; the client has gone and reads nothing."""
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""From the prompts of one HTTP request to what is new for each of them; completions and chat share it."""
+"""Run the prompts of one HTTP request and pass on what is new for each of them; common to completions and chat."""
 
 import asyncio
 import time
@@ -21,21 +21,22 @@ from jaxserve.server.streaming import while_wanted
 from jaxserve.server.tracing import Times
 
 QUEUE_TIMEOUT = 10.0  # seconds that a large body waits for those before it
-THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized outside the event loop
-TURN_THRESHOLD = 2**20  # bytes from which on they hold up none but their like
+THREAD_THRESHOLD = 16 * 1024  # bytes of a body from which on its prompts are tokenized in a thread
+TURN_THRESHOLD = 2**20  # bytes from which on bodies wait for each other only, in a queue of their own
 
 MIN_TEXT_LIMIT = 2**20
-"""Bytes of one text that are tokenized whatever the context: takes 0.6 s of a core, and 250 MB, for so long."""
+"""Bytes of one text that are tokenized whatever the context length; that takes 0.6 s of a core and 250 MB."""
 
 TEXT_BYTES_PER_TOKEN = 16
-"""Bytes of one text that are tokenized for each token of the context: three times what texts have."""
+"""Bytes of one text per token of the context that are tokenized: three times what texts have."""
 
 
 async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, receive: Receive) -> T:
-    """The result of `work`, which templates and tokenizes: in a thread where the body of `size` bytes makes it slow,
-    and in its turn among its like, which lasts until the thread is done.
+    """Return the result of `work`, which renders templates and tokenizes.
 
-    Raises QueueFull when the turn does not come, and as `while_wanted` does when nobody waits for it any more.
+    If the body of `size` bytes makes it slow, it runs in a thread, and waits for its turn among similar ones; the turn
+    lasts until the thread is done. Raises QueueFull when the turn does not come, and as `while_wanted` does when the
+    result is no longer needed.
     """
     if size < THREAD_THRESHOLD:
         return work()
@@ -54,7 +55,7 @@ async def _in_turn[T](state: ServerState, work: Callable[[], T], *, is_large: bo
     def end(task: asyncio.Task[T]) -> None:
         turn.release()
         if not task.cancelled():
-            task.exception()  # seen, should nobody wait any more
+            task.exception()  # marks the exception as retrieved, in case nobody waits any more
 
     task = asyncio.create_task(asyncio.to_thread(_give_memory_back, work) if is_large else asyncio.to_thread(work))
     task.add_done_callback(end)
@@ -62,8 +63,10 @@ async def _in_turn[T](state: ServerState, work: Callable[[], T], *, is_large: bo
 
 
 def _give_memory_back[T](work: Callable[[], T]) -> T:
-    """The result of `work`. What the tokenizer has freed then goes back to the system: the C library would keep it for
-    this thread, 0.7 to 1.4 GB after 8 MiB of text. Takes a fiftieth of the time that such a text does.
+    """Return the result of `work`, and release the memory that the tokenizer has freed to the system.
+
+    The C library would keep it for this thread, 0.7 to 1.4 GB after 8 MiB of text. This takes 2% of the time that such
+    a text does.
     """
     try:
         return work()
@@ -72,8 +75,8 @@ def _give_memory_back[T](work: Callable[[], T]) -> T:
 
 
 def check_text_length(text: str, state: ServerState, *, may_exceed: bool = False, param: str = "prompt") -> None:
-    """Refuse a text that cannot fit the context however it is tokenized, unless it `may_exceed` that, and one that is
-    too long to be tokenized, before time and memory are spent on it.
+    """Refuse a text that cannot fit into the context however it is tokenized (unless it `may_exceed` the context), and
+    one that is too long to tokenize, before time and memory are spent on it.
 
     Raises ContextLengthExceeded.
     """
@@ -97,10 +100,10 @@ def check_text_length(text: str, state: ServerState, *, may_exceed: bool = False
 async def run(
     state: ServerState, groups: Sequence[RequestGroup], take: Take, *, grammar_field: str | None = None
 ) -> None:
-    """Run the prompts until all have finished; `take` gets what is new for each of them.
+    """Run the prompts until all have finished; `take` is called with what is new for each of them.
 
-    Cancelling it aborts what still runs in the engine. Raises what `Frontend.run` raises, and RequestTimeout. The
-    engine's refusal of a grammar names `grammar_field`.
+    Cancelling aborts what still runs in the engine. Raises what `Frontend.run` raises, and RequestTimeout. An error
+    about a grammar names `grammar_field`.
     """
     with _Observer(state, groups) as observer:
 
@@ -119,8 +122,8 @@ async def run(
 
 
 class _Observer:
-    """Puts what happens to the sequences of one HTTP request into the metrics, from submission to the end. One that the
-    engine refuses leaves no trace in them.
+    """Records the sequences of one HTTP request in the metrics, from submission to the end. Refused requests are not
+    counted.
     """
 
     def __init__(self, state: ServerState, groups: Sequence[RequestGroup]):
@@ -167,7 +170,7 @@ class _Observer:
             metrics.num_sequences.observe(len(timers))
 
     def _times(self) -> Times:
-        """Of the whole HTTP request: its first token is that of the first prompt that has one."""
+        """Return the times of the whole HTTP request; its first token is that of the first prompt that has one."""
         prefill = decode = None
         if self._first is not None and self._queue is not None:
             prefill, decode = self._first - self._start - self._queue, time.monotonic() - self._first
@@ -180,9 +183,9 @@ class _Observer:
         )
 
     def observe(self, index: int, delta: RequestOutput) -> None:
-        """Take a delta of prompt `index`."""
-        now = time.monotonic()  # for all of it, so that the parts of a request's time add up
-        if index in self._arrivals:  # the first delta: the prompt has been read
+        """Record a delta of prompt `index`."""
+        now = time.monotonic()  # one time for all, so that the parts of a request's time add up
+        if index in self._arrivals:  # the first delta: the prompt has been computed
             arrival = self._arrivals.pop(index)
             self._metrics.prompt_tokens.inc(self._uncounted.pop(index))
             self._metrics.queue_time.observe(delta.queue_seconds)
@@ -201,10 +204,10 @@ class _Observer:
 
 
 class UsageCounter:
-    """Counts the tokens of one HTTP request as its deltas come. Whoever knows which are thoughts adds them up in
-    `reasoning_tokens`.
+    """Counts the tokens of one HTTP request as its deltas arrive.
 
-    `is_score_only`: the one token that has to be generated was not asked for, and is not counted.
+    The caller adds thoughts to `reasoning_tokens`. With `is_score_only`, the one token that has to be generated was not
+    requested, and is not counted.
     """
 
     def __init__(self, groups: Sequence[RequestGroup], *, is_score_only: bool = False):
@@ -215,14 +218,14 @@ class UsageCounter:
         self.reasoning_tokens = 0
 
     def count(self, index: int, delta: RequestOutput) -> None:
-        """Take a delta of prompt `index`."""
+        """Count a delta of prompt `index`."""
         self._cached_tokens[index] = delta.num_cached_tokens
         if not self._is_score_only:
             for output in delta.outputs:
                 self._completion_tokens += len(output.token_ids)
 
     def total(self) -> Usage:
-        """The usage so far."""
+        """Return the usage so far."""
         return usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -231,7 +234,7 @@ class UsageCounter:
         )
 
     def before_output(self, options: StreamOptions | None) -> Usage | UnsetType | None:
-        """`usage` of a chunk that comes before the answer's first token: of the prompt alone."""
+        """Return `usage` of a chunk before the answer's first token, which counts the prompt only."""
         usage = self.in_chunk(options)
         if isinstance(usage, Usage):
             usage.total_tokens = usage.prompt_tokens
@@ -239,7 +242,7 @@ class UsageCounter:
         return usage
 
     def in_chunk(self, options: StreamOptions | None) -> Usage | UnsetType | None:
-        """`usage` of a chunk with text: absent, or null where a last chunk will carry it, or the usage so far."""
+        """Return `usage` of a chunk with text: absent, null if a last chunk will carry it, or the usage so far."""
         if options is None or not options.include_usage:
             return UNSET
         return self.total() if options.continuous_usage_stats else None

@@ -1,4 +1,4 @@
-"""What an answer must be, checked before its prompt is made: in the pool of processes that compile grammars."""
+"""Check an answer's constraint before its prompt is processed, in the pool of processes that compile grammars."""
 
 import asyncio
 import concurrent.futures
@@ -17,14 +17,14 @@ from jaxserve.structured.grammar import JsonOptions
 from jaxserve.structured.pool import JOB_SECONDS
 
 QUEUE_SECONDS = 10.0
-"""How long a grammar may wait for those before it."""
+"""Maximum seconds that a grammar waits for those before it."""
 
 
 async def answer_grammar(state: ServerState, wish: StructuredOutputs, *, field: str | None, receive: Receive) -> str:
-    """The grammar text of a wish, which is the request's `field`.
+    """Return the grammar text of a constraint, which is the request's `field`.
 
     Raises InvalidRequest, naming the field, for what cannot be followed; QueueFull when its turn does not come; and as
-    `while_wanted` does when nobody waits for it any more.
+    `while_wanted` does when the result is no longer needed.
     """
     try:
         return await _made(state, state.frontend.grammars.answer(wish, is_closed=state.closes_objects), receive)
@@ -36,10 +36,9 @@ async def answer_grammar(state: ServerState, wish: StructuredOutputs, *, field: 
 async def with_checked_parameters(
     state: ServerState, tools: Sequence[Tool], *, params: Mapping[str, str], options: JsonOptions, receive: Receive
 ) -> list[Tool]:
-    """The tools. Those that `params` names, with the fields that their parameters are from, have such as a grammar can
-    follow.
+    """Return the tools, with the parameters of those in `params` rewritten so that a grammar can follow them.
 
-    Raises as `answer_grammar` does.
+    `params` maps names of tools to the fields of their parameters. Raises as `answer_grammar` does.
     """
     if not params:
         return list(tools)
@@ -49,7 +48,7 @@ async def with_checked_parameters(
 
 
 async def _made(state: ServerState, future: "concurrent.futures.Future[str]", receive: Receive) -> str:
-    """The result. When the client leaves, the grammar is taken out of the queue."""
+    """Return the future's result. If the client leaves, the job is removed from the queue."""
     if future.done():
         return future.result()
     return await while_wanted(_in_time(future), receive=receive, stopping=state.stopping)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, from the engine's candidates to the two shapes that clients know."""
+"""Log probabilities of tokens, from the engine's candidates to the two formats that clients expect."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +10,12 @@ from jaxserve.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from jaxserve.server.protocol.completions import CompletionLogprobs
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 
 Candidates = Mapping[int, Logprob]
 
 Show = Callable[[int, Logprob], str]
-"""How a token is written: see `text_of_token` and `id_of_token`."""
+"""Function that writes a token, such as `text_of_token` and `id_of_token`."""
 
 
 def text_of_token(_token_id: int, logprob: Logprob) -> str:
@@ -24,19 +24,19 @@ def text_of_token(_token_id: int, logprob: Logprob) -> str:
 
 
 def id_of_token(token_id: int, _logprob: Logprob) -> str:
-    """Return a text that has the token's id: of a token that is no text by itself, a client learns nothing else."""
+    """Return "token_id:" with the id, which also identifies tokens that are not text by themselves."""
     return f"token_id:{token_id}"
 
 
 class Shown(NamedTuple):
-    """What a request gets to see at each position: the `num_top` most likely tokens, then those that it `asked` for."""
+    """The candidates shown at each position: the `num_top` most likely tokens, then those that were `asked` for."""
 
     num_top: int
     asked: Sequence[int]
     show: Show
 
     def among(self, entry: Candidates) -> list[tuple[int, Logprob]]:
-        """Return the candidates that are shown, in order. The chosen token may be one more, which is not."""
+        """Return the candidates that are shown, in order. The chosen token may be an additional one, which is not."""
         ranked = sorted(entry.items(), key=lambda candidate: candidate[1].rank)
         most_likely = [candidate for candidate in ranked if candidate[1].rank <= self.num_top][: self.num_top]
         shown = {token_id for token_id, _ in most_likely}
@@ -45,7 +45,7 @@ class Shown(NamedTuple):
 
 
 def shown(params: SamplingParams, *, as_ids: bool | None) -> Shown | None:
-    """Return what a request gets to see, with `return_tokens_as_token_ids` or without; None if it gets nothing."""
+    """Return what is shown to a request, with `return_tokens_as_token_ids` or without; None if nothing is."""
     if params.logprobs is None:
         return None
     return Shown(params.logprobs, params.logprob_token_ids or (), id_of_token if as_ids else text_of_token)
@@ -81,10 +81,10 @@ async def chat_logprobs_in_turns(
 
 
 class CompletionLogprobsBuilder:
-    """Builds `logprobs` of one completion choice, piece by piece, with the place of each token in the choice's text.
+    """Builds `logprobs` of one completion choice, piece by piece, with the offset of each token in the choice's text.
 
-    `prompt_token_ids` precede the text: they are [] where the prompt is echoed and so a part of it. A text that begins
-    with a form `keeps_first_space`. The first `num_shown` tokens are in the text even if they are special.
+    `prompt_token_ids` precede the text: they are [] if the prompt is echoed and so part of it. `keeps_first_space` is
+    set for a text that begins with a form field. The first `num_shown` tokens are in the text even if they are special.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class CompletionLogprobsBuilder:
         self._offset = 0
 
     def add(self, token_ids: Iterable[int], candidates: Iterable[Candidates | None]) -> CompletionLogprobs:
-        """The next tokens of the choice. A token without candidates (the first of a prompt) has no log probability."""
+        """Return the logprobs of the choice's next tokens. A token without candidates (a prompt's first) has no log
+        probability.
+        """
         built = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token_id, entry in zip(token_ids, candidates, strict=True):
             built.text_offset.append(self._offset)
@@ -129,7 +131,7 @@ class CompletionLogprobsBuilder:
         return built
 
     async def add_in_turns(self, token_ids: Sequence[int], candidates: list[Candidates | None]) -> CompletionLogprobs:
-        """The same of a whole choice, encoded. `candidates` are used up."""
+        """Return the logprobs of a whole choice, encoded in turns with other tasks. `candidates` is emptied."""
         lists: dict[str, Any] = {name: EncodedList() for name in CompletionLogprobs.__struct_fields__}
         ids = iter(token_ids)
         async for some in in_turns(candidates):
@@ -139,7 +141,7 @@ class CompletionLogprobsBuilder:
         return CompletionLogprobs(**lists)
 
     def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
-        """Return what is shown, and the token itself, by text; of two with the same text the likelier."""
+        """Return the shown candidates and the token itself, by text; of two with the same text the more likely one."""
         top: dict[str, float] = {}
         for top_id, logprob in [*self._shown.among(entry), (token_id, entry[token_id])]:
             value, text = _finite(logprob.logprob), self._shown.show(top_id, logprob)

@@ -1,4 +1,4 @@
-"""How a chat template wants the calls of earlier turns. Templates differ, and say so only by failing."""
+"""Find out how a chat template expects the calls of earlier turns: templates differ, and only fail if it is wrong."""
 
 import contextlib
 
@@ -7,20 +7,20 @@ from jaxserve.server.protocol.messages import ChatMessage, MessageStyle, templat
 from jaxserve.server.protocol.tools import FunctionCall, ToolCall
 from jaxserve.tokenizer import Tokenizer
 
-# The most common first: an object, and an empty text beside it.
+# The most common first: arguments as an object, and an empty text as content.
 _STYLES = tuple(MessageStyle(are_text, empty) for are_text in (False, True) for empty in ("", None))
 _ARGUMENTS = '{"word": "quokka"}'
 
 
 def message_style(tokenizer: Tokenizer) -> MessageStyle:
-    """The first style in which the model's template shows a call with its argument; else the most common one."""
+    """Return the first style in which the model's template shows a call with its argument, else the most common one."""
     style = next((style for style in _STYLES if _shows_call(_render(tokenizer, style))), _STYLES[0])
     fails = _render(tokenizer, style) and not _render(tokenizer, style, content="Wait.", reasoning="Hm.")
     return style._replace(shows_both=not fails)
 
 
 def _render(tokenizer: Tokenizer, style: MessageStyle, *, content: str = "", reasoning: str = "") -> str:
-    """A conversation with a call; "" if the template fails."""
+    """Render a conversation with a call; "" if the template fails."""
     call = ToolCall(id="abcdefghi", function=FunctionCall(name="look_up", arguments=_ARGUMENTS))
     messages = [
         ChatMessage(role="user", content="Look it up."),
@@ -34,5 +34,7 @@ def _render(tokenizer: Tokenizer, style: MessageStyle, *, content: str = "", rea
 
 
 def _shows_call(text: str) -> bool:
-    """Encoded twice, the quotes of the arguments would be escaped; in a syntax that is not JSON there are none."""
+    """Return true if the text shows the call, with arguments that are not JSON-encoded twice, which would escape
+    quotes.
+    """
     return "look_up" in text and "quokka" in text and '\\"' not in text

@@ -1,4 +1,4 @@
-"""The first step of a route: a body that the table of fields lets pass, for a model that is served."""
+"""The first step of a route: a body that passes the table of fields, for a model that is served."""
 
 from starlette.requests import Request
 

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's front end, the model's name, and whether the server is open.
+"""State common to all routes: the engine's front end, the model's name, and whether the server accepts requests.
 
 One ServerState is made per server; it reaches the routes through the lifespan's state, not through a global.
 """
@@ -34,7 +34,7 @@ MAX_PREPARING = 4
 
 @dataclasses.dataclass(kw_only=True)
 class ServerState:
-    """`model` is the model's name in the API. `request_timeout`: seconds a request may take, None for any."""
+    """`model` is the model's name in the API. `request_timeout` is in seconds, None for no limit."""
 
     frontend: Frontend
     model: str
@@ -42,32 +42,32 @@ class ServerState:
     request_timeout: float | None = None
     tracing: Tracing | None = None
     pooling: Pooling = "last"
-    """What embeddings are made of, unless a request says it."""
+    """Default pooling of embeddings."""
     profile_dir: str | None = None
     responses: ResponseStore
-    """Answers of /v1/responses."""
+    """Stored answers of /v1/responses."""
     background: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
-    """Those that run without a connection."""
+    """Tasks of responses that run without a connection."""
     syntax: ModelSyntax
     """How the model writes thoughts and tool calls."""
     closes_objects: bool = True
-    """Whether objects whose schema names properties have no others, where neither it nor the request says."""
+    """Default for schemas that name properties: if true, their objects have no others."""
     tokenizing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
-    """Whoever tokenizes a large body holds it: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
+    """Held while a large body is tokenized: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
     preparing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_PREPARING))
-    """Whoever tokenizes a body of middle size holds it."""
+    """Held while a body of medium size is tokenized."""
     slow_readers: SlowReaders = dataclasses.field(default_factory=SlowReaders)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     fingerprint: str = dataclasses.field(init=False)
-    """Names what has made an answer: this version and the served model."""
+    """Identifies what makes the answers: this version and the served model."""
     is_draining: bool = False
     num_inside: int = 0
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set when requests may run no longer: they end with an error."""
+    """Set when running requests must end, with an error."""
     unknown_fields: UnknownFields = dataclasses.field(init=False)
     engine_view: EngineView = dataclasses.field(init=False)
     message_style: MessageStyle = dataclasses.field(init=False)
-    """How the chat template wants tool calls of earlier turns."""
+    """How the chat template expects tool calls of earlier turns."""
     max_token_length: int = dataclasses.field(init=False)
     """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
@@ -82,7 +82,7 @@ class ServerState:
         self.max_token_length = max(1, max(lengths, default=1))
 
     def why_closed(self) -> Unavailable | None:
-        """The reason to take no new request, if there is one."""
+        """Return the reason to accept no new request, or None."""
         if not self.frontend.client.is_alive():
             return EngineDead("the engine has stopped")
         if self.is_draining:
@@ -91,7 +91,7 @@ class ServerState:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request as inside; a draining server waits for it."""
+        """Count a running request; a draining server waits for it."""
         self.num_inside += 1
         try:
             yield
@@ -99,16 +99,16 @@ class ServerState:
             self.num_inside -= 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound unless `name` is served here. None is whatever is served."""
+        """Raise ModelNotFound unless `name` is served here. None means whatever is served."""
         if name is not None and name != self.model:
             raise ModelNotFound(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
 
 
 def lifespan_state(state: ServerState) -> dict[str, Any]:
-    """What the lifespan yields."""
+    """Return what the lifespan yields."""
     return {_KEY: state}
 
 
 def server_state(scope: Scope) -> ServerState:
-    """The ServerState of the server that handles this request."""
+    """Return the ServerState of the server that handles this request."""
     return scope["state"][_KEY]

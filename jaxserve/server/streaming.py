@@ -1,7 +1,7 @@
-"""The last stretch of a request: work that stops when its client has gone, and server-sent events.
+"""The end of a request's path: work that stops when its client has gone, and server-sent events.
 
-A coroutine does the work; its cancellation is what aborts what runs in the engine. Everything here only sees to it that
-it is cancelled when it should be, whatever happens.
+A coroutine does the work, and its cancellation aborts what runs in the engine. This module ensures that it is cancelled
+when it should be, whatever happens.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ FILLER = b":\n\n"
 """A comment, which readers of server-sent events ignore."""
 
 MAX_HELD_BYTES = 16 * 2**20
-"""Of the frames of a stream that wait for a slow reader: some 80,000 tokens, or 10,000 with 20 logprobs each."""
+"""Maximum bytes buffered for a slow reader of one stream: some 80,000 tokens, or 10,000 with 20 logprobs each."""
 
 MAX_ALL_HELD_BYTES = 256 * 2**20
-"""Of the frames of all streams of an API process that wait for slow readers."""
+"""Maximum bytes buffered for slow readers in an API process."""
 
 MAX_SENT_BYTES = 256 * 2**10
-"""Of frames that a connection is given at a time, unless one alone has more: what it has taken is not counted."""
+"""Bytes passed to a connection at a time (at least one frame); from then on they no longer count as buffered."""
 
 
 class Write(Protocol):
-    """What writes a stream."""
+    """A function that writes a stream."""
 
     def __call__(self, frame: bytes, /) -> None:
-        """Send a frame, now or later. Raises RequestFailed when too much waits already."""
+        """Send a frame, now or later. Raises RequestFailed when too much is buffered already."""
         ...
 
     async def drain(self) -> None:
-        """Let others have their turn, and wait until the connection has taken every frame."""
+        """Give other tasks a turn, and wait until the connection has taken every frame."""
         ...
 
 
@@ -53,26 +53,26 @@ _encode_text = msgspec.json.Encoder().encode
 
 
 def event(data: msgspec.Struct) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(data)
 
 
 def large_event(data: msgspec.Struct) -> bytes:
-    """The same, where any list in `data` may be an EncodedList."""
+    """Encode one server-sent event; any list in `data` may be an EncodedList."""
     return b"".join([b"data: ", *encoded(data), b"\n\n"])
 
 
 class TextEvents:
-    """Events in which nothing but the text differs from those before: the rest is encoded once for each choice."""
+    """Events that differ from each other in the text only: the rest is encoded once per choice."""
 
     def __init__(self, make: Callable[[int, str], msgspec.Struct]):
-        """`make(index, text)` is the event that choice `index` says `text`, and nothing else."""
+        """`make(index, text)` is the event in which choice `index` says `text`, and nothing else."""
         self._make = make
-        self._mark = uuid.uuid4().hex  # stands for the text, and nowhere else
+        self._mark = uuid.uuid4().hex  # placeholder of the text
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def event(self, index: int, text: str) -> bytes:
-        """One server-sent event."""
+        """Encode one server-sent event."""
         frame = self._frames.get(index)
         if frame is None:
             head, _, tail = event(self._make(index, self._mark)).partition(b'"%b"' % self._mark.encode())
@@ -81,7 +81,7 @@ class TextEvents:
 
 
 async def while_wanted[T](work: Coroutine[Any, Any, T], *, receive: Receive, stopping: asyncio.Event) -> T:
-    """The result of `work`, which is cancelled, and waited for, when nobody wants it any more.
+    """Return the result of `work`, which is cancelled, and awaited, when it is no longer needed.
 
     Raises ClientDisconnect when the client goes, Draining when `stopping` is set, and what `work` raises.
     """
@@ -102,21 +102,21 @@ async def while_wanted[T](work: Coroutine[Any, Any, T], *, receive: Receive, sto
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The body must have been read."""
+    """Return when the client has gone. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def failure_event(error: Exception) -> bytes:
-    """The server-sent event that says why a stream has failed."""
+    """Return the server-sent event that reports why a stream has failed."""
     return event(error_body(error))
 
 
 class EventStream(Response):
-    """Runs `work` with a function that sends a frame (as `event` makes them), and sends `done` when it returns.
+    """Runs `work` with a function that sends a frame (as made by `event`), and sends `done` when it returns.
 
-    Nothing is sent before the first frame, so that a failure up to then is answered with its own status; of a later
-    one, a stop of the server too, `tell_failure` makes the frames that go before `done`.
+    Nothing is sent before the first frame, so that an earlier failure is answered with its own status. For a later one,
+    including the server's stop, `tell_failure` makes the frames that precede `done`.
     """
 
     def __init__(
@@ -170,19 +170,19 @@ class EventStream(Response):
 
 
 class SlowReaders:
-    """The streams of a process of which something waits for its reader."""
+    """The streams of a process that have buffered frames."""
 
     def __init__(self) -> None:
         self._streams: set[_Frames] = set()
         self._num_held_bytes = 0
 
     def count(self, stream: "_Frames", num_bytes: int) -> None:
-        """So many bytes more of it wait, or less."""
+        """Add `num_bytes`, which may be negative, to what the stream has buffered."""
         self._num_held_bytes += num_bytes
         (self._streams.add if stream.num_held_bytes else self._streams.discard)(stream)
 
     def make_room(self) -> None:
-        """As long as more than MAX_ALL_HELD_BYTES wait, end the stream of which most do."""
+        """While more than MAX_ALL_HELD_BYTES are buffered in this process, end the stream with the largest backlog."""
         while self._num_held_bytes > MAX_ALL_HELD_BYTES:
             max(self._streams, key=lambda stream: stream.num_held_bytes).give_up(
                 f"of all streams more than {MAX_ALL_HELD_BYTES} bytes are waiting, and most of this"
@@ -190,12 +190,13 @@ class SlowReaders:
 
 
 class _Frames:
-    """The frames of one answer, in order: each goes out at once where the connection takes it, else as soon as it does.
+    """The frames of one answer, in order: each is sent at once if the connection takes it, else buffered.
 
-    The answer's head goes before the first. A reader so slow that too much waits for it loses that, and its stream.
+    The head of the response is sent before the first. A reader so slow that too much is buffered loses the buffer and
+    its stream.
 
     Attributes:
-        num_held_bytes: how much waits.
+        num_held_bytes: number of buffered bytes.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class _Frames:
         self._write_chunk = write_chunk
         self._slow_readers = slow_readers
         self._is_head_sent = False
-        self._is_direct = False  # what comes now need not wait for anything
+        self._is_direct = False  # frames can be written without waiting
         self._held: list[bytes] = []
         self._has_held = asyncio.Event()
         self._has_none_held = asyncio.Event()
@@ -221,11 +222,13 @@ class _Frames:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the client has something, or will have."""
+        """True if the client has received something, or will."""
         return self._is_head_sent or bool(self._held)
 
     def __call__(self, frame: bytes, /) -> None:
-        """Send it, now or later. Raises RequestFailed when too much waits already, of this stream or of all."""
+        """Send a frame, now or later. Raises RequestFailed when too much is buffered already, for this stream or
+        all.
+        """
         if self._is_direct and self._write_chunk(frame):
             return
         if self.num_held_bytes > MAX_HELD_BYTES:
@@ -236,26 +239,26 @@ class _Frames:
         self._hold(frame)
 
     def give_up(self, why: str) -> None:
-        """Drop what waits, and end what is `bounded`."""
+        """Drop what is buffered, and end what is `bounded`."""
         self._error = RequestFailed(f"the stream is read too slowly: {why}")
         self.drop()
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self) -> None:
-        """Let others have their turn, and wait until nothing waits, as long as `keep_sending` runs."""
+        """Give other tasks a turn, and wait until nothing is buffered, as long as `keep_sending` runs."""
         await asyncio.sleep(0)
         if self._held and not self._has_stopped_sending:
             await self._has_none_held.wait()
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop what is buffered."""
         self._held.clear()
         self._count(-self.num_held_bytes)
 
     @contextlib.asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """Is cancelled by `give_up`, and raises RequestFailed then."""
+        """Run a block that `give_up` cancels, raising RequestFailed then."""
         try:
             async with asyncio.timeout(None) as self._scope:
                 yield
@@ -268,7 +271,7 @@ class _Frames:
             raise self._error
 
     async def end(self, failure: bytes) -> None:
-        """Send what waits, unless too much does, and `failure` behind it."""
+        """Send what is buffered, unless it is too much, and then `failure`."""
         self._error = None
         try:
             async with self.bounded():
@@ -279,7 +282,7 @@ class _Frames:
             await self.flush()
 
     async def keep_sending(self) -> None:
-        """Send what has to wait, until cancelled."""
+        """Send what is buffered, until cancelled."""
         try:
             while True:
                 await self._has_held.wait()
@@ -289,14 +292,14 @@ class _Frames:
             self._has_none_held.set()
 
     async def flush(self) -> None:
-        """Wait until nothing has to wait. What has not been sent when this is cancelled is still held."""
+        """Wait until nothing is buffered. What has not been sent when this is cancelled is still buffered."""
         if self._held and not self._is_head_sent:
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             self._is_head_sent = True
         while self._held:
             data = self._join_first()
             await self._send(_body(data))
-            if self._held and self._held[0] is data:  # it was not dropped meanwhile
+            if self._held and self._held[0] is data:  # unless it was dropped meanwhile
                 del self._held[0]
                 self._count(-len(data))
         self._has_held.clear()
@@ -304,7 +307,7 @@ class _Frames:
         self._is_direct = self._is_head_sent and self._error is None
 
     def _join_first(self) -> bytes:
-        """What is sent next, which is the first of what is held from now on."""
+        """Join the next frames to be sent into one, which becomes the first of the buffer."""
         count = num_bytes = 0
         while count < len(self._held) and num_bytes < MAX_SENT_BYTES:
             num_bytes += len(self._held[count])

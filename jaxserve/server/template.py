@@ -1,4 +1,4 @@
-"""A conversation as the text that the model reads; chat and POST /tokenize share it."""
+"""Render a conversation as the text that the model reads; used by chat and POST /tokenize."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxserve.tokenizer import Tokenizer
 
 
 def served_tokenizer(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
-    """`tokenizer`, with the operator's chat template if there is one. Raises ConfigError."""
+    """Return `tokenizer`, with the operator's chat template if there is one. Raises ConfigError."""
     given = config.chat_template
     if given is None:
         return tokenizer
@@ -29,7 +29,7 @@ def served_tokenizer(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
 
 
 def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields) -> str:
-    """The model's chat template over the messages. A final message to be continued gets no prompt for a new one.
+    """Render the model's chat template over the messages. A final message to be continued gets no prompt for a new one.
 
     `style` is the template's own (`message_style`). Raises InvalidRequest, naming the field.
     """
@@ -42,9 +42,9 @@ def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields)
 def thinks_first(
     tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields, *, prompt: str, syntax: ModelSyntax
 ) -> bool:
-    """Return whether the answer to `prompt`, which is the rendered conversation, begins inside of thoughts.
+    """Return true if the answer to `prompt`, the rendered conversation, begins inside thoughts.
 
-    Only the template itself opens thoughts, by what it writes at the end: the same with other texts in the messages.
+    Only the template itself opens thoughts, by what it writes at the end, which does not depend on the messages' texts.
     An assistant's message that is continued opens them as an answer does.
     """
     thoughts = syntax.thoughts
@@ -56,7 +56,7 @@ def thinks_first(
         reader.push(_messages(style, body)[-1]["content"] or "")
         return reader.is_thinking
     is_open = are_open(thoughts, prompt)
-    if is_open or thoughts.starts_open:  # it may be a message that says so
+    if is_open or thoughts.starts_open:  # a message may contain the mark
         other = _rendered(tokenizer, body, [_without_texts(message) for message in _messages(style, body)])
         pairs = zip(reversed(prompt), reversed(other), strict=False)
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -74,7 +74,7 @@ def _messages(style: MessageStyle, body: TemplateFields) -> list[dict[str, Any]]
 
 
 def _without_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose texts say nothing."""
+    """Return a message with its texts replaced by neutral ones."""
     texts = {name: "." for name in ("content", "reasoning_content") if message.get(name)}
     calls = [
         call | {"function": call["function"] | {"arguments": type(call["function"]["arguments"])()}}

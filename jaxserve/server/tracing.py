@@ -1,6 +1,6 @@
-"""OpenTelemetry, for those who ask for it: one span a request, with where its time went.
+"""Optional OpenTelemetry tracing: one span per request, with its latencies.
 
-Nothing of it is imported before `start_tracing`. The names of attributes are those of vLLM's spans.
+Nothing of it is imported before `start_tracing`. Attributes are named as in vLLM's spans.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Where the time of one HTTP request went, over all its prompts and sequences. Seconds; None: it never came."""
+    """Latencies of one HTTP request over all its prompts and sequences, in seconds; None if a phase was not reached."""
 
     queue: float | None
     prefill: float | None
@@ -39,7 +39,7 @@ class Tracing:
         self._propagate = propagate
 
     def record(self, times: Times) -> None:
-        """Where the request's time went."""
+        """Record the request's latencies."""
         attributes: Mapping[str, float | None] = {
             "gen_ai.latency.time_in_queue": times.queue,
             "gen_ai.latency.time_in_model_prefill": times.prefill,
@@ -51,9 +51,9 @@ class Tracing:
         self._trace.get_current_span().set_attributes(known)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, route: str | None) -> None:
-        """Let `app` serve a request in a span of its own, which continues the client's trace if it has sent one.
+        """Serve a request by `app` in a span of its own, which continues the client's trace if it has sent one.
 
-        `route` is the template of its path, None if there is none: spans of a name must be of a kind.
+        `route` is the template of its path, None if there is none: span names must have few distinct values.
         """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         with self._tracer.start_as_current_span(
@@ -76,12 +76,12 @@ class Tracing:
             await app(scope, receive, traced)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send pending spans."""
         self._provider.shutdown()
 
 
 class Traces:
-    """The middleware: a span for every request but those to `quiet_paths`."""
+    """Middleware that makes a span for every request but those to `quiet_paths`."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing, routes: Sequence[Route], quiet_paths: frozenset[str]):
         self._app = app
@@ -99,7 +99,9 @@ class Traces:
 
 
 def start_tracing(endpoint: str) -> Tracing:
-    """Spans to the collector at this URL (OTLP over HTTP). Raises ConfigError where OpenTelemetry is not installed."""
+    """Start sending spans to the collector at this URL (OTLP over HTTP). Raises ConfigError if OpenTelemetry is not
+    installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -109,7 +111,7 @@ def start_tracing(endpoint: str) -> Tracing:
 
 
 def provider_of(processors: "Sequence[SpanProcessor]") -> "TracerProvider":
-    """Spans of a service named jaxserve, to these processors."""
+    """Return a provider that sends spans of a service named jaxserve to these processors."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 

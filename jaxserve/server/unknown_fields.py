@@ -1,4 +1,4 @@
-"""Fields of requests that nobody knows: ignored, counted, and reported to the operator once."""
+"""Unknown fields of requests: ignored, counted, and reported to the operator once."""
 
 import difflib
 import logging
@@ -9,21 +9,21 @@ from jaxserve.server.protocol.names import UnknownName
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 256
-"""Names that are logged in the life of a server: clients choose them."""
+"""Maximum number of names logged by a server, since clients choose them."""
 
 MAX_NAME_LENGTH = 64
-"""Characters of a name that are shown."""
+"""Maximum characters of a name that are logged."""
 
 
 class UnknownFields:
-    """Counts fields that no route knows, and logs each name the first time, with the known name that is nearest."""
+    """Counts unknown fields, and logs each name the first time, with the known name closest to it."""
 
     def __init__(self, counter: Counter):
         self._counter = counter
         self._logged: set[tuple[str, str]] = set()
 
     def count(self, unknown: UnknownName, *, route: str) -> None:
-        """Count a field that is in a request to `route`."""
+        """Count an unknown field in a request to `route`."""
         self._counter.inc(1)
         name = unknown.name[:MAX_NAME_LENGTH]
         shown = unknown.path + name

@@ -1,1 +1,1 @@
-"""What every request passes before a route sees it, outermost first in `app`: identity, path, limits, key."""
+"""The middleware that every request passes before a route, in the order of `app`: identity, path, limits, key."""

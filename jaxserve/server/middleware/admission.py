@@ -1,6 +1,7 @@
-"""What every request passes before a route sees it: limits, the key, and the door that closes when the server drains.
+"""Admission of requests before a route sees them: limits, the key, and refusals while the server drains.
 
-Pure ASGI, so that a stream passes through untouched. From the outside: Faults, Syntax, Limits, Authentication, Door.
+Pure ASGI, so that streams pass through unchanged. In order from the outside: Faults, Syntax, Limits, Authentication,
+Door.
 """
 
 import asyncio
@@ -21,26 +22,26 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
-MAX_HELD_BYTES = 2**27  # of all bodies together whose requests have no answer yet
-FREE_BODY_BYTES = 2**16  # of each, which are not counted: large bodies do not keep small ones out
+MAX_HELD_BYTES = 2**27  # of all bodies of unanswered requests together
+FREE_BODY_BYTES = 2**16  # of each body, not counted, so that large bodies do not keep small ones out
 MAX_DISCARDED_BYTES = 2**26  # of a body that is too large
-LINGERING_SECONDS = 5.0  # that they have to come
+LINGERING_SECONDS = 5.0  # in which they must arrive
 
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # RFC 3986, 3.2.2; it may be empty
 
 OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
 PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
-"""Answered while draining, and never waited for."""
+"""Paths answered while draining, which a draining server does not wait for."""
 
 
 class Faults:
-    """Logs a bug and answers it (500): inside of CORS, so that a page can read this answer as any other."""
+    """Logs a bug and answers it (500): inside CORS, so that a page can read this answer like any other."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on. What fails once an answer has begun is left to whoever holds the connection."""
+        """Pass the request on. A failure after the answer has begun is left to whoever owns the connection."""
         has_begun = False
 
         async def watched(message: Message) -> None:
@@ -58,8 +59,8 @@ class Faults:
 
 
 class Syntax:
-    """Refuses what no server may take for a request, or this one cannot read: versions but HTTP/1.0 and 1.1 (505), not
-    exactly one Host in HTTP/1.1 (400), a body that is compressed (415).
+    """Refuses what no server may accept as a request, or this one cannot read: versions other than HTTP/1.0 and 1.1
+    (505), not exactly one Host in HTTP/1.1 (400), compressed bodies (415).
     """
 
     def __init__(self, app: ASGIApp):
@@ -88,11 +89,11 @@ def _syntax_error(scope: Scope) -> Response | None:
 
 
 class Limits:
-    """Refuses too many headers (431), bodies over `max_body_size` bytes (413), declared or sent, and what of a body
-    comes while MAX_HELD_BYTES of others wait for the rest of theirs, or for an answer (503).
+    """Refuses too many headers (431), bodies over `max_body_size` bytes, declared or sent (413), and bodies that arrive
+    while MAX_HELD_BYTES of unanswered ones are in memory (503).
 
-    Of a body that is refused up to MAX_DISCARDED_BYTES more are read, for LINGERING_SECONDS at most, before the
-    connection is closed: a client that reads when it has sent all would find that it is reset, and no answer.
+    Up to MAX_DISCARDED_BYTES more of a refused body are read, for at most LINGERING_SECONDS, before the connection is
+    closed: a client that reads only after sending everything would otherwise see a reset instead of the answer.
     """
 
     def __init__(self, app: ASGIApp, max_body_size: int):
@@ -114,7 +115,7 @@ class Limits:
             await refusal(431, "the request has too many headers, or too long ones")(scope, receive, send)
             return
         declared = next((value for name, value in headers if name == b"content-length"), b"0")
-        if int(declared) > self._max_body_size:  # the HTTP parser lets nothing but digits through
+        if int(declared) > self._max_body_size:  # the HTTP parser only lets digits through
             await refusal(413, self._message, headers={"connection": "close"})(scope, receive, send)
             return
         num_received = num_counted = 0
@@ -154,10 +155,11 @@ _COME_AGAIN = {"connection": "close", "retry-after": "1"}
 
 
 def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple[Receive, Send]:
-    """The two, but an answer that closes the connection, as a refusal of a body does, ends only when the body has come,
-    or too much of it, though it is sent at once.
+    """Wrap `receive` and `send` so that an answer that closes the connection, such as a refusal, ends only after the
+    body.
 
-    A client that `waits_to_be_told` sends none before something is received.
+    The answer is sent at once, and the body is read up to a limit. A client with `waits_to_be_told` sends no body
+    before something is received.
     """
     is_last, has_ended = False, waits_to_be_told
 
@@ -186,9 +188,9 @@ def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple
 
 
 class Authentication:
-    """Asks for one of `keys` on every path but OPEN_PATHS, known or not. No keys: all may enter.
+    """Requires one of `keys` on every path but OPEN_PATHS, known or not. Without keys everyone is admitted.
 
-    `admin_paths` ask for one of `admin_keys` instead. From here on `scope["owner"]` names the key, "" if there is none.
+    `admin_paths` require one of `admin_keys` instead. From here on `scope["owner"]` names the key, "" if there is none.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Keys, admin_keys: Keys, admin_paths: frozenset[str]):
@@ -198,7 +200,7 @@ class Authentication:
         self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on if it may enter."""
+        """Pass the request on if its key is valid."""
         if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
@@ -219,13 +221,13 @@ class Authentication:
 
 
 class Door:
-    """Counts the requests inside, and lets none but probes in when the server drains or its engine is dead (503)."""
+    """Counts running requests, and admits only probes while the server drains or its engine is dead (503)."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on if the door is open."""
+        """Pass the request on unless the server is closed."""
         if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""The secrets of the door: API keys from flags, files and the environment, kept as digests."""
+"""API keys from flags, files and the environment, kept as digests."""
 
 import hashlib
 import hmac
@@ -23,9 +23,9 @@ class Keys:
         return bool(self._digests)
 
     def owner(self, authorization: bytes) -> str | None:
-        """A name for whoever has this key, if the value of an Authorization header is `Bearer` and one of the keys.
+        """Return a name for the owner of this key, if the Authorization header is `Bearer` and one of the keys.
 
-        The time this takes tells nothing of the keys: digests have one length, and all of them are compared.
+        The time this takes reveals nothing about the keys: digests have equal lengths, and all of them are compared.
         """
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
@@ -34,19 +34,19 @@ class Keys:
 
 
 def client_keys(config: ServerConfig) -> Keys:
-    """The keys that clients need. Raises ConfigError."""
+    """Return the keys for clients. Raises ConfigError."""
     return _read("api_key", config.api_key, config.api_key_file, API_KEY_VARIABLE)
 
 
 def admin_keys(config: ServerConfig) -> Keys:
-    """The keys of the admin routes. Raises ConfigError."""
+    """Return the keys for the admin routes. Raises ConfigError."""
     return _read("admin_api_key", config.admin_api_key, config.admin_api_key_file, ADMIN_KEY_VARIABLE)
 
 
 def _read(name: str, given: Sequence[str], file: str | None, variable: str) -> Keys:
-    """All keys of the flag, the file (one a line) and the variable (one).
+    """Return all keys of the flag, the file (one per line) and the variable (one).
 
-    A source that is named and has no key is an error: the server would stand open.
+    A named source without a key is an error: the server would be open to everyone.
     """
     keys = list(given)
     if any(not key.strip() for key in keys):

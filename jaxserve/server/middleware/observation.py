@@ -1,4 +1,4 @@
-"""What is seen of a request from outside: its id, in and out, and its line in the access log. Outermost middleware."""
+"""Request ids, in and out, and the access log. Outermost middleware."""
 
 import logging
 import re
@@ -13,8 +13,8 @@ logger = logging.getLogger("jaxserve.access")
 
 HEADER = "x-request-id"
 _HEADER = HEADER.encode()
-_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header and a log line without harm
-QUIET_PATHS = frozenset({"/live", "/health", "/metrics", "/engine/state"})  # asked for every few seconds
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # safe in a header and in a log line
+QUIET_PATHS = frozenset({"/live", "/health", "/metrics", "/engine/state"})  # polled every few seconds
 _CLIENT_GONE = 499
 
 
@@ -63,7 +63,7 @@ def _log(scope: Scope, *, status: int, seconds: float) -> None:
         "status": status,
         "seconds": round(seconds, 6),
     }
-    # The path is the client's: quoted, so that it cannot forge a line.
+    # The client chooses the path: it is quoted, so that it cannot forge a line.
     logger.log(
         logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
         "%s %s %r %d %.3f s id=%s",

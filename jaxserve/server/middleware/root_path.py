@@ -1,10 +1,10 @@
-"""Middleware for a server behind a proxy that offers it under a path of its own, and leaves that in requests."""
+"""Middleware for a server behind a proxy that serves it under a path of its own and does not strip that path."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """Takes `root_path` off the paths of requests. Those without it, such as probes past the proxy, pass unchanged."""
+    """Strips `root_path` from the paths of requests. Paths without it, such as direct probes, pass unchanged."""
 
     def __init__(self, app: ASGIApp, *, root_path: str):
         self._app = app

@@ -1,1 +1,1 @@
-"""The processes of `jaxserve serve`, from the listening sockets to the parsed request: no route is known here."""
+"""The processes of `jaxserve serve`, from the listening sockets to the parsed request. No route is known here."""

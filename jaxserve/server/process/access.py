@@ -1,4 +1,4 @@
-"""Who may enter a server, looked at before anything is started: keys, certificates, and whether there are none."""
+"""Check who may use a server before anything is started: keys, certificates, and if there are none."""
 
 import ipaddress
 import logging
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_access(config: ServerConfig) -> None:
-    """Read all keys and certificates, and warn of a server that others can reach and all may use.
+    """Read all keys and certificates, and warn about a server that is reachable from other machines without a key.
 
     Raises ConfigError.
     """
@@ -23,7 +23,7 @@ def check_access(config: ServerConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return true if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

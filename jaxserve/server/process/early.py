@@ -1,4 +1,4 @@
-"""What a worker answers while the server starts: /live is well, everything else has to come again later."""
+"""The answers of a worker while the server starts: 200 for /live, 503 with Retry-After for everything else."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,25 @@ from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.protocol.utility import Health
 
 RETRY_AFTER = 5
-"""Seconds after which a client may ask again; nobody knows how long a start takes."""
+"""Seconds after which a client may ask again; the duration of a start is unknown."""
 
 _HEADERS = {"connection": "close", "retry-after": str(RETRY_AFTER)}  # the next request is for the server itself
 
 
 class Early:
-    """The application: no route, no state, no key. Whoever is connected when the server is there speaks with that."""
+    """The application during start-up: no route, no state, no key. Open connections are passed on to the server
+    later.
+    """
 
     def __init__(self) -> None:
         self._server: ASGIApp | None = None
 
     def hand_over(self, server: ASGIApp) -> None:
-        """From now on, requests are for `server`."""
+        """Pass all further requests to `server`."""
         self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer a request."""
         if self._server is not None:
             answer = self._server
         elif scope["path"] == "/live":
@@ -53,7 +55,7 @@ def _health(status: int, text: str) -> Response:
 
 @contextlib.asynccontextmanager
 async def answering(listener: socket.socket, config: ServerConfig) -> AsyncGenerator[Early]:
-    """Answer meanwhile. Connections that have not been taken in the end are left for the server."""
+    """Answer requests meanwhile. Connections that have not been accepted by the end are left for the server."""
     app = Early()
     settings = uvicorn.Config(
         app,

@@ -1,7 +1,7 @@
-"""HTTP on the wire: uvicorn's protocol on httptools, with limits on how large headers get and how long they take.
+"""HTTP on the wire: uvicorn's protocol on httptools, with limits on the size and the duration of headers.
 
-A request is parsed here, long before the application sees it, and so are those that never become one. Clients may send
-several requests at once, and may end their side of the connection before they have read all answers.
+A request is parsed here, before the application sees it, and so is input that never becomes one. Clients may pipeline
+requests, and may half-close the connection before they have read all answers.
 """
 
 import asyncio
@@ -17,31 +17,34 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from jaxserve.server.errors import ErrorBody, ErrorDetail
 
 MAX_HEAD_BYTES = 256 * 1024
-"""Of the request line and headers together: what comes before the limits of `middleware` can be applied."""
+"""Maximum bytes of the request line and headers together, before the limits of `middleware` apply."""
 
 MAX_UNREAD_BYTES = 64 * 1024
-"""Bytes of requests behind one that waits for its turn which a connection holds; of more nothing is received."""
+"""Maximum bytes of pipelined requests that a connection buffers; then receiving pauses."""
 
 ASK_INTERVAL = 1.0
-"""Seconds after which a client that can say nothing any more is asked whether it is still there, again and again."""
+"""Seconds between checks if a client that cannot send anything any more is still there."""
 
 LATENESS = 1.0
-"""Seconds by which this process may be late, for having been paused, say, before a client gets as long once more."""
+"""Seconds by which this process may be late, e.g. because it was paused, before a client's time limit is extended."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 WRITE_CHUNK = "jaxserve.write_chunk"
-"""An ASGI extension: `write(data)` sends a piece of a stream past the middleware, all of which looks at a response's
-first message only. A token costs a tenth less CPU time that way. A stream may put in `filler` what its reader ignores.
+"""An ASGI extension: `write(data)` sends a piece of a stream past the middleware, which only looks at the head.
+
+This saves a tenth of the CPU time per token. A stream may put bytes that its reader ignores in `filler`.
 """
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. `receive_timeout`: seconds for a request's head, from its first byte or the connection's start,
-    and once more for its body. `allowed_origins`: whose pages may read what is refused here.
+    """One connection.
 
-    Requests are answered one after the other: `_answering` is the one whose turn it is, `cycle` the last one that has
-    been parsed, `pipeline` those between them, that one included. What is refused here is answered in its turn too.
+    `receive_timeout` is in seconds, for a request's head, from its first byte or the connection's start, and again for
+    its body. `allowed_origins` are the origins whose pages may read refusals.
+
+    Requests are answered one after another: `_answering` is the current one, `cycle` the last one that has been parsed,
+    `pipeline` those in between, including `cycle`. Refusals are sent in turn too.
     """
 
     receive_timeout: float
@@ -50,12 +53,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def connection_made(self, transport: Any) -> None:
-        """Take the connection, and wait for a first request. uvloop's transports are no asyncio.Transport."""
+        """Accept the connection, and wait for a first request. uvloop's transports do not subclass
+        asyncio.Transport.
+        """
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
-        self._unread = bytearray()  # behind what `pipeline` has
-        self._refusal: bytes | None = None  # the answer to what is no request: the last one
+        self._unread = bytearray()  # received after the requests in `pipeline`
+        self._refusal: bytes | None = None  # answer to invalid input, the last to be sent
         self._has_ended = False  # the client sends nothing more
         self._asking: asyncio.TimerHandle | None = None
         super().connection_made(transport)
@@ -63,7 +68,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and tell whoever works on an answer."""
+        """Clean up, and notify the application that works on an answer."""
         self._stop_timer()
         self._stop_asking()
         if self._answering is not None and not self._answering.response_complete:
@@ -75,8 +80,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The client has ended its side, or has gone: it is hard to tell. What it has sent is answered all the same."""
-        if self.scheme == "https" or not self._is_answering:  # TLS ends both sides at once
+        """Handle a client that has half-closed the connection or gone, which cannot be distinguished; requests are
+        still answered.
+        """
+        if self.scheme == "https" or not self._is_answering:  # TLS closes both directions at once
             return False
         self._has_ended = True
         if not self._unread:
@@ -86,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Parse, unless requests wait that have been parsed already."""
+        """Parse data, or buffer it while parsed requests wait for their turn."""
         self._unset_keepalive_if_required()
         if self._refusal is not None:
             return
@@ -99,7 +106,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Parse, counting the bytes of a head that is not yet complete."""
+        """Parse data, counting the bytes of an incomplete head."""
         self._head_bytes += len(data)
         try:
             self._parse(data)
@@ -111,10 +118,11 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "the request has too many headers, or too long ones")
         if self.pipeline:
-            self.flow.resume_reading()  # or nobody would see the client go: `data_received` says how much is read
+            # a client's disconnect would go unnoticed otherwise; `data_received` limits what is read
+            self.flow.resume_reading()
 
     def _read_on(self) -> None:
-        """Parse what has had to wait, and close the connection if nothing more is to be answered."""
+        """Parse buffered data, and close the connection if nothing more is to be answered."""
         if self.transport.is_closing() or self.pipeline:
             return
         if self._unread:
@@ -132,14 +140,14 @@ class HttpProtocol(HttpToolsProtocol):
         return self._answering is not None and not self._answering.response_complete
 
     def _drop_unfinished(self) -> None:
-        """Forget the request that has begun to come, and will never be complete."""
+        """Drop a request that has begun to arrive, and will never be complete."""
         awaited = self._awaits
         self._stop_timer()
         if awaited == "body" and not self._drop_last():
             self.transport.close()
 
     def _drop_last(self) -> bool:
-        """Forget the last request if it still waits for its turn. Returns whether it did."""
+        """Drop the last request if it still waits for its turn. Returns true if it did."""
         if not self.pipeline or self.pipeline[0][0] is not self.cycle:
             return False
         self.pipeline.popleft()
@@ -147,22 +155,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start the timer at the first byte of a request."""
         super().on_message_begin()
         self._await("headers")
 
     @override
     def on_headers_complete(self) -> None:
-        """The head is complete: the application begins."""
+        """Start the application: the head is complete."""
         if self.parser.should_upgrade():
-            return  # `_parse` has it read again
+            return  # `_parse` feeds it again
         self._await("body")
         super().on_headers_complete()
         self.scope["extensions"] = {WRITE_CHUNK: {"write": functools.partial(self._write_chunk, self.cycle)}}
 
     @override
     def on_message_complete(self) -> None:
-        """The body is complete."""
+        """Stop the timer: the body is complete."""
         if self.parser.should_upgrade():
             return
         self._stop_timer()
@@ -170,7 +178,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @override
     def on_response_complete(self) -> None:
-        """The answer is sent: what has come of the next request meanwhile has its time from now on."""
+        """Restart the timer of the next request, which may have begun to arrive, once an answer is sent."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -188,8 +196,10 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _without_chunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _parse(self, data: bytes) -> None:
-        """Parse, and ignore every offer to change the protocol, as RFC 9110 (7.8) allows: httptools takes what follows
-        such a head for the new protocol, so that it is given the head again, without the offer, and then the body.
+        """Parse data, ignoring every offer to upgrade the protocol, as RFC 9110 (7.8) allows.
+
+        httptools takes what follows such a head for the new protocol, so it is fed the head again without the offer,
+        and then the body.
         """
         rest = memoryview(data)
         while rest:
@@ -201,7 +211,7 @@ class HttpProtocol(HttpToolsProtocol):
                     self._refuse(400, "CONNECT is for proxies, and this is none")
                     break
                 head = self._head_without_upgrade()
-                self.parser = httptools.HttpRequestParser(self)  # the old one may take the connection for closed
+                self.parser = httptools.HttpRequestParser(self)  # the old one may consider the connection closed
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(head)
                 rest = rest[upgrade.args[0] :]
@@ -213,7 +223,7 @@ class HttpProtocol(HttpToolsProtocol):
         return b"%b%b\r\n" % (first, b"".join(others))
 
     def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Send a piece of a body without a declared length; False where it has to go through `send`, which can wait."""
+        """Write a chunk of a body of undeclared length; False if it must go through `send`, which can wait."""
         if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -234,15 +244,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_timeout(self) -> None:
         if self._is_answering and (self.pipeline or self._awaits == "headers"):
-            self._await(self._awaits)  # a request before this one is being answered, and nothing is read meanwhile
+            self._await(self._awaits)  # the previous request is being answered, and nothing is read meanwhile
         elif (lateness := self.loop.time() - self._due) > LATENESS:
-            self._await(self._awaits, lateness)  # it may have come in that time
+            self._await(self._awaits, lateness)  # it may have arrived in that time
         else:
             self._refuse(408, f"the request's {self._awaits} took too long to arrive")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what has come last, and nothing that comes behind it."""
-        is_request = self._awaits == "body"  # the application knows it
+        """Answer the last input with an error, and process nothing that follows it."""
+        is_request = self._awaits == "body"  # the application has it already
         self._stop_timer()
         if self.transport.is_closing():
             return
@@ -258,7 +268,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _keep_asking(self) -> None:
-        """Find out whether a client is still there whose end of the connection tells nothing any more."""
+        """Check periodically if a client is still there when its end of the connection shows nothing any more."""
         if self._asking is None:
             self._asking = self.loop.call_later(ASK_INTERVAL, self._ask)
 
@@ -268,8 +278,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._asking = None
 
     def _ask(self) -> None:
-        """Send what a client overlooks: if it has closed its socket, its system resets the connection, which the next
-        write comes to know.
+        """Send bytes that a client ignores: if it has closed its socket, its system resets the connection, and the next
+        write fails.
         """
         self._asking = None
         if self.transport.is_closing() or not (self._has_ended or self.flow.read_paused):
@@ -280,7 +290,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._keep_asking()
 
     def _filler(self, cycle: RequestResponseCycle) -> bytes:
-        """What may stand between what has been written of this answer and what will be."""
+        """Return bytes that may be inserted between the written part of this answer and the rest."""
         if not cycle.response_started:
             return CONTINUE if cycle.scope["http_version"] == "1.1" else b""
         scope: Scope = cycle.scope  # pyright: ignore[reportAssignmentType]
@@ -288,7 +298,7 @@ class HttpProtocol(HttpToolsProtocol):
         return b"%x\r\n%b\r\n" % (len(filler), filler) if filler and cycle.chunked_encoding else filler
 
     def _cors_header(self) -> bytes:
-        """The header that CORS wants, as far as the request's head is known."""
+        """Return the header that CORS requires, as far as the request's head is known."""
         origin = next((value for name, value in self.headers or () if name == b"origin"), None)
         if origin is None or self.allowed_origins.isdisjoint((origin, b"*")):
             return b""
@@ -296,7 +306,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for a client of HTTP/1.0, to whom a body without a declared length ends with the connection."""
+    """Wrap `app` for a client of HTTP/1.0, for whom a body of undeclared length ends with the connection."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         is_declared = True
@@ -307,7 +317,7 @@ def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
                 is_declared = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 cycle.chunked_encoding = None if is_declared else False
             elif not is_declared:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn takes no more than it expects
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn refuses more than it expects
             await send(message)
 
         await app(scope, receive, send_plain)
@@ -316,6 +326,6 @@ def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
 
 
 def protocol_class(receive_timeout: float, allowed_origins: Sequence[str]) -> type[Any]:
-    """HttpProtocol with these settings, as uvicorn wants it: a class."""
+    """Return HttpProtocol with these settings as a class, which uvicorn requires."""
     origins = frozenset(origin.encode() for origin in allowed_origins)
     return type("HttpProtocol", (HttpProtocol,), {"receive_timeout": receive_timeout, "allowed_origins": origins})

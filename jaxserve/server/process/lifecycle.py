@@ -1,9 +1,8 @@
 """The life of a process that serves HTTP: take the port, serve, drain when told to stop, and the exit code.
 
-SIGTERM or SIGINT closes the door (503 for new requests, /health too) and lets what runs finish, for
-`shutdown_timeout` seconds at most; a second signal ends the wait. A dead engine ends the process with an error.
-
-`worker` runs a Server over an engine elsewhere, `run` over one in this process.
+On SIGTERM or SIGINT it refuses new requests (503, /health too) and lets running ones finish, for at most
+`shutdown_timeout` seconds; a second signal ends the wait. A dead engine ends the process with an error. `worker` runs a
+Server over an engine in another process, `run` over one in this process.
 """
 
 import asyncio
@@ -38,18 +37,18 @@ from jaxserve.server.tracing import start_tracing
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
-DEATH_NOTICE = 0.5  # seconds in which /health says that the engine is dead, before nobody answers
-POLL_INTERVAL = 0.05  # seconds between two looks at the engine and the door
-DESCRIPTORS_LOG_INTERVAL = 60.0  # seconds between two lines that say that there are no file descriptors
-KEEPALIVE_SECONDS = 15  # of silence on a connection, until its other end is asked whether it is there, and again
-BACKLOG = 2048  # connections that wait to be taken
+DEATH_NOTICE = 0.5  # seconds for which /health reports a dead engine before the server stops
+POLL_INTERVAL = 0.05  # seconds between checks of the engine and of draining
+DESCRIPTORS_LOG_INTERVAL = 60.0  # seconds between log lines about missing file descriptors
+KEEPALIVE_SECONDS = 15  # of silence on a connection before a keep-alive probe, and between probes
+BACKLOG = 2048  # connections waiting to be accepted
 
 
 def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket.socket:
-    """A socket that listens on the configured address: the port is taken before the engine starts, of two servers by
-    one, and who connects before anybody answers waits. `beside` is another one of this server, whose port it shares.
+    """Return a socket that listens on the configured address.
 
-    Raises StartupError.
+    The port is taken before the engine starts, so that only one of two servers gets it, and early connections wait.
+    `beside` is another socket of this server, whose port is shared. Raises StartupError.
     """
     port = config.port if beside is None else beside.getsockname()[1]
     try:
@@ -59,13 +58,13 @@ def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from their listener
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.send_timeout * 1000))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has gone says nothing
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has vanished sends nothing
             if hasattr(socket, "TCP_KEEPIDLE"):
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-            if beside is not None:  # set only now, as the port of a first one must be nobody else's
+            if beside is not None:  # set only now, so that another server cannot share the first one's port
                 for each in (beside, listener):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
@@ -80,7 +79,7 @@ def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Where a listening socket is to be found."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -89,8 +88,8 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
 def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.socket) -> int:
     """Serve until a signal or the engine's death; blocks. The caller closes `frontend.client` afterwards.
 
-    `frontend` brings the tokenizer and the model's sampling defaults, `listener` is what `bind` returned. Returns the
-    exit code: 0 when told to stop, 1 when the engine died. Raises ConfigError.
+    `frontend` has the tokenizer and the model's sampling defaults, `listener` is what `bind` returned. Returns the exit
+    code: 0 when told to stop, 1 when the engine died. Raises ConfigError.
     """
     frontend.tokenizer = served_tokenizer(frontend.tokenizer, server_config)
     return Server(frontend, server_config, listener=listener).run()
@@ -111,7 +110,7 @@ def make_state(
     responses_file: pathlib.Path | None = None,
     place: str = "",
 ) -> ServerState:
-    """What the routes share, for a server or for a batch; arguments are as in `Server`. Raises ConfigError."""
+    """Make the state of the routes, for a server or for a batch; arguments are as in `Server`. Raises ConfigError."""
     model = config.served_model_name or frontend.client.info.model
     metrics = Metrics(
         model=model,
@@ -151,9 +150,11 @@ class Server:
         responses_file: pathlib.Path | None = None,
         place: str = "",
     ):
-        """`metrics_file` is this server's own in a folder that it shares with others, whose sums /metrics shows;
-        `responses_file` holds the stored responses of all of them. None: there are no others. `place` is this server's
-        among them: what another one left unfinished in it has failed.
+        """Prepare a server.
+
+        `metrics_file` is this server's file in a folder common to all workers, whose sums /metrics reports;
+        `responses_file` holds the stored responses of all of them. None if there are no others. `place` identifies this
+        worker across restarts: responses that its predecessor left unfinished are marked as failed.
         """
         self._choice = _choose(frontend, config)
         self.state = make_state(
@@ -165,7 +166,7 @@ class Server:
         self._config = config
         self._is_stopping = False
         self._has_engine_died = False
-        self._quiet_until = 0.0  # about descriptors
+        self._quiet_until = 0.0  # no log line about descriptors before then
         self._app = create_app(self.state, config)
         is_debug = config.log_level == "debug"
         tls = ssl_context(config)
@@ -188,7 +189,7 @@ class Server:
         )
 
     def run(self) -> int:
-        """`serve` in an event loop of its own; says where when connections are taken."""
+        """Run `serve` in an event loop of its own; log the URL once connections are accepted."""
 
         def say() -> None:
             self.tell_syntax()
@@ -197,13 +198,13 @@ class Server:
         return uvloop.run(self.serve(on_serving=say))
 
     def tell_syntax(self) -> None:
-        """Log in which syntax the model's answers are read, and by what it was chosen."""
+        """Log the syntax in which the model's answers are parsed, and how it was chosen."""
         if self.state.frontend.tokenizer.has_chat_template:
             for title, text in self._choice.rows():
                 logger.info("%s: %s", title, text)
 
     async def serve(self, *, on_serving: Callable[[], None]) -> int:
-        """Serve, and return the process's exit code. `on_serving` is called when connections are taken."""
+        """Serve, and return the process's exit code. `on_serving` is called once connections are accepted."""
         supervisor = asyncio.create_task(self._supervise(on_serving))
         try:
             await self._uvicorn.serve(sockets=[self._listener])
@@ -215,28 +216,28 @@ class Server:
         return 1 if self._has_engine_died else 0
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of a connection that others have taken."""
+        """Answer a request of a connection that was accepted elsewhere."""
         await self._app({**scope, "state": lifespan_state(self.state)}, receive, send)
 
     def drain(self) -> None:
-        """Take nothing new, and end when what runs has finished. From any thread."""
+        """Refuse new requests, and end when the running ones have finished. Thread-safe."""
         self.state.is_draining = True
 
     def stop_now(self) -> None:
-        """Take nothing new, and cut off what runs. From any thread."""
+        """Refuse new requests, and abort the running ones. Thread-safe."""
         self.state.is_draining = self._is_stopping = True
 
     def stop(self) -> None:
-        """Drain and end; called again, end now: what a signal means. From any thread or a signal handler."""
+        """Drain and end; called again, end now, as for signals. Callable from any thread or signal handler."""
         (self.stop_now if self.state.is_draining else self.drain)()
 
     @property
     def is_serving(self) -> bool:
-        """Whether connections are taken."""
+        """True once connections are accepted."""
         return self._uvicorn.started
 
     async def _supervise(self, on_serving: Callable[[], None]) -> None:
-        """Say that the server is there, wait for a reason to stop, then empty the house and close it."""
+        """Report that the server is up, wait for a reason to stop, then drain and close it."""
         while not self.is_serving:
             await asyncio.sleep(POLL_INTERVAL)
         on_serving()
@@ -249,7 +250,7 @@ class Server:
             await self._empty(self._config.shutdown_timeout, lambda: not self._is_stopping and self._is_engine_alive())
         if self._has_engine_died:
             await asyncio.sleep(DEATH_NOTICE)
-            await self._empty(FLUSH_TIMEOUT)  # each request is being told so by the front end
+            await self._empty(FLUSH_TIMEOUT)  # the front end is reporting it to each request
         if self.state.num_inside:
             logger.warning("requests are cut off: %d", self.state.num_inside)
             self.state.stopping.set()
@@ -257,9 +258,7 @@ class Server:
         self._uvicorn.should_exit = True
 
     async def _empty(self, timeout: float, is_patient: Callable[[], bool] = lambda: True) -> None:
-        """Wait until no request is inside and every answer is on its way, for `timeout` seconds and while
-        `is_patient`.
-        """
+        """Wait until no request is running and every answer is sent, for `timeout` seconds and while `is_patient`."""
         deadline = time.monotonic() + timeout
         while self.state.num_inside or self._uvicorn.num_unsent_bytes:
             if time.monotonic() >= deadline or not is_patient():
@@ -267,7 +266,7 @@ class Server:
             await asyncio.sleep(POLL_INTERVAL)
 
     def _look_for_descriptors(self) -> None:
-        """Say so when there are none: the event loop closes the connections that it has none for, without a word."""
+        """Log a lack of file descriptors: the event loop silently closes connections that it has none for."""
         try:
             os.close(os.dup(self._listener.fileno()))
         except OSError as error:
@@ -287,7 +286,7 @@ def _what_may_finish(num_requests: int) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn, with its answer to signals replaced: it would cut the door first, and end by the signal itself."""
+    """Uvicorn with its signal handling replaced: it would close the listener first, and end by the signal itself."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]):
         super().__init__(config)
@@ -295,11 +294,11 @@ class _Uvicorn(uvicorn.Server):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Of answers, whose clients read them slowly: the application has long been done with them."""
+        """Bytes of finished answers that slow clients have not read yet."""
         transports = [connection.transport for connection in self.server_state.connections]
         return sum(transport.get_write_buffer_size() for transport in transports if transport is not None)
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT has come."""
+        """Handle SIGTERM or SIGINT."""
         self._on_signal()

@@ -37,15 +37,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_RESTARTS = 5
 RESTART_PERIOD = 60.0
 END_TIMEOUT = 10.0
-"""Seconds for a process that has nothing left to do."""
+"""Seconds for a process to end that has nothing left to do."""
 
 MAX_FOLDER_LENGTH = 80
-"""Bytes: the address of a Unix socket has room for 107, its name included."""
+"""Maximum bytes of the folder's path: a Unix socket's address has room for 107, including its name."""
 
 
 @dataclasses.dataclass
 class _Worker:
-    """One place among the API workers, and the process that holds it. A new process gets the same listener."""
+    """One of the API workers, which outlives its process. A new process gets the same listener."""
 
     index: int
     listener: socket.socket
@@ -57,10 +57,11 @@ class _Worker:
 class Supervisor:
     """Runs one engine and `config.api_workers` workers, until a signal or until one of them cannot go on.
 
-    `start_engine` starts the engine's process over a folder for its sockets (`engine.process`, or what speaks like it).
+    `start_engine` starts the engine's process over a folder for its sockets (`engine.process`, or one with the same
+    protocol).
 
     Attributes:
-        serving: is set when requests are taken; from then on `address` (host, port) and `worker_pids` are known.
+        serving: set when requests are accepted; from then on `address` (host, port) and `worker_pids` are known.
     """
 
     address: tuple[str, int]
@@ -87,8 +88,10 @@ class Supervisor:
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
 
     async def run(self) -> int:
-        """Serve. Returns the exit code: 0 when told to stop, 1 when the engine or the workers died, 128 + N when
-        signal N came before there was anything to stop. Raises StartupError.
+        """Serve, and return the exit code.
+
+        It is 0 when told to stop, 1 when the engine or the workers died, 128 + N when signal N came before the server
+        had started. Raises StartupError.
         """
         check_access(self._config)  # the workers would find out only after the engine has been loaded
         with self._hearing_signals(), self._listeners() as listeners, _private_folder() as self._folder:
@@ -100,7 +103,7 @@ class Supervisor:
                 await asyncio.gather(*map(self._start_worker, workers))
                 if not await self._all_ready(engine, workers):
                     return 128 + self._signals[0]
-                await _open(workers)  # a signal that comes from now on is for a server that runs
+                await _open(workers)  # a signal from now on is for a running server
                 logger.info("serving %s at %s/v1", self._config.served_model_name, url)
                 self.serving.set()
                 return await self._watch(engine, workers)
@@ -111,7 +114,7 @@ class Supervisor:
                 await engine.end(timeout=END_TIMEOUT)
 
     async def run_last(self) -> int:
-        """`run`, as the last thing that this process does: signals that come afterwards do not change its exit code."""
+        """Run as the last act of this process: later signals do not change its exit code."""
         try:
             return await self.run()
         finally:
@@ -124,7 +127,7 @@ class Supervisor:
         return [worker.child.pid for worker in self._workers if worker.child is not None]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Drain and end; called again, end now: what a signal means. In the event loop."""
+        """Drain and end; called again, end now, as for signals. Call it in the event loop."""
         self._signals.append(number)
         self._signalled.set()
 
@@ -142,7 +145,7 @@ class Supervisor:
             listener=worker.listener.fileno(),
             tokenizer=self._tokenizer,
             model_path=self._model_path,
-            # No two processes draw the same seeds; with one worker that lives, they are those of an LLM.
+            # No two processes draw the same seeds; a single worker that was never restarted draws those of an LLM.
             seed=self._seed + worker.index + MAX_WORKERS * (worker.num_starts - 1),
             metrics_file=str(self._folder / f"metrics-{worker.index}"),
             opens_when_told=is_first,
@@ -155,7 +158,9 @@ class Supervisor:
         )
 
     async def _all_ready(self, engine: Child, workers: list[_Worker]) -> bool:
-        """Wait for all. False: a signal came first. Raises StartupError with the first error of one that failed."""
+        """Wait for all processes. False if a signal came first. Raises StartupError with the first error of one that
+        failed.
+        """
         children = [engine, *(worker.child for worker in workers if worker.child is not None)]
         pending = {asyncio.create_task(child.is_ready()): child for child in children}
         signalled = asyncio.create_task(self._signalled.wait())
@@ -184,7 +189,7 @@ class Supervisor:
             for ended, worker in ends.items():
                 if not ended.done():
                     continue
-                if ended.result() == ENGINE_DIED:  # its process is there, but says nothing any more
+                if ended.result() == ENGINE_DIED:  # its process exists, but no longer responds
                     return await self._lose_engine(engine, workers)
                 engine.tell(f"gone {worker.client}")
                 logger.error("API worker %d has ended with code %d", worker.index, ended.result())
@@ -201,7 +206,7 @@ class Supervisor:
         return not is_frequent
 
     async def _drain(self, engine: Child, workers: list[_Worker]) -> int:
-        """Let running requests finish; a second signal ends the wait, and so does the engine."""
+        """Let running requests finish; a second signal or the engine's end stops the wait."""
         for worker in workers:
             worker.listener.close()
         await self._tell(workers, "drain")
@@ -221,7 +226,7 @@ class Supervisor:
         return 0
 
     async def _lose_engine(self, engine: Child, workers: list[_Worker]) -> int:
-        """Let the workers say so to their clients, and end."""
+        """Let the workers report the engine's death to their clients, and end."""
         how = f"ended with code {engine.ended.result()}" if engine.ended.done() else "gone silent"
         logger.error("the engine's process has %s", how)
         await self._tell(workers, "engine died")
@@ -229,7 +234,7 @@ class Supervisor:
         return 1
 
     async def _tell(self, workers: list[_Worker], command: str) -> None:
-        """Tell those that serve; one that has yet to start has nobody to serve, and ends."""
+        """Send a command to the workers that serve; end those that are still starting."""
         for worker in workers:
             assert worker.child is not None
             if worker.child.is_up:
@@ -239,9 +244,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listeners(self) -> Iterator[list[socket.socket]]:
-        """A socket for each worker, on the same port: the kernel shares the connections out.
+        """Open a socket per worker on the same port, between which the kernel distributes connections.
 
-        They are kept open here, so that those of a worker that died wait for the next.
+        They are kept open here, so that connections of a worker that died wait for the next.
         """
         with contextlib.ExitStack() as stack:
             first = stack.enter_context(bind(self._config))
@@ -283,8 +288,8 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 
 async def _open(workers: list[_Worker]) -> None:
-    """Let the workers take requests, which all that is needed is there for, and wait until they do. One that has ended
-    will be replaced.
+    """Let the workers accept requests now that everything is ready, and wait until they do. One that has ended will be
+    replaced.
     """
     children = [worker.child for worker in workers if worker.child is not None]
     for child in children:
@@ -307,7 +312,7 @@ async def _ends(workers: list[_Worker]) -> None:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[pathlib.Path]:
-    """A folder that only this user may enter (mkdtemp makes it 0700), gone at the end."""
+    """Yield a folder that only this user may enter (mkdtemp makes it 0700), and remove it at the end."""
     try:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxserve-"))
     except OSError as error:

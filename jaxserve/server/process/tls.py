@@ -1,4 +1,4 @@
-"""TLS of the listening socket: the server's certificate, and those that clients must show."""
+"""TLS of the listening socket: the server's certificate, and the authorities of clients' certificates."""
 
 import contextlib
 import ssl
@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 
 
 def ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The context of HTTPS connections; None: plain HTTP. Raises ConfigError."""
+    """Return the context of HTTPS connections, None for plain HTTP. Raises ConfigError."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -27,7 +27,9 @@ def ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 @contextlib.contextmanager
 def _naming(**files: str | None) -> Iterator[None]:
-    """Errors as a ConfigError with the options whose files are read: which of two it is, OpenSSL does not say."""
+    """Turn errors into a ConfigError with the options of the files being read: OpenSSL does not say which of two it
+    was.
+    """
     try:
         yield
     except OSError as error:  # ssl.SSLError is one

@@ -1,8 +1,8 @@
 """An API worker: a process that serves HTTP and text, over an engine in another one. Started by `supervisor`.
 
-With the others that start together it opens when the parent says so: whoever is told that the server is well may stop
-it, and the parent must know by then that it has started. It drains when the parent says so, or on a signal of its own;
-it ends at once when the parent has gone.
+Workers that start together open when the parent says so: whoever sees that the server is healthy may stop it, and the
+parent must know by then that it has started. A worker drains when the parent says so, or on a signal of its own; it
+ends at once when the parent has gone.
 """
 
 import asyncio
@@ -29,15 +29,18 @@ ENGINE_DIED = 3
 """The exit code that tells the parent that the engine is dead, in whatever way."""
 
 GC_THRESHOLD = 50_000
-"""Objects between two collections: a stream's garbage has no cycles, so that looking for them is mostly in vain."""
+"""Allocated objects between two garbage collections: a stream's garbage has no cycles, so most collections find
+nothing.
+"""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent tells a worker.
+    """The parent's settings for a worker.
 
-    `name` is the engine's name for this process, new with each start, `place` that of whoever does this work, which
-    stays; `listener` is a file descriptor; `seed` that of requests that bring none. One worker `tells` what all of them
-    would tell alike. With `opens_when_told` it waits for the others, and says that it is ready, then that it serves.
+    `name` is the engine's name for this process, new with each start; `place` identifies the worker across restarts;
+    `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
+    same for all. With `opens_when_told` it waits for the others, and reports first that it is ready, then that it
+    serves.
     """
 
     server: ServerConfig
@@ -74,10 +77,10 @@ async def _serve(parent: Parent, settings: Settings) -> int:
 async def _start(
     parent: Parent, settings: Settings, listener: socket.socket, opened: asyncio.Event | None = None
 ) -> tuple[Server, RemoteEngineClient]:
-    """Connect with the engine, as soon as it is there, and do what the parent says."""
+    """Connect to the engine as soon as it is up, and follow the parent's commands."""
     folder = pathlib.Path(settings.folder)
     connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
-    # Before the engine is there: what is wrong with it shows at once.
+    # Before the engine is up, so that a faulty tokenizer is reported at once.
     tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
     defaults = sampling_defaults(settings.model_path)
     client = await connecting

@@ -1,1 +1,1 @@
-"""/v1/responses beside its route: items made into a conversation, answers written as items, kept and relayed."""
+"""/v1/responses apart from its route: convert items to a conversation, write answers as items, store and relay them."""

@@ -1,4 +1,4 @@
-"""From a request of /v1/responses to the chat that it stands for: items become messages, and the rest is renamed."""
+"""Convert a request of /v1/responses to the equivalent chat: items become messages, and other fields are renamed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from jaxserve.server.protocol.items import CallItem, CallOutputItem, Item, Messa
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 
 _CONVERTED = frozenset({"stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store"})
-"""Fields that a chat follows too, but of which it gets something else, or nothing."""
+"""Fields that chats also follow, but that are converted or omitted."""
 
 _SAME_IN_CHAT = tuple(sorted((fields.followed("responses") & fields.followed("chat")) - _CONVERTED))
-"""Fields that a chat gets as they are."""
+"""Fields that are passed to the chat unchanged."""
 
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {
@@ -29,19 +29,19 @@ _NAMES = {
 
 
 def input_items(given: str | list[Item]) -> list[Item]:
-    """`input` as a list of items. Null means absent."""
+    """Return `input` as a list of items. Null means absent."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [{name: value for name, value in item.items() if value is not None} for item in given]
 
 
 def is_reference(item: Item) -> bool:
-    """Return whether an item only names one of a stored answer. One that has nothing but an id does so, too."""
+    """Return true if an item only refers to one of a stored answer. An item with nothing but an id does, too."""
     return item.get("type") == "item_reference" or item.keys() == {"id"}
 
 
 def listed(item: Item, index: int) -> Item:
-    """An item as lists of items have it: with an id and a status, and its text in parts."""
+    """Return an item as it appears in lists of items: with an id and a status, and its text in parts."""
     item = {"id": f"item_{index}", "type": "message", "status": "completed", **item}
     if item["type"] == "message" and isinstance(item["content"], str):
         kind = "output_text" if item["role"] == "assistant" else "input_text"
@@ -51,10 +51,11 @@ def listed(item: Item, index: int) -> Item:
 
 
 def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str, Any]]:
-    """Chat messages of the items. What the assistant thinks, says and calls in one turn is one message, as a chat's
-    answer is.
+    """Convert items to chat messages. Thoughts, text and calls of one turn of the assistant become one message, as in a
+    chat.
 
-    The first `num_before` items are of earlier turns: errors count from there. Raises InvalidRequest, naming the item.
+    The first `num_before` items are of earlier turns: indices in errors count from there. Raises InvalidRequest, naming
+    the item.
     """
     messages: list[dict[str, Any]] = []
     turn = _Turn()
@@ -86,7 +87,7 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
 
 
 class _Turn:
-    """What the assistant has thought, said and called since somebody else has spoken."""
+    """The thoughts, text and calls of the assistant since the last item of another role."""
 
     def __init__(self) -> None:
         self.thoughts: list[str] = []
@@ -95,11 +96,11 @@ class _Turn:
 
     @property
     def is_only_words(self) -> bool:
-        """Whether more words would be another message."""
+        """True if further text would be another message."""
         return bool(self.words) and not self.thoughts and not self.calls
 
     def close(self) -> list[dict[str, Any]]:
-        """Return the message of the turn, if there is one, and begin another."""
+        """Return the message of the turn, if there is one, and begin the next turn."""
         thoughts, words, calls = self.thoughts, self.words, self.calls
         self.thoughts, self.words, self.calls = [], [], []
         if not (thoughts or words or calls):
@@ -111,7 +112,7 @@ class _Turn:
 
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """The chat of a request. Raises InvalidRequest."""
+    """Return the chat of a request. Raises InvalidRequest."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     chat["messages"] = [*_instructions(body.instructions), *messages]
     chat["max_tokens"], chat["max_completion_tokens"] = body.token_limit, None
@@ -151,7 +152,7 @@ def _tool_choice(choice: ToolChoiceFunction) -> dict[str, Any]:
 
 
 def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:
-    """Messages before all others, which the next turn does not inherit."""
+    """Return the messages that precede all others, which the next turn does not inherit."""
     if isinstance(given, list):
         try:
             return as_messages(input_items(given))
@@ -162,14 +163,14 @@ def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:
 
 
 def name_as_sent(error: InvalidRequest, body: ResponsesRequest) -> None:
-    """Give an error of the chat the name that its field has here, also where its message begins with it."""
+    """Rename the field in an error of the chat to its name here, also where its message begins with it."""
     limit = body.token_limit_field
     for old, new in (*_NAMES.items(), ("max_tokens", limit), ("max_completion_tokens", limit)):
         rename(error, old, new)
     if error.param is not None and error.param.startswith("tools["):
         rename(error, error.param, error.param.replace(".function", "", 1))
     elif error.param is not None and error.param.startswith("messages"):
-        rename(error, error.param, "input")  # the position of a message is not that of an item
+        rename(error, error.param, "input")  # the index of a message is not that of an item
 
 
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 
 
 def _text(content: str | list[Part], param: str) -> str:
-    """Parts joined as those of a chat message are."""
+    """Join parts as in a chat message."""
     if isinstance(content, str):
         return content
     texts = []

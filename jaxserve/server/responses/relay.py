@@ -1,4 +1,4 @@
-"""The events of a response in the background, on their way to the client that has asked to see them as they come."""
+"""Relay the events of a background response to the client that has asked to stream them."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from jaxserve.server.streaming import Write
 
 
 class Relay:
-    """Frames from one task to another, which may end before: then they are dropped, and whoever writes goes on."""
+    """Passes frames from one task to another. If the reader ends first, frames are dropped, and the writer goes on."""
 
     def __init__(self) -> None:
         self._frames: list[bytes] = []
@@ -21,16 +21,16 @@ class Relay:
             self._has_news.set()
 
     async def drain(self) -> None:
-        """Let others have their turn: who reads may be slow, who writes does not wait for them."""
+        """Give other tasks a turn; the writer does not wait for a slow reader."""
         await asyncio.sleep(0)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Mark the end of the frames."""
         self._has_ended = True
         self._has_news.set()
 
     async def copy(self, write: Write) -> None:
-        """Write what comes, until the end. Raises RequestFailed when it is read too slowly."""
+        """Write frames as they arrive, until the end. Raises RequestFailed when they are read too slowly."""
         try:
             while not self._has_ended or self._frames:
                 await self._has_news.wait()

@@ -1,7 +1,7 @@
 """Answers of /v1/responses that later turns may refer to: bounded in number, bytes and time.
 
-SQLite, so that all workers of a server see the same: in a file of their private folder, or in memory. The file goes
-with the server.
+Stored in SQLite, so that all workers of a server see the same: in a file of their private folder, which is removed with
+the server, or in memory.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
-"""All bodies and conversations together; the oldest go first."""
+"""Limit of all bodies and conversations together; the oldest are removed first."""
 
 _PATIENCE = 10.0
 """Seconds that a process waits for others that use the file."""
@@ -43,30 +43,30 @@ create index if not exists by_response on items (response_id);
 
 
 class StoredResponse(NamedTuple):
-    """`body` is the answer's JSON; `items` that of the conversation up to and with the answer, of which the first
-    `num_inputs` are the input.
+    """A stored answer.
+
+    `body` is the answer's JSON; `items` that of the conversation including the answer, of which the first `num_inputs`
+    are the input.
     """
 
     body: bytes
     items: bytes
     num_inputs: int
     item_ids: tuple[str, ...] = ()
-    """Ids of the answer's own items, which are found by them; left out of what is read."""
+    """Ids of the answer's own items, for looking it up; empty when read from the store."""
 
     @property
     def columns(self) -> tuple[bytes, bytes, int]:
-        """What the table of responses has of it."""
+        """The columns of the table of responses."""
         return self.body, self.items, self.num_inputs
 
 
 class ResponseStore:
-    """At most `max_entries` answers, each for `ttl` seconds. From any thread, and from several processes at once.
+    """At most `max_entries` answers, each for `ttl` seconds. Thread-safe, and usable by several processes at once.
 
-    The oldest go first; those that are still written go last, and their time begins when they are complete.
-
-    Where the file cannot be written, its disk being full, say, the methods raise sqlite3.Error.
-
-    Nobody but its `owner` (the name of an API key) can read an answer or delete it: for others it is not there.
+    The oldest are removed first; incomplete ones are removed last, and their time starts on completion. If the file
+    cannot be written, e.g. because the disk is full, methods raise sqlite3.Error. Only its `owner` (the name of an API
+    key) can read or delete an answer: for others it does not exist.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ResponseStore:
         max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.time,
     ):
-        """`place` is the worker's among those that share the file; whoever is started in its stead has the same."""
+        """Open the store. `place` identifies the worker among those with the same file; a restarted worker keeps it."""
         self.max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl = ttl
@@ -94,11 +94,11 @@ class ResponseStore:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is kept at all."""
+        """True if answers are stored at all."""
         return self.max_entries > 0
 
     def put(self, response_id: str, stored: StoredResponse, *, owner: str) -> None:
-        """Keep an answer, instead of what was kept by this id; what is too old or too much goes."""
+        """Store an answer, replacing one with the same id; remove what has expired or exceeds the limits."""
         now = self._clock()
         with self._transaction() as database:
             database.execute(
@@ -110,12 +110,13 @@ class ResponseStore:
             self._make_room(database, now)
 
     def begin(self, response_id: str, stored: StoredResponse, *, owner: str, max_incomplete: int) -> bool:
-        """Keep an answer that this worker is about to write. Returns False, and keeps nothing, where `max_incomplete`
-        are being written already, by whichever worker.
+        """Store an answer that this worker is about to write.
+
+        Returns False, and stores nothing, if the workers are already writing `max_incomplete` answers.
         """
         now = self._clock()
         with self._transaction() as database:
-            begun = database.execute(  # one statement: other processes see all of it or nothing
+            begun = database.execute(  # one statement, so that it is atomic for other processes
                 "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
                 "select ?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ? "
                 "where (select count(*) from responses where place is not null) < ?",
@@ -125,7 +126,7 @@ class ResponseStore:
             return begun.rowcount > 0
 
     def replace(self, response_id: str, stored: StoredResponse, *, is_complete: bool = True) -> None:
-        """What has become of an answer, if it is still kept."""
+        """Update an answer, if it is still stored."""
         now = self._clock()
         with self._transaction() as database:
             database.execute(
@@ -141,7 +142,7 @@ class ResponseStore:
             self._make_room(database, now)
 
     def incomplete(self) -> dict[str, StoredResponse]:
-        """By id, what this worker, or one before it in its place, has not completed."""
+        """Return the answers, by id, that this worker or its predecessor has not completed."""
         with self._transaction() as database:
             rows = database.execute(
                 "select id, body, items, num_inputs from responses where place = ?", (self._place,)
@@ -149,7 +150,7 @@ class ResponseStore:
         return {response_id: StoredResponse(*stored) for response_id, *stored in rows}
 
     def get(self, response_id: str, *, owner: str) -> StoredResponse | None:
-        """A stored answer. None: it is not there, or not any more."""
+        """Return a stored answer, or None if it does not exist or has expired."""
         with self._transaction() as database:
             row = database.execute(
                 "select body, items, num_inputs from responses "
@@ -159,24 +160,24 @@ class ResponseStore:
         return None if row is None else StoredResponse(*row)
 
     def find(self, item_id: str, *, owner: str) -> StoredResponse | None:
-        """The stored answer that has the item. None: it is not there, or not any more."""
+        """Return the stored answer that has the item, or None."""
         with self._transaction() as database:
             row = database.execute("select response_id from items where id = ?", (item_id,)).fetchone()
         return None if row is None else self.get(row[0], owner=owner)
 
     def delete(self, response_id: str, *, owner: str) -> bool:
-        """Forget an answer. Returns whether it was there."""
+        """Delete an answer. Returns true if it existed."""
         with self._transaction() as database:
             deleted = database.execute("delete from responses where id = ? and owner = ?", (response_id, owner))
             return deleted.rowcount > 0
 
     def cancel(self, response_id: str) -> None:
-        """Ask whoever works on it to stop."""
+        """Ask the worker that writes an answer to stop."""
         with self._transaction() as database:
             database.execute("update responses set is_cancelled = 1 where id = ?", (response_id,))
 
     def is_cancelled(self, response_id: str) -> bool:
-        """Whether `cancel` has been called, or the answer has been deleted: nobody wants it then either."""
+        """Return true if `cancel` was called, or the answer was deleted."""
         with self._transaction() as database:
             row = database.execute("select is_cancelled from responses where id = ?", (response_id,)).fetchone()
         return row is None or bool(row[0])
@@ -188,7 +189,7 @@ class ResponseStore:
 
     def _make_room(self, database: sqlite3.Connection, now: float) -> None:
         database.execute("delete from responses where expires <= ? and place is null", (now,))
-        # The newest that fit, counted from the end, behind those that are still written.
+        # Keep the newest that fit, after those that are incomplete.
         database.execute(
             "delete from responses where number not in (select number from (select number, "
             "row_number() over newest as position, sum(length(body) + length(items)) over newest as bytes "
@@ -204,7 +205,7 @@ class ResponseStore:
 
 
 def _index(database: sqlite3.Connection, response_id: str, stored: StoredResponse) -> None:
-    """Let the items of an answer be found, if it is still kept."""
+    """Add an answer's items to the index, if it is still stored."""
     database.executemany(
         "insert or ignore into items (id, response_id) select ?, id from responses where id = ?",
         [(item_id, response_id) for item_id in stored.item_ids],
@@ -221,8 +222,10 @@ def _open(file: pathlib.Path | None) -> sqlite3.Connection:
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
-    """Readers and a writer at once. Of those that begin with a new file together, SQLite lets one do so and refuses
-    the others at once, however patient they are elsewhere (its busy timeout does not count here).
+    """Enable concurrent readers and a writer.
+
+    When several processes do this with a new file, SQLite lets one succeed and refuses the others at once (its busy
+    timeout does not apply), so that they retry.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:

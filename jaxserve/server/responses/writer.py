@@ -1,4 +1,4 @@
-"""Writes the answer of /v1/responses: the pieces of a chat become output items, and the events that tell of them."""
+"""Write the answer of /v1/responses: the deltas of a chat become output items and the events that report them."""
 
 import uuid
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ type Event = dict[str, Any]
 
 
 class ResponseWriter:
-    """Fills `response` as the pieces come. Each method yields the events of what it does, in order: iterate over all.
+    """Fills `response` as deltas arrive. Each method yields its events in order and must be iterated to the end.
 
-    At most one output item is open at a time; a piece of another kind closes it. Log probabilities are encoded as they
-    come, once for all events that close an item and the response: these have them four times.
+    At most one output item is open at a time; a delta of another kind closes it. Log probabilities are encoded as they
+    arrive, once for all events that close an item and the response, which contain them four times.
     """
 
     def __init__(self, response: ResponseBody):
@@ -42,17 +42,17 @@ class ResponseWriter:
 
     @property
     def is_speaking(self) -> bool:
-        """Whether the open item is a message."""
+        """True if the open item is a message."""
         return isinstance(self._open, OutputMessage)
 
     def start(self) -> Iterator[Event]:
-        """The answer begins."""
+        """Begin the answer."""
         yield self._of_response("response.created")
         self.response.status = "in_progress"
         yield self._of_response("response.in_progress")
 
     def text(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
-        """The model says something."""
+        """Add text of the model's message."""
         if not self.is_speaking:
             yield from self._close("completed")
             item = OutputMessage(id=_new_id("msg"), status="in_progress", content=[])
@@ -65,7 +65,7 @@ class ResponseWriter:
         yield self._part_event("response.output_text.delta", {"delta": text, "logprobs": list(logprobs)})
 
     def reasoning(self, text: str) -> Iterator[Event]:
-        """The model thinks something."""
+        """Add text of the model's thoughts."""
         if not isinstance(self._open, ReasoningItem):
             yield from self._close("completed")
             item = ReasoningItem(id=_new_id("rs"), status="in_progress", content=[])
@@ -76,7 +76,7 @@ class ResponseWriter:
         yield self._part_event("response.reasoning_text.delta", {"delta": text})
 
     def call(self, index: int, *, call_id: str | None, name: str | None, arguments: str) -> Iterator[Event]:
-        """A piece of the model's call number `index`; the first one of a call has its id and name."""
+        """Add to the model's call number `index`; the first delta of a call has its id and name."""
         if not isinstance(self._open, FunctionCall) or index != self._call_index:
             yield from self._close("completed")
             self._call_index = index
@@ -93,7 +93,7 @@ class ResponseWriter:
             yield self._item_event("response.function_call_arguments.delta", {"delta": arguments})
 
     def finish(self, reason: ChatFinishReason | None, usage: Usage) -> Iterator[Event]:
-        """The model has come to an end."""
+        """Complete the answer."""
         is_complete = reason != "length"
         yield from self._close("completed" if is_complete else "incomplete")
         self.response.status = "completed" if is_complete else "incomplete"
@@ -108,17 +108,17 @@ class ResponseWriter:
         )
 
     def fail(self, error: ResponseError) -> Iterator[Event]:
-        """It could not be finished."""
+        """Mark the answer as failed."""
         yield from self._close("incomplete")
         self.response.status = "failed"
         self.response.error = error
 
     def end(self) -> Event:
-        """The last event, of how it has ended."""
+        """Return the last event, which reports how the answer ended."""
         return self._of_response(f"response.{self.response.status}")
 
     def cancel(self) -> Iterator[Event]:
-        """Nobody wants it any more."""
+        """Mark the answer as cancelled."""
         yield from self._close("incomplete")
         self.response.status = "cancelled"
 
@@ -129,12 +129,12 @@ class ResponseWriter:
         yield self._event("response.output_item.added", {"output_index": self._output_index, "item": item})
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
-        item, self._open = self._open, None  # at once: whoever stops half-way closes nothing twice
+        item, self._open = self._open, None  # first, so that nothing is closed twice if iteration stops half-way
         if item is None:
             return
         text = "".join(self._text)
         item.status = status
-        match item:  # of one that was only just opened nothing may be told yet
+        match item:  # an item that was only just opened has no part to report
             case OutputMessage(content=[part]):
                 part.text = text
                 yield self._part_event("response.output_text.done", {"text": text, "logprobs": part.logprobs})
@@ -164,14 +164,14 @@ class ResponseWriter:
         return self._event(kind, {"item_id": self.response.output[-1].id, "output_index": self._output_index} | fields)
 
     def _event(self, kind: str, fields: Event) -> Event:
-        """An event as plain data. Encoded before the next one is made: its structs change as the answer grows."""
+        """Return an event as plain data. It must be encoded before the next one is made, since its structs change."""
         event = {"type": kind, "sequence_number": self._num_events} | fields
         self._num_events += 1
         return event
 
 
 def frame(event: Event) -> bytes:
-    """One server-sent event, with its type as its name."""
+    """Encode one server-sent event, with its type as its name."""
     return b"".join([b"event: %b\ndata: " % event["type"].encode(), *encoded(event), b"\n\n"])
 
 
