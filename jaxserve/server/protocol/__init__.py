@@ -1,1 +1,1 @@
-"""The JSON of the HTTP surface as msgspec structs: what clients may send, checked strictly, and what they get back."""
+"""The JSON of the HTTP API as msgspec structs: strictly checked requests, and answers."""

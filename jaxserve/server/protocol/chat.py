@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request, its messages, and the shapes of the answer."""
+"""POST /v1/chat/completions: the request, its messages, and the structure of the answer."""
 
 from typing import Any, ClassVar, Literal
 
@@ -52,7 +52,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 def check_chat_request(body: ChatRequest) -> None:
-    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    """Raise InvalidRequest, naming the field, for what cannot be served."""
     check_generation_request(body)
     check_choices(1, body.n)
     check_tools(body.tools, body.tool_choice)
@@ -72,7 +72,7 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class TopLogprob(msgspec.Struct):
-    """One candidate token: its text, its log probability, and the UTF-8 bytes it stands for."""
+    """One candidate token: its text, its log probability, and its UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -89,14 +89,14 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry a generated token."""
+    """Log probabilities, one entry per generated token."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """What the model said. `reasoning_content` is another name for `reasoning`."""
+    """The model's message. `reasoning_content` is another name for `reasoning`."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -107,7 +107,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new in a chunk: the role first, then thoughts, text and calls."""
+    """The new part of a message in a chunk: the role first, then thoughts, text and calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -128,7 +128,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one answer of n."""
+    """The new part of one answer of n."""
 
     index: int
     delta: Delta

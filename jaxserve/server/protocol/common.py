@@ -1,6 +1,7 @@
-"""Fields and checks that completions and chat share: bytes of a body in, SamplingParams out.
+"""Fields and checks common to completions and chat: from the bytes of a body to SamplingParams.
 
-None means absent throughout. Ranges are checked by SamplingParams itself; here are types, caps and combinations.
+None means absent throughout. Ranges are checked by SamplingParams itself; types, limits and combinations are checked
+here.
 """
 
 import re
@@ -28,7 +29,7 @@ Verbosity = Literal["low", "medium", "high"]
 class StreamOptions(msgspec.Struct, kw_only=True):
     """`include_usage`: a last chunk with the usage; with `continuous_usage_stats`, each chunk has the usage so far.
 
-    `include_obfuscation`, which pads each chunk to one length, is not supported.
+    `include_obfuscation`, which pads all chunks to one length, is not supported.
     """
 
     include_usage: bool | None = None
@@ -37,7 +38,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
-    """The body of a route that has a column in the table of fields. Its own fields are those that the route follows."""
+    """The body of a route with a column in the table of fields. Its own fields are those that the route follows."""
 
     route: ClassVar[Route]
 
@@ -52,7 +53,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
 
 class AnswerRequest(RequestBody, kw_only=True):
-    """What completions, chat and responses have in common."""
+    """Fields common to completions, chat and responses."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -87,7 +88,7 @@ class AnswerRequest(RequestBody, kw_only=True):
 
 
 class GenerationRequest(AnswerRequest, kw_only=True):
-    """What completions and chat have in common."""
+    """Fields common to completions and chat."""
 
     n: int | None = None
     best_of: int | None = None
@@ -108,24 +109,24 @@ class GenerationRequest(AnswerRequest, kw_only=True):
 
     @property
     def wish_field(self) -> str | None:
-        """The field that prescribes the form of the answer, if one does."""
+        """The field that constrains the answer's text, or None."""
         return wish_field(self.response_format, self.structured_outputs)
 
     @property
     def wants_numbers(self) -> bool:
-        """Whether each event of a stream is to have token ids or usage beside its text."""
+        """True if events of a stream need token ids or usage as well as text."""
         options = self.stream_options
         counts = options is not None and options.include_usage and options.continuous_usage_stats
         return bool(self.return_token_ids or counts)
 
 
 def given_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object, their values as they stand. Raises InvalidRequest for anything else."""
+    """Return the fields of a JSON object with undecoded values. Raises InvalidRequest for any other JSON."""
     return _decoded(body, dict[str, msgspec.Raw])
 
 
 def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[UnknownName]]:
-    """Return the JSON `body` as `kind`, and the names in it that nobody knows.
+    """Return the JSON `body` as `kind`, and its unknown names.
 
     Raises InvalidRequest as `decode_body` does, and for a field that the route refuses.
     """
@@ -144,7 +145,7 @@ def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[
 
 
 def decode_body[T](body: bytes, kind: type[T]) -> T:
-    """The JSON `body` as `kind`.
+    """Decode the JSON `body` as `kind`.
 
     Raises InvalidRequest for malformed JSON and for a wrong type, which names the parameter.
     """
@@ -164,7 +165,7 @@ def _decoded(body: bytes, kind: Any) -> Any:
 
 
 def split_path(message: str) -> tuple[str, str | None]:
-    """Take apart msgspec's "<what> - at `$.a.b[0]`", or "... - at `key` in `$.a`", as (what, "a.b[0]")."""
+    """Split msgspec's "<what> - at `$.a.b[0]`", or "... - at `key` in `$.a`", into (what, "a.b[0]")."""
     what, _, place = message.partition(" - at ")
     path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", place)
     missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
@@ -176,7 +177,7 @@ def split_path(message: str) -> tuple[str, str | None]:
 
 
 def check_generation_request(body: GenerationRequest) -> None:
-    """Refuse what this server cannot do and combinations that contradict themselves.
+    """Refuse unsupported fields and contradictory combinations.
 
     Raises InvalidRequest, naming the field.
     """
@@ -190,7 +191,7 @@ def check_generation_request(body: GenerationRequest) -> None:
 
 
 def check_stream_options(body: AnswerRequest) -> None:
-    """Raises InvalidRequest, naming the field."""
+    """Raise InvalidRequest, naming the field, for invalid or unsupported stream options."""
     if body.stream_options is None:
         return
     if not body.stream:
@@ -200,7 +201,7 @@ def check_stream_options(body: AnswerRequest) -> None:
 
 
 def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:
-    """Raises InvalidRequest, naming the field."""
+    """Raise InvalidRequest, naming the field, for a priority or cache_salt out of range."""
     if priority is not None and not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise InvalidRequest(
             f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {priority}", param="priority"
@@ -210,21 +211,21 @@ def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> Non
 
 
 def check_request_id(request_id: str | None) -> None:
-    """Raises InvalidRequest for an id that could not stand in a header or a log line."""
+    """Raise InvalidRequest for an id that is not safe in a header or a log line."""
     if request_id is not None and _REQUEST_ID.fullmatch(request_id) is None:
         raise InvalidRequest("request_id must have 1 to 128 visible ASCII characters", param="request_id")
 
 
 def refuse_unless_empty(name: str, value: Any) -> None:
-    """Raises InvalidRequest when a field that is not supported carries a meaning."""
+    """Raise InvalidRequest if an unsupported field has a value that means something."""
     if value is not None and value is not False and value not in ("", [], {}):
         raise not_supported(name, name)
 
 
 def rename(error: InvalidRequest, old: str, new: str) -> None:
-    """Give the field `old` that an error is about the name that the client has sent, also where it begins the message.
+    """Rename the field `old` of an error to the name that the client has sent, also at the beginning of its message.
 
-    What is behind the name in `param` (an index, a field of it) stays.
+    What follows the name in `param` (an index, a field of it) is kept.
     """
     if error.param is None or re.match(rf"{re.escape(old)}($|[\[.])", error.param) is None:
         return
@@ -235,7 +236,7 @@ def rename(error: InvalidRequest, old: str, new: str) -> None:
 
 
 def not_supported(param: str, what: str) -> InvalidRequest:
-    """The refusal of something that the API knows and this server does not."""
+    """Return the error for something that the API defines and this server does not support."""
     return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
 
 
@@ -247,7 +248,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """SamplingParams of a request: what it brings, else the model's `defaults`, else the API's.
+    """Make SamplingParams of a request: its own fields, else the model's `defaults`, else the API's.
 
     Raises InvalidRequest, naming the field, for a value out of range.
     """
@@ -268,7 +269,7 @@ def sampling_params(
 
 
 def check_choices(num_prompts: int, n: int | None) -> None:
-    """Raises InvalidRequest when one HTTP request asks for too many continuations at once."""
+    """Raise InvalidRequest if one HTTP request asks for too many continuations."""
     if n is not None and not 1 <= n <= MAX_N:
         raise InvalidRequest(f"n must be in [1, {MAX_N}], got {n}", param="n")
     if num_prompts * (n or 1) > MAX_CHOICES:
@@ -279,6 +280,6 @@ def check_choices(num_prompts: int, n: int | None) -> None:
 
 
 def check_num_logprobs(name: str, value: int) -> None:
-    """Raises InvalidRequest when `value` most likely tokens are too many."""
+    """Raise InvalidRequest if `value` is too large a number of most likely tokens."""
     if not -1 <= value <= MAX_LOGPROBS:
         raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], or -1 for all, got {value}", param=name)

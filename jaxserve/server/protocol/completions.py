@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request, its prompts, and the shapes of the answer."""
+"""POST /v1/completions: the request, its prompts, and the structure of the answer."""
 
 from typing import Any, ClassVar, Literal
 
@@ -31,24 +31,24 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
 
     def prompts(self) -> list[Prompt]:
-        """The prompts, each a text or a list of token ids. Raises InvalidRequest."""
+        """Return the prompts, each a text or a list of token ids. Raises InvalidRequest."""
         return parse_prompts("prompt", self.prompt)
 
     @property
     def output_limit(self) -> int:
-        """`SamplingParams.max_tokens` of this request: the engine generates one token at least."""
+        """`SamplingParams.max_tokens` of this request, which is at least 1."""
         if self.is_score_only:
             return 1
         return DEFAULT_MAX_TOKENS if self.token_limit is None else self.token_limit
 
     @property
     def is_score_only(self) -> bool:
-        """Whether the prompt is to be scored and nothing generated."""
+        """True if the prompt is only scored and nothing is generated."""
         return self.token_limit == 0
 
 
 def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:
-    """One text, token ids, or a list of texts and lists of token ids, as a list of prompts.
+    """Convert one text, token ids, or a list of texts and lists of token ids to a list of prompts.
 
     Raises InvalidRequest, naming the field `name`, for anything else.
     """
@@ -64,11 +64,11 @@ def parse_prompts(name: str, given: str | list[Any]) -> list[Prompt]:
 
 
 def _is_token_ids(entries: list[Any]) -> bool:
-    return all(type(entry) is int for entry in entries)  # type(): a bool is no token id
+    return all(type(entry) is int for entry in entries)  # type(): a bool is not a token id
 
 
 def check_completion_request(body: CompletionRequest, prompts: list[Prompt]) -> None:
-    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    """Raise InvalidRequest, naming the field, for what cannot be served."""
     check_generation_request(body)
     check_choices(len(prompts), body.n)
     if body.is_score_only and not body.echo:
@@ -78,7 +78,7 @@ def check_completion_request(body: CompletionRequest, prompts: list[Prompt]) -> 
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token. The first token of an echoed prompt has None, as nothing predicts it."""
+    """Parallel lists with one entry per token. The first token of an echoed prompt has None, as nothing predicts it."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -87,7 +87,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One continuation, or what is new of it in a stream, where what is null may be absent."""
+    """One continuation or, in a stream, its new part, in which null fields may be absent."""
 
     index: int
     text: str
@@ -100,7 +100,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The whole answer, and the chunk of a stream alike."""
+    """The whole answer, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

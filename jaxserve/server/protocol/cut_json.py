@@ -1,4 +1,4 @@
-"""The arguments of calls in earlier turns as an object, whatever the model has written: a limit may have cut them."""
+"""Convert the arguments of calls in earlier turns to objects, even if a token limit has truncated their JSON."""
 
 import collections
 from collections.abc import Sequence
@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 
 MAX_STEPS = 32
-"""Values that are dropped from the end before a text counts as no JSON."""
+"""Values that are dropped from the end before a text is considered invalid JSON."""
 MAX_DEPTH = 64
-"""Objects and lists in each other: where a text has more, its end is not looked for."""
+"""Maximum nesting of objects and lists up to which a truncated text is completed."""
 
 
 def as_object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. Of a text that was cut, what is complete; what is no object stands in one."""
+    """Return the arguments of a call: of truncated JSON, its complete part; anything but an object is wrapped in
+    one.
+    """
     if not text.strip():
         return {}
     value = _decoded(text)
@@ -23,7 +25,7 @@ def as_object(text: str) -> dict[str, Any]:
 
 
 def _completed(text: str) -> Any:
-    """Return the object that a text begins, with what was open in it closed; None if it begins none."""
+    """Return the object that a text begins, with open values closed; None if it does not begin one."""
     if not text.lstrip().startswith("{"):
         return None
     ends, closings = _ends(text)
@@ -35,8 +37,8 @@ def _completed(text: str) -> Any:
 
 
 def _ends(text: str) -> tuple[Sequence[tuple[int, str]], str]:
-    """Return the last positions where a value may have ended, each with what closes the objects and lists around it,
-    and what closes the whole text: a quote first where it ends inside a string.
+    """Return the last positions where a value may have ended, each with the closing brackets needed there, and the
+    closing of the whole text, which begins with a quote if the text ends inside a string.
     """
     ends: collections.deque[tuple[int, str]] = collections.deque(maxlen=MAX_STEPS)
     closing = ""
@@ -63,7 +65,7 @@ def _ends(text: str) -> tuple[Sequence[tuple[int, str]], str]:
 
 
 def _decoded(text: str) -> Any:
-    """Return the JSON value of a text, None if it has none."""
+    """Return the JSON value of a text, or None if it is invalid."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):

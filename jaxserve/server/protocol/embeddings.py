@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the request and the shape of the answer."""
+"""POST /v1/embeddings: the request and the structure of the answer."""
 
 from typing import Any, ClassVar, Literal
 
@@ -41,14 +41,14 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     request_id: str | None = None
 
     def prompts(self) -> list[Prompt]:
-        """The inputs, each a text or a list of token ids. Raises InvalidRequest."""
+        """Return the inputs, each a text or a list of token ids. Raises InvalidRequest."""
         prompts = parse_prompts("input", [] if self.input is None else self.input)
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(prompts)} entries, at most {MAX_INPUTS} are allowed", param="input")
         return prompts
 
     def conversation(self) -> TokenizeRequest:
-        """The messages as the template reads them: an answer begins only if that is asked for."""
+        """Return the messages for the chat template, by default without the prompt for an answer."""
         return TokenizeRequest(
             messages=self.messages,
             add_generation_prompt=bool(self.add_generation_prompt),
@@ -59,12 +59,12 @@ class EmbeddingRequest(RequestBody, kw_only=True):
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the vectors are to have length 1."""
+        """True if vectors are scaled to length 1."""
         return self.normalize is not False and self.use_activation is not False
 
 
 def check_embedding_request(body: EmbeddingRequest) -> None:
-    """Raises InvalidRequest, naming the field, for what cannot be served."""
+    """Raise InvalidRequest, naming the field, for what cannot be served."""
     if (body.input is None) == (body.messages is None):
         param = "input" if body.messages is None else "messages"
         raise InvalidRequest("give either input or messages", param=param)
@@ -75,7 +75,7 @@ def check_embedding_request(body: EmbeddingRequest) -> None:
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """One vector: numbers, or base64 of what the request has asked for, little-endian float32 by default."""
+    """One vector: numbers, or base64 of the requested dtype, little-endian float32 by default."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -83,7 +83,7 @@ class Embedding(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Tokens read."""
+    """Number of tokens processed."""
 
     prompt_tokens: int
     total_tokens: int

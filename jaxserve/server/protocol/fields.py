@@ -1,8 +1,8 @@
-"""The table of request fields: which route follows a field, and with which word the others refuse it.
+"""The table of request fields: which routes follow a field, and the message with which others refuse it.
 
-Every field that one route knows has a row here. Requests are checked against it before they are decoded, what
-`SamplingParams` gets and what /v1/responses hands on to a chat is read from it, and docs/fields.md is printed from it.
-A field without a row is unknown: it is ignored, counted, and logged once.
+Every field that some route knows has a row here. Requests are checked against it before they are decoded; the fields of
+`SamplingParams` and those that /v1/responses passes on to a chat are taken from it; and docs/fields.md is generated
+from it. A field without a row is unknown: it is ignored, counted, and logged once.
 """
 
 import enum
@@ -21,7 +21,7 @@ class Cell(enum.Enum):
 
     FOLLOWED = "followed"
     NO_EFFECT = "no effect"
-    """The field is known, and there is nothing on this route that it could change."""
+    """The field is known, but there is nothing on this route that it could change."""
     UNKNOWN = "unknown"
 
 
@@ -31,20 +31,20 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class Refused(NamedTuple):
-    """The field is refused with `word`, which says what to write instead, unless its value is one of `neutral`: those
-    that ask for nothing.
+    """The field is refused with the hint `word`, which says what to write instead, unless its value is `neutral`: one
+    that asks for nothing.
     """
 
     word: str = ""
     neutral: Sequence[Any] = _EMPTY
 
     def is_neutral(self, value: object) -> bool:
-        """Return whether a value asks for nothing. False is not 0, and 1 is not 1.0."""
+        """Return true if a value asks for nothing. False is distinct from 0, and 1 from 1.0."""
         return any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
 
 
 class Field(NamedTuple):
-    """One row. `is_sampling`: it goes into SamplingParams by its own name and value."""
+    """One row. With `is_sampling`, the field is passed to SamplingParams by the same name."""
 
     name: str
     meaning: str
@@ -56,7 +56,7 @@ class Field(NamedTuple):
     is_sampling: bool = False
 
     def cell(self, route: Route) -> Cell | Refused:
-        """What `route` does with the field."""
+        """Return what `route` does with the field."""
         return getattr(self, route)
 
 
@@ -70,7 +70,7 @@ _WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
 _ONE_ANSWER = Refused("a response has one answer", (None, 1))
 _STRUCTURED = Refused(
     "write structured_outputs, such as {'json': ...}, {'regex': ...} or {'grammar': ...}", (None, False, "", [])
-)  # {} is a schema: of anything
+)  # {} is excluded: it is a schema that allows anything
 _ANSWERS = (FOLLOWED, FOLLOWED, FOLLOWED)
 _READERS = (*_ANSWERS, FOLLOWED)
 _CONVERSATIONS = (_NEEDS_CHAT, FOLLOWED, FOLLOWED)
@@ -115,7 +115,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("n", "number of answers to a prompt", FOLLOWED, FOLLOWED, _ONE_ANSWER, is_sampling=True),
     Field("best_of", "must be equal to n", FOLLOWED, FOLLOWED, _ONE_ANSWER),
-    # What comes back.
+    # What is returned.
     Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=_EMPTY)),
     Field("stream_options", "usage at the end of a stream (a response always has it), or in each chunk", *_ANSWERS),
     Field(
@@ -166,7 +166,7 @@ FIELDS: tuple[Field, ...] = (
         Refused("the server names its responses"),
         FOLLOWED,
     ),
-    # What is read.
+    # The input.
     Field("model", "name of the model", *_READERS, FOLLOWED),
     Field(
         "prompt",
@@ -265,7 +265,7 @@ FIELDS: tuple[Field, ...] = (
             ("thinking_budget", "write thinking_token_budget"),
         )
     ),
-    # The form of an answer.
+    # Constraints on the answer.
     Field(
         "response_format",
         "text, json_object or json_schema",
@@ -321,7 +321,7 @@ FIELDS: tuple[Field, ...] = (
     Field("context_management", "OpenAI's compaction", _NOT, _NOT, _NOT, UNKNOWN, UNKNOWN),
     Field("store", "keep the response for later turns", NO_EFFECT, NO_EFFECT, FOLLOWED),
     Field("metadata", "up to 16 texts that come back", NO_EFFECT, NO_EFFECT, FOLLOWED),
-    # For the operator, or for nobody.
+    # For the operator, or without effect.
     *(
         Field(name, "comes back in a response", NO_EFFECT, NO_EFFECT, FOLLOWED)
         for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier")
@@ -347,7 +347,7 @@ FIELDS: tuple[Field, ...] = (
         )
     ),
     Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),
-    # What this server does not have.
+    # Not supported by this server.
     _everywhere("use_beam_search", "beam search"),
     _everywhere("length_penalty", "of beam search", Refused("it needs beam search", (None, 1, 1.0))),
     _everywhere("early_stopping", "of beam search", Refused("it needs beam search")),
@@ -367,31 +367,31 @@ FIELDS: tuple[Field, ...] = (
 )
 
 SAMPLING = tuple(field.name for field in FIELDS if field.is_sampling)
-"""Names of the fields that SamplingParams gets as they are."""
+"""Names of the fields that are passed to SamplingParams unchanged."""
 
 _BY_NAME = {field.name: field for field in FIELDS}
 
 
 @functools.cache
 def followed(route: Route) -> frozenset[str]:
-    """Names of the fields that a route follows."""
+    """Return the names of the fields that a route follows."""
     return frozenset(field.name for field in FIELDS if field.cell(route) is FOLLOWED)
 
 
 @functools.cache
 def known(route: Route) -> frozenset[str]:
-    """Names of the fields that a route follows, refuses, or has no use for."""
+    """Return the names of the fields that a route follows, refuses, or ignores on purpose."""
     return frozenset(field.name for field in FIELDS if field.cell(route) is not UNKNOWN)
 
 
 def cell(route: Route, name: str) -> Cell | Refused:
-    """What a route does with the field `name`; other servers' guided_... are refused whatever follows."""
+    """Return what a route does with the field `name`; all of other servers' guided_... fields are refused."""
     field = _BY_NAME.get("guided_json" if name.startswith("guided_") else name)
     return UNKNOWN if field is None else field.cell(route)
 
 
 def refuse(name: str, cell: Refused, value: object) -> None:
-    """Raises InvalidRequest, naming the field, unless the value asks for nothing."""
+    """Raise InvalidRequest, naming the field, unless the value asks for nothing."""
     if not cell.is_neutral(value):
         raise InvalidRequest(
             f"{name} is not supported{cell.word and ': '}{cell.word}", param=name, code="unsupported_parameter"

@@ -1,4 +1,4 @@
-"""The table of fields as a page of the documentation, docs/fields.md: run as a module, this prints it."""
+"""Generate docs/fields.md from the table of fields: run as a module, this prints the page."""
 
 import sys
 

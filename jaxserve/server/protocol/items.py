@@ -1,4 +1,4 @@
-"""The items of a conversation of /v1/responses, as clients send them. They are kept as they came, as dicts."""
+"""The items of a conversation of /v1/responses, as clients send them. They are stored unchanged, as dicts."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from jaxserve.server.protocol.names import STRUCTS
 
 
 class ItemBase(msgspec.Struct, kw_only=True):
-    """What any item may have. What an answer's item has besides its meaning comes back and changes nothing."""
+    """Fields of any item. `id` and `status`, which an answer's items have, are accepted and ignored."""
 
     type: str | None = None
     id: Any = None
@@ -26,7 +26,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class MessageItem(ItemBase, kw_only=True):
-    """What somebody has said."""
+    """A message of any role."""
 
     role: str
     content: str | list[Part]
@@ -42,7 +42,7 @@ class CallItem(ItemBase, kw_only=True):
 
 
 class ThoughtsItem(ItemBase, kw_only=True):
-    """What the model has thought. The summary is not read: this server writes none."""
+    """The model's thoughts. The summary is ignored: this server writes none."""
 
     content: str | list[Part] | None = None
     summary: Any = None
@@ -50,7 +50,7 @@ class ThoughtsItem(ItemBase, kw_only=True):
 
 
 class CallOutputItem(ItemBase, kw_only=True):
-    """What a call has brought."""
+    """The result of a call."""
 
     call_id: str
     output: str | list[Part]
@@ -60,4 +60,4 @@ Item = dict[str, Any]
 
 ITEM_STRUCTS = (MessageItem, CallItem, ThoughtsItem, CallOutputItem)
 InputItem = Annotated[Item, msgspec.Meta(extra={STRUCTS: ITEM_STRUCTS})]
-"""One item of an input, of any kind."""
+"""One item of an input, of any type."""

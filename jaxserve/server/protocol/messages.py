@@ -1,4 +1,4 @@
-"""The messages of a chat, from what clients send to what a chat template reads."""
+"""Convert the messages of a chat from what clients send to what a chat template reads."""
 
 import re
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from jaxserve.server.protocol.tools import ToolCall
 
 MAX_MESSAGES = 4096
 USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that every template is expected to show, or to refuse. Others may be left out without a word."""
+"""Roles that every template is expected to show, or to refuse. It may silently omit others."""
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content. Only text parts are served."""
+    """One part of a message's content. Only text parts are supported."""
 
     type: str
     text: str | None = None
@@ -39,14 +39,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     function_call: Any = None
     audio: Any = None
     annotations: Any = None
-    """What an answer of OpenAI's has beside its content: it comes back in the next request, and is not read."""
+    """Set in OpenAI's answers, so that it comes back in the next request; ignored."""
 
 
 class MessageStyle(NamedTuple):
-    """What a template expects of an assistant's message with calls; see `template.message_style`.
+    """What a template expects of an assistant's message with calls; see `message_style`.
 
-    `arguments_are_text`: the arguments of a call are JSON text, not the object itself. `empty_content`: what stands for
-    no content. `shows_both`: content and reasoning may stand beside a call together.
+    `arguments_are_text`: the arguments of a call are JSON text, not the object itself. `empty_content` represents
+    absent content. `shows_both`: a message with a call may have both content and reasoning.
     """
 
     arguments_are_text: bool = False
@@ -61,9 +61,9 @@ def template_messages(
     continue_final_message: bool | None,
     add_generation_prompt: bool | None,
 ) -> list[dict[str, Any]]:
-    """The messages as a chat template reads them: content as one text, `developer` as `system`.
+    """Convert messages to what a chat template reads: content as one text, `developer` as `system`.
 
-    Raises InvalidRequest for parts, roles and combinations that cannot be served.
+    Raises InvalidRequest for unsupported parts, roles and combinations.
     """
     if not messages:
         raise InvalidRequest("messages must not be empty", param="messages")
@@ -89,7 +89,7 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
     content = message.content if not isinstance(message.content, list) else _join_parts(message.content, param)
-    if not has_calls and message.role == "assistant":  # an answer may have been of thoughts only
+    if not has_calls and message.role == "assistant":  # an answer may consist of thoughts only
         content = content or message.refusal or ""
     reasoning = (message.reasoning_content or message.reasoning) if message.role == "assistant" else None
     if has_calls and (not content or (reasoning and not style.shows_both)):
@@ -105,7 +105,7 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
             raise InvalidRequest(f"{param}.tool_call_id is missing", param=f"{param}.tool_call_id")
         rendered["tool_call_id"] = message.tool_call_id
     if reasoning:
-        rendered["reasoning_content"] = reasoning  # transformers gives it the other names that templates have for it
+        rendered["reasoning_content"] = reasoning  # transformers adds the other names that templates use for it
     if message.tool_calls:
         rendered["tool_calls"] = [_template_call(call, style) for call in message.tool_calls]
     return rendered
@@ -118,7 +118,7 @@ def _template_call(call: ToolCall, style: MessageStyle) -> dict[str, Any]:
 
 
 def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
-    """Raises InvalidRequest, naming the message, if one of an unusual role is not in the `text` that was rendered."""
+    """Raise InvalidRequest, naming the message, if one of an unusual role is missing from the rendered `text`."""
     for i, message in enumerate(messages):
         content = (message["content"] or "").strip()
         if message["role"] not in USUAL_ROLES and content not in text:

@@ -1,6 +1,6 @@
-"""Names of fields, at the top of a request and in the objects within it, that no struct of the protocol has.
+"""Find names of fields, in a request and its nested objects, that the protocol's structs do not have.
 
-msgspec ignores them. What is free-form, such as a JSON schema or metadata, has no names to compare with.
+msgspec ignores them. Free-form objects, such as a JSON schema or metadata, are not checked.
 """
 
 import functools
@@ -11,14 +11,14 @@ import msgspec
 from msgspec import inspect
 
 MAX_OBJECTS = 4096
-"""Objects of a request whose names are looked at, which takes some 10 ms: nobody else is served meanwhile."""
+"""Maximum objects of a request whose names are checked, which takes some 10 ms of the event loop."""
 
 STRUCTS = "structs"
-"""Key in the `extra` of a `msgspec.Meta`: the structs whose names an object has that is kept as a dict."""
+"""Key in the `extra` of a `msgspec.Meta`: the structs that define the names of an object that is kept as a dict."""
 
 
 class UnknownName(NamedTuple):
-    """`path` is where the object is that has the name, such as 'messages[].'; `known` are names that it may have."""
+    """`path` leads to the object with the name, such as 'messages[].'; `known` are the names that it may have."""
 
     path: str
     name: str
@@ -26,13 +26,15 @@ class UnknownName(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What may be in a value: in an object the values by `names`, in a list `entries`. Empty: nothing to look into."""
+    """The names to check in a value: of an object, its values by `names`; of a list, its `entries`. Empty if there are
+    none.
+    """
 
     names: Mapping[str, "_Shape"] = {}
     entries: "_Shape | None" = None
 
     def merged(self, other: "_Shape") -> "_Shape":
-        """Return the shape of a value that has either."""
+        """Return the shape of a value that may have either shape."""
         names = {**self.names}
         for name, shape in other.names.items():
             names[name] = names[name].merged(shape) if name in names else shape
@@ -40,13 +42,13 @@ class _Shape(NamedTuple):
 
 
 def unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[UnknownName]:
-    """Return the names in a `body`, which has been decoded as `kind`, that its structs do not have, in order."""
+    """Return the unknown names in a `body` that has been decoded as `kind`, in order."""
     value = msgspec.json.decode(body, type=msgspec.Raw)
     return list(_Search().look(value, _shape_of_struct(kind), ""))
 
 
 class _Search:
-    """One look through a request. Values are taken apart only where they have names to be looked at."""
+    """One search through a request. Values are decoded only where they have names to be checked."""
 
     def __init__(self) -> None:
         self._objects_left = MAX_OBJECTS

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the request, its items, and the shapes of the answer. A conversation is a list of items."""
+"""POST /v1/responses: the request, its items, and the structure of the answer. A conversation is a list of items."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,14 +24,16 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` must have for log probabilities."""
+"""Entry of `include` that requests log probabilities."""
 IGNORED_INCLUDES = frozenset({"reasoning.encrypted_content"})
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the text must be: anything, JSON, or JSON of a schema. Another field would ask for another form."""
+    """The constraint on the text: anything, JSON, or JSON of a schema. Unknown fields are errors, as they may be
+    constraints.
+    """
 
     type: str
     name: str | None = None
@@ -74,7 +76,7 @@ class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponsesRequest(AnswerRequest, kw_only=True):
-    """The body."""
+    """The body of POST /v1/responses."""
 
     route: ClassVar[Route] = "responses"
 
@@ -117,12 +119,12 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log probabilities go into the answer."""
+        """True if the answer includes log probabilities."""
         return LOGPROBS in (self.include or ())
 
 
 def check_responses_request(body: ResponsesRequest) -> None:
-    """Raises InvalidRequest, naming the field, for what cannot be served. What a chat checks too is left to it."""
+    """Raise InvalidRequest, naming the field, for what cannot be served and is not checked for chats too."""
     for entry in body.include or ():
         if entry != LOGPROBS and entry not in IGNORED_INCLUDES:
             raise not_supported("include", f"including {entry[:64]!r}")
@@ -161,7 +163,7 @@ class OutputText(msgspec.Struct, kw_only=True):
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -170,14 +172,14 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningText(msgspec.Struct, kw_only=True):
-    """A text that the model has thought."""
+    """A text of the model's thoughts."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thinks before it speaks."""
+    """The model's thoughts before its message."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -186,7 +188,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model wants to be made; its result comes as a `function_call_output` item of the next turn."""
+    """A call that the model requests; its result comes as a `function_call_output` item of the next turn."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -199,7 +201,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCall
 
 
 def without_logprobs(item: OutputItem) -> OutputItem:
-    """What later turns need of an item."""
+    """Return an item without log probabilities, which later turns do not need."""
     if not isinstance(item, OutputMessage):
         return item
     content = [msgspec.structs.replace(part, logprobs=[]) for part in item.content]
@@ -207,20 +209,20 @@ def without_logprobs(item: OutputItem) -> OutputItem:
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response has failed."""
+    """The reason why a response has failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is not complete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class InputTokensDetails(msgspec.Struct):
-    """`cached_tokens`: input tokens whose KV came from the prefix cache. What is written to it is not counted."""
+    """`cached_tokens`: input tokens whose KV came from the prefix cache. Tokens written to it are not counted."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -243,7 +245,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """The answer, at whatever stage it is; most of it repeats the request."""
+    """The answer at any stage; most of it repeats the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -276,7 +278,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """A stored response is gone."""
+    """The confirmation that a stored response was deleted."""
 
     id: str
     object: Literal["response"] = "response"

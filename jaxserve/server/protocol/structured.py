@@ -1,4 +1,4 @@
-"""What form the answer must have: OpenAI's `response_format`, and vLLM's `structured_outputs`, as StructuredOutputs."""
+"""Constraints on the answer: OpenAI's `response_format` and vLLM's `structured_outputs`, as StructuredOutputs."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxserve.structured.grammar import JsonOptions, json_options
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A schema, whose name and description are for the reader; it is followed whatever `strict` says."""
+    """A schema, with a name and description for the reader; it is followed whatever `strict` says."""
 
     name: str | None = None
     description: str | None = None
@@ -19,8 +19,10 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`type` is text, json_object or json_schema. `schema` is llama.cpp's place for a schema, with either of these,
-    and `name`, `description` and `strict` are those of /v1/responses. Another field would ask for another form.
+    """`type` is text, json_object or json_schema.
+
+    `schema` is llama.cpp's field for a schema, with either of these types; `name`, `description` and `strict` are those
+    of /v1/responses. Unknown fields are errors, as they may be constraints.
     """
 
     type: str
@@ -32,7 +34,9 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputsBody(msgspec.Struct, kw_only=True):
-    """One of the first five, and options that hold for `response_format` and tools too; see StructuredOutputs."""
+    """One of the first five fields, and options that apply to `response_format` and tools too; see
+    StructuredOutputs.
+    """
 
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
@@ -46,14 +50,14 @@ class StructuredOutputsBody(msgspec.Struct, kw_only=True):
 
     @property
     def wish(self) -> dict[str, Any]:
-        """The first five, those of them that are set."""
+        """Those of the first five fields that are set."""
         names = ("json", "json_object", "regex", "choice", "grammar")
         fields = {name: getattr(self, name) for name in names}
         return {name: value for name, value in fields.items() if value is not None and (name, value) != _NOT_WISHED}
 
     @property
     def options(self) -> dict[str, Any]:
-        """How JSON is written, as fields of StructuredOutputs."""
+        """The options for writing JSON, as fields of StructuredOutputs."""
         names = ("disable_additional_properties", "disable_any_whitespace", "whitespace_pattern")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -64,7 +68,7 @@ _NOT_WISHED = ("json_object", False)
 def structured_outputs(
     response_format: ResponseFormat | None, body: StructuredOutputsBody | None
 ) -> StructuredOutputs | None:
-    """The wish of a request, if it has one. Raises InvalidRequest, naming the field."""
+    """Return the constraint of a request, or None. Raises InvalidRequest, naming the field."""
     wish = {} if response_format is None else _of_format(response_format)
     if body is None:
         return StructuredOutputs(**wish) if wish else None
@@ -81,7 +85,7 @@ def structured_outputs(
 
 
 def arguments_options(body: StructuredOutputsBody | None, *, is_closed: bool) -> JsonOptions:
-    """How arguments of calls are written; `is_closed` is what holds where the request does not say.
+    """Return the JSON options for arguments of calls; `is_closed` is the default if the request does not say.
 
     Raises InvalidRequest, naming the field.
     """
@@ -90,7 +94,7 @@ def arguments_options(body: StructuredOutputsBody | None, *, is_closed: bool) ->
 
 
 def _of_format(response_format: ResponseFormat) -> dict[str, Any]:
-    """The wish as a field of StructuredOutputs."""
+    """Return the constraint as fields of StructuredOutputs."""
     schema = response_format.schema
     if schema is None and response_format.json_schema is not None:
         schema = response_format.json_schema.schema
@@ -121,7 +125,7 @@ def _schema_field(response_format: ResponseFormat) -> str:
 
 
 def wish_field(response_format: ResponseFormat | None, body: StructuredOutputsBody | None) -> str | None:
-    """The field that has a wish, None if none has."""
+    """Return the field with a constraint, None if there is none."""
     if response_format is not None and response_format.type != "text":
         has_schema = response_format.schema is not None or response_format.json_schema is not None
         is_plain = response_format.type == "json_object" and not has_schema
@@ -133,11 +137,11 @@ _MADE_OF_OTHER_FIELDS = ("structured_outputs", "structured_outputs.json", "struc
 
 
 def blame(error: InvalidRequest, field: str | None) -> None:
-    """Name the `field` that the client has sent, where an error is about the grammar that was made of it."""
+    """Rename an error about a grammar to the `field` that the client has sent, from which the grammar was made."""
     if field in (None, "structured_outputs") or error.param not in _MADE_OF_OTHER_FIELDS:
         return
     if error.param == "structured_outputs" and error.code != "unsupported_grammar":
-        return  # it is about the field itself
+        return  # the error is about the field itself
     error.message = error.message.replace(error.param or "", field, 1)
     error.args = (error.message,)
     error.param = field

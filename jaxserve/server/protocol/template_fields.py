@@ -1,4 +1,4 @@
-"""What the chat template reads of a request, and how far: variables by any name, of bounded values."""
+"""Variables of the chat template in a request: any names, but bounded values."""
 
 import re
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from jaxserve.server.protocol.utility import TokenizeRequest
 
 MAX_VARIABLES = 64
 MAX_VARIABLE_BYTES = 32 * 1024
-"""JSON of all variables of a template together."""
+"""Maximum bytes of all variables of a template together, as JSON."""
 MAX_VARIABLE_DEPTH = 8
 MAX_VARIABLE_NUMBER = 2**31
-"""A template may count up to a number that it is given."""
+"""Maximum magnitude of numbers, since a template may count up to them."""
 MAX_DOCUMENTS = 1024
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 TemplateFields = ChatRequest | TokenizeRequest
-"""A request that becomes a prompt by the chat template."""
+"""A request that becomes a prompt through the chat template."""
 
 
 def template_variables(body: TemplateFields) -> dict[str, Any]:
-    """Return the variables of the chat template; what stands in chat_template_kwargs wins.
+    """Return the variables of the chat template; chat_template_kwargs takes precedence.
 
     An effort of "none" turns thinking off where a template can, any other turns it on. Raises InvalidRequest, naming
     the field.

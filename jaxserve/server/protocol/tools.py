@@ -15,8 +15,10 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """A function; `parameters` is a JSON schema. It is followed where a call is forced, and if `strict` in any call, as
-    far as the model's syntax allows (`ModelSyntax.follows_strict`).
+    """A function; `parameters` is a JSON schema.
+
+    The schema is enforced where a call is forced, and if `strict` in any call, as far as the model's syntax allows
+    (`ModelSyntax.follows_strict`).
     """
 
     name: str
@@ -33,7 +35,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
 
 
 class FunctionName(msgspec.Struct):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
@@ -53,7 +55,7 @@ class AllowedTools(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """This function must be called, or these may be."""
+    """The function that must be called, or those that may be."""
 
     type: Literal["function", "allowed_tools"] = "function"
     function: FunctionName | None = None
@@ -68,14 +70,14 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 def must_call(choice: str | ToolChoice | None) -> bool:
-    """Return whether the answer has to be a call."""
+    """Return true if the answer has to be a call."""
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, ToolChoice)
 
 
 def is_chosen(choice: str | ToolChoice | None) -> bool:
-    """Return whether the client has named the one function that is to be called."""
+    """Return true if the client has named the one function to be called."""
     return isinstance(choice, ToolChoice) and choice.function is not None
 
 
@@ -95,14 +97,14 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class FunctionCallDelta(msgspec.Struct, kw_only=True):
-    """The name comes first, then the arguments in pieces."""
+    """The new part of a call: first the name, then pieces of the arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """What is new of the call `index` of an answer. Its first piece has its id and name."""
+    """The new part of call `index` of an answer. Its first piece has its id and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -111,7 +113,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | None) -> None:
-    """Raises InvalidRequest, naming the field."""
+    """Raise InvalidRequest, naming the field, for invalid tools or an invalid choice."""
     tools = tools or []
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools")
@@ -139,7 +141,7 @@ def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | N
 
 
 def template_tools(tools: list[ToolDefinition]) -> list[dict[str, Any]]:
-    """Tools as a chat template reads them; many of these fail where a description or the parameters are missing."""
+    """Convert tools for a chat template; many templates fail if a description or the parameters are missing."""
     return [
         {
             "type": "function",
@@ -154,7 +156,7 @@ def template_tools(tools: list[ToolDefinition]) -> list[dict[str, Any]]:
 
 
 def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None) -> list[Tool]:
-    """The tools that the model may call."""
+    """Return the tools that the model may call."""
     if choice == "none":
         return []
     chosen = choice.names if isinstance(choice, ToolChoice) else [tool.function.name for tool in tools]

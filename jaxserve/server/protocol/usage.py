@@ -10,7 +10,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """`reasoning_tokens`: completion tokens that are thoughts, where the model's syntax of thoughts is known."""
+    """`reasoning_tokens`: completion tokens that are thoughts, if the model's syntax of thoughts is known."""
 
     reasoning_tokens: int
 
@@ -26,7 +26,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Usage:
-    """A Usage with its total."""
+    """Make a Usage with its total."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them; GET /version."""
+"""POST /tokenize and /detokenize, compatible with vLLM's; GET /version."""
 
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +32,7 @@ class TokenizeRequest(RequestBody, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
-    """The token ids, and their texts if asked for."""
+    """The token ids, and their texts if requested."""
 
     count: int
     max_model_len: int
@@ -41,7 +41,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Token ids of a text."""
+    """Token ids to be decoded."""
 
     model: str | None = None
     tokens: list[int]
@@ -54,18 +54,18 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """Which jaxserve this is."""
+    """The version of jaxserve."""
 
     version: str
 
 
 class Health(msgspec.Struct):
-    """`ok`, or why not."""
+    """`ok`, or the reason why not."""
 
     status: str
 
 
 def check_tokenize_request(body: TokenizeRequest) -> None:
-    """Raises InvalidRequest unless there is exactly one of `prompt` and `messages`."""
+    """Raise InvalidRequest unless there is exactly one of `prompt` and `messages`."""
     if (body.prompt is None) != bool(body.messages):
         raise InvalidRequest("give either prompt or messages", param="prompt")

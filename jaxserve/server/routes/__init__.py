@@ -1,1 +1,1 @@
-"""One file a group of routes. Each handler takes a Starlette request and returns a response; `app` lists them."""
+"""The route handlers, by topic. Each takes a Starlette request and returns a response; `app` lists them."""

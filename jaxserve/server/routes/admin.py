@@ -1,4 +1,4 @@
-"""What operators may do to a running engine. Off without an admin key, which `middleware` asks for on these paths."""
+"""Operators' actions on a running engine. Off without an admin key, which `middleware` requires on these paths."""
 
 import asyncio
 from typing import Literal
@@ -12,7 +12,7 @@ from jaxserve.server.body import json_response
 from jaxserve.server.errors import refusal
 from jaxserve.server.state import server_state
 
-# What the API knows under these paths, and this server cannot do: no admin key would help.
+# Paths of the API that this server does not support, whatever the key.
 NOT_IMPLEMENTED = {
     "/v1/load_lora_adapter": "loading LoRA adapters",
     "/v1/unload_lora_adapter": "loading LoRA adapters",
@@ -23,13 +23,13 @@ NOT_IMPLEMENTED = {
 
 
 class Done(msgspec.Struct):
-    """It has been done."""
+    """The answer to a successful action."""
 
     status: Literal["ok"] = "ok"
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget every cached prefix; 409 while a request is running."""
+    """Drop every cached prefix; 409 while a request is running."""
     client = server_state(request.scope).frontend.client
     if not await asyncio.to_thread(client.reset_prefix_cache):
         return refusal(409, "the prefix cache cannot be reset while requests are running", kind="conflict_error")
@@ -37,7 +37,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def start_profile(request: Request) -> Response:
-    """Record what the device does, into the directory that the operator has chosen."""
+    """Start a profile of the device, into the operator's directory."""
     state = server_state(request.scope)
     if state.profile_dir is None:
         raise InvalidRequest("there is no directory for profiles: start the server with --profile-dir")
@@ -46,17 +46,17 @@ async def start_profile(request: Request) -> Response:
 
 
 async def stop_profile(request: Request) -> Response:
-    """Write what has been recorded."""
+    """Stop the profile and write it."""
     await asyncio.to_thread(server_state(request.scope).frontend.client.stop_profile)
     return json_response(Done())
 
 
 async def not_implemented(request: Request) -> Response:
-    """501, naming what is missing."""
+    """Answer 501, naming the missing feature."""
     what = NOT_IMPLEMENTED[request.url.path]
     return refusal(501, f"{what} is not supported by this server", kind="not_implemented_error")
 
 
 async def off(_request: Request) -> Response:
-    """What all of them answer without an admin key."""
+    """Answer 404: without an admin key all these routes are off."""
     return refusal(404, "admin routes are off: start the server with --admin-api-key or --admin-api-key-file")

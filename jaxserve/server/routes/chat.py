@@ -55,7 +55,7 @@ async def create(request: Request) -> Response:
 
 
 def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
-    """The field that the answer's grammar is made of; None if the answer is free."""
+    """Return the field that the answer's grammar is made from; None if the answer is unconstrained."""
     if must_call(body.tool_choice):
         return "tools"
     if body.wish_field is not None:
@@ -72,9 +72,9 @@ def _thinks_first(state: ServerState, body: ChatRequest, prompt: str) -> bool:
 async def prepare(
     state: ServerState, body: ChatRequest, *, request_id: str, size: int, receive: Receive
 ) -> RequestGroup:
-    """The conversation, templated, tokenized and validated; the body has `size` bytes.
+    """Render, tokenize and validate the conversation; the body has `size` bytes.
 
-    Raises InvalidRequest, naming fields as they were sent, and QueueFull where it has to wait for too long.
+    Raises InvalidRequest, naming fields as they were sent, and QueueFull if it has to wait for too long.
     """
     try:
         check_chat_request(body)
@@ -98,14 +98,14 @@ async def prepare(
         )
     except InvalidRequest as error:
         blame(error, grammar_field(state, body))
-        rename(error, "prompt", "messages")  # the front end knows no messages
+        rename(error, "prompt", "messages")  # the front end has no messages
         rename(error, "max_tokens", body.token_limit_field)
-        rename(error, "logprobs", "top_logprobs")  # which has the number
+        rename(error, "logprobs", "top_logprobs")  # the field with the number
         raise
 
 
 def _bound_tools(state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_wish: bool) -> dict[str, str]:
-    """Names of the tools whose parameters the answer's grammar holds, with those of the fields that have these."""
+    """Return the names of the tools whose parameters are in the answer's grammar, with the fields that have these."""
     is_all = must_call(body.tool_choice) or has_wish
     if not is_all and not state.syntax.follows_strict(tools):
         return {}
@@ -150,7 +150,7 @@ def _prepare(
 
 
 def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
-    """The tools that the answer may call. Raises InvalidRequest where its calls would not be understood."""
+    """Return the tools that the answer may call. Raises InvalidRequest if its calls could not be parsed."""
     tools = callable_tools(body.tools or [], body.tool_choice)
     if tools and not must_call(body.tool_choice) and not state.syntax.knows_tools:
         raise InvalidRequest(
@@ -163,8 +163,8 @@ def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
 
 
 def _budget(state: ServerState, body: ChatRequest) -> int | None:
-    """The most tokens of thoughts; None: as many as there is room for. Raises InvalidRequest where thoughts would not
-    be known.
+    """Return the maximum number of thought tokens, None for no limit. Raises InvalidRequest if thoughts could not be
+    recognized.
     """
     budget = body.thinking_token_budget
     if budget is not None and not state.syntax.has_thoughts:
@@ -182,7 +182,7 @@ def _is_parallel(body: ChatRequest) -> bool:
 
 
 class Chat:
-    """One request on its way back. `usage` counts what has come so far."""
+    """The answer to one request. `usage` counts the tokens so far."""
 
     def __init__(self, state: ServerState, body: ChatRequest, group: RequestGroup, *, answer_id: str):
         self._id = answer_id
@@ -197,7 +197,7 @@ class Chat:
         self.usage = generation.UsageCounter([group])
 
     async def answer(self) -> ChatResponse:
-        """Everything at once."""
+        """Return the whole answer."""
         await self._run(self._count)
         result = self._group.result()
         self._group.forget_logprobs()
@@ -216,7 +216,7 @@ class Chat:
         return response
 
     async def stream(self, write: Write) -> None:
-        """Piece by piece, as server-sent events."""
+        """Stream the answer as server-sent events."""
         options = self._body.stream_options
         has_only_text = self._shown is None and not self._body.wants_numbers
         texts = TextEvents(
@@ -228,7 +228,7 @@ class Chat:
         def take(choice: ChatChunkChoice) -> None:
             delta = choice.delta
             if has_only_text and delta.content and delta == Delta(content=delta.content) and not choice.finish_reason:
-                write(texts.event(choice.index, delta.content))  # nearly always
+                write(texts.event(choice.index, delta.content))  # the usual case
                 return
             is_first = choice.delta.role is not UNSET
             usage = self.usage.before_output(options) if is_first else self.usage.in_chunk(options)
@@ -242,7 +242,7 @@ class Chat:
             write(event(self._chunk([], usage=self.usage.total())))
 
     async def run(self, take: Callable[[ChatChunkChoice], None]) -> None:
-        """Piece by piece: `take` gets what is new of each choice, as it comes. A choice's first piece has its role."""
+        """Run the request; `take` is called with the new part of each choice. A choice's first piece has its role."""
         begun: set[int] = set()
 
         def take_delta(prompt_index: int, delta: RequestOutput) -> None:
@@ -250,7 +250,7 @@ class Chat:
             for output in delta.outputs:
                 choice = self._chunk_choice(output)
                 has_news = _has_news(choice)
-                # Where a call may follow, the first piece waits until it is clear: a message of calls has no content.
+                # If a call is possible, wait until it is clear: a message of calls has null content.
                 if output.index not in begun and (has_news or not self._may_call):
                     begun.add(output.index)
                     is_call = choice.delta.tool_calls is not UNSET and choice.delta.content is UNSET
@@ -340,7 +340,7 @@ class Chat:
 
 
 def _has_news(choice: ChatChunkChoice) -> bool:
-    """Whether a chunk is worth sending: a token that only holds text back is not."""
+    """Return true if a chunk is worth sending: one for a token that is held back is not."""
     delta = choice.delta
     has_words = delta.content or delta.reasoning or delta.tool_calls
     return bool(has_words or choice.finish_reason or choice.logprobs or choice.token_ids)

@@ -49,8 +49,9 @@ async def create(request: Request) -> Response:
 
 
 def _prepare(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
-    """Validated, tokenized prompts, whose answers follow `grammar`. Raises InvalidRequest, naming fields as they were
-    sent.
+    """Validate and tokenize the prompts, whose answers follow `grammar`.
+
+    Raises InvalidRequest, naming fields as they were sent.
     """
     try:
         return _checked(state, body, grammar)
@@ -98,7 +99,7 @@ def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[
 
 
 class _Completion:
-    """One request on its way back. Choice k is continuation k % n of prompt k // n."""
+    """The answer to one request. Choice k is continuation k % n of prompt k // n."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, groups: Sequence[RequestGroup], *, answer_id: str):
         self._id = answer_id
@@ -110,13 +111,13 @@ class _Completion:
         self._usage = generation.UsageCounter(groups, is_score_only=body.is_score_only)
 
     async def answer(self) -> CompletionResponse:
-        """Everything at once."""
+        """Return the whole answer."""
         await self._run(self._usage.count)
         choices: list[CompletionChoice] = []
         for prompt_index, group in enumerate(self._groups):
             outputs, prompt_logprobs = group.result().outputs, group.prompt_logprobs
             writers = [self._writer(prompt_index, output) for output in outputs]
-            group.forget_logprobs()  # they go as they are encoded
+            group.forget_logprobs()  # freed as they are encoded
             of_group = [await writer.write_in_turns(output) for writer, output in zip(writers, outputs, strict=True)]
             wants_prompt = self._body.prompt_logprobs is not None
             encoded = await encoded_in_turns(prompt_logprobs or []) if wants_prompt else None
@@ -128,7 +129,7 @@ class _Completion:
         return self._response(choices, usage=self._usage.total())
 
     async def stream(self, write: Write) -> None:
-        """Piece by piece, as server-sent events."""
+        """Stream the answer as server-sent events."""
         options = self._body.stream_options
         if self._body.echo and self._body.num_logprobs is not None:
             await self._stream_in_turns(write)
@@ -138,7 +139,7 @@ class _Completion:
             write(event(self._response([], usage=self._usage.total())))
 
     async def _stream_at_once(self, write: Write) -> None:
-        """Each piece in the turn in which it comes."""
+        """Write each piece as soon as it arrives."""
         body = self._body
         options = body.stream_options
         writers: dict[int, _ChoiceWriter] = {}
@@ -156,7 +157,7 @@ class _Completion:
                 index = prompt_index * len(group.requests) + output.index
                 if index not in writers:
                     writers[index] = self._writer(prompt_index, output)
-                elif has_only_text and output.finish_reason is None:  # nearly always
+                elif has_only_text and output.finish_reason is None:  # the usual case
                     if output.text:
                         write(texts.event(index, output.text))
                     continue
@@ -168,7 +169,9 @@ class _Completion:
         await self._run(take)
 
     async def _stream_in_turns(self, write: Write) -> None:
-        """The log probabilities of a long prompt, which each choice begins with, take long: the pieces wait for it."""
+        """Write pieces one at a time: each choice begins with the log probabilities of a long prompt, which take
+        long.
+        """
         writers: dict[int, _ChoiceWriter] = {}
         waiting: asyncio.Queue[tuple[_ChoiceWriter, CompletionOutput, Usage | UnsetType | None] | None]
         waiting = asyncio.Queue()
@@ -222,17 +225,19 @@ class _Completion:
 
 
 def _has_news(choice: CompletionChoice) -> bool:
-    """Whether a chunk is worth sending: a token that only holds text back is not."""
+    """Return true if a chunk is worth sending: one for a token that is held back is not."""
     return bool(choice.text or choice.finish_reason or choice.logprobs or choice.token_ids)
 
 
 class _ChoiceWriter:
-    """Writes one choice: whole in one piece, or the pieces of a stream in order."""
+    """Writes one choice: complete, or the pieces of a stream in order."""
 
     def __init__(
         self, state: ServerState, body: CompletionRequest, group: RequestGroup, *, index: int, is_from_ids: bool
     ):
-        """`is_from_ids`: the prompt is token ids, so that an echo shows the special ones among them."""
+        """Prepare to write a choice. `is_from_ids`: the prompt was token ids, so that an echo shows special tokens
+        among them.
+        """
         self._state = state
         self._body = body
         self._group = group
@@ -253,14 +258,14 @@ class _ChoiceWriter:
             )
 
     def write(self, output: CompletionOutput) -> CompletionChoice:
-        """The next piece, from what is new of the sequence."""
+        """Return the next piece, from the new part of the sequence."""
         choice, token_ids, candidates = self._begin(output)
         if self._logprobs is not None:
             choice.logprobs = self._logprobs.add(token_ids, candidates)
         return choice
 
     async def write_in_turns(self, output: CompletionOutput) -> CompletionChoice:
-        """The same in turns with others, its log probabilities encoded. Takes those of `output` off it."""
+        """Return the next piece, with log probabilities encoded in turns with other tasks. Clears those of `output`."""
         choice, token_ids, candidates = self._begin(output)
         output.logprobs = None
         if self._logprobs is not None:
@@ -268,14 +273,14 @@ class _ChoiceWriter:
         return choice
 
     def _begin(self, output: CompletionOutput) -> tuple[CompletionChoice, list[int], list[Candidates | None]]:
-        """A piece without its `logprobs`, and the tokens that these are of."""
+        """Return a piece without its `logprobs`, and the tokens that these belong to."""
         body, group = self._body, self._group
         choice = CompletionChoice(
             index=self._index, text=output.text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
         )
         token_ids: list[int] = output.token_ids
         candidates: list[Candidates | None] = [*(output.logprobs or ())]
-        if body.is_score_only:  # the engine generates one token at least; here nobody has asked for it
+        if body.is_score_only:  # the engine generates at least one token, which was not requested
             choice.text, token_ids, candidates = "", [], []
             choice.finish_reason, choice.stop_reason = output.finish_reason and "length", None
         if body.return_token_ids:

@@ -36,7 +36,7 @@ from jaxserve.server.streaming import while_wanted
 from jaxserve.server.template import render_chat
 
 MAX_METADATA_BYTES = 32 * 1024
-"""Of the header that tells the parts of a body of bytes: what clients take as a rule."""
+"""Maximum bytes of the header that describes a body of bytes: what clients usually accept."""
 
 _DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -48,7 +48,7 @@ _DTYPES: dict[str, Any] = {
 
 
 async def create(request: Request) -> Response:
-    """Read each input and return its vector."""
+    """Return the vector of each input."""
     state = server_state(request.scope)
     body = await read_request(state, request, EmbeddingRequest)
     size = len(await request.body())
@@ -68,7 +68,7 @@ async def create(request: Request) -> Response:
 
 
 def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
-    """Validated, tokenized inputs. Raises InvalidRequest, naming fields as they were sent."""
+    """Validate and tokenize the inputs. Raises InvalidRequest, naming fields as they were sent."""
     check_embedding_request(body)
     info = state.frontend.client.info
     check_dimensions(body.dimensions, hidden_size=info.hidden_size, allowed=info.embedding_dimensions)
@@ -84,7 +84,7 @@ def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
 
 
 def _prompts(state: ServerState, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
-    """What is read, and as which text, where that was rendered. Raises InvalidRequest."""
+    """Yield each prompt, and its text if it was rendered. Raises InvalidRequest."""
     if body.messages is None:
         for prompt in body.prompts():
             if isinstance(prompt, str):
@@ -114,10 +114,10 @@ def _prepare_one(
 
 
 def _vector(body: EmbeddingRequest, group: RequestGroup) -> np.ndarray:
-    """The vector of one input, in the type that the request has asked for."""
+    """Return the vector of one input in the requested dtype."""
     assert group.embedding is not None, "a finished pooling request has a vector"
     vector = finish_embedding(group.embedding, dimensions=body.dimensions, normalize=body.is_normalized)
-    with np.errstate(over="ignore"):  # beyond the range of a narrow type is infinite there
+    with np.errstate(over="ignore"):  # values beyond the range of a narrow type become infinite
         return vector.astype(_DTYPES[body.embed_dtype or "float32"])
 
 
@@ -134,8 +134,10 @@ def _encoded(body: EmbeddingRequest, group: RequestGroup) -> bytes:
 
 
 def _in_one_piece(body: EmbeddingRequest, answer: EmbeddingResponse, groups: Sequence[RequestGroup]) -> Response:
-    """All vectors one behind the other. The header `metadata` says, as JSON, where each of them is and what else an
-    answer has; with `bytes_only` there is none. Raises InvalidRequest where it would be too long for a header.
+    """Return all vectors concatenated.
+
+    The header `metadata` describes, as JSON, where each of them is and the rest of the answer; with `bytes_only` it is
+    omitted. Raises InvalidRequest if it would be too long for a header.
     """
     pieces = [_encoded(body, group) for group in groups]
     if body.encoding_format == "bytes_only":
@@ -161,9 +163,9 @@ def _in_one_piece(body: EmbeddingRequest, answer: EmbeddingResponse, groups: Seq
             f"input has {len(groups)} entries, too many for encoding_format 'bytes': write 'bytes_only' or 'base64'",
             param="input",
         )
-    headers = {"metadata": json.dumps(json.loads(metadata))}  # nothing but ASCII
+    headers = {"metadata": json.dumps(json.loads(metadata))}  # escapes all but ASCII
     return Response(b"".join(pieces), headers=headers, media_type="application/octet-stream")
 
 
 def _ignore(_index: int, _delta: RequestOutput) -> None:
-    """The vector is in the group."""
+    """Ignore deltas: the vector is in the group."""

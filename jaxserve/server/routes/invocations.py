@@ -1,4 +1,4 @@
-"""POST /invocations, the one route of SageMaker: what the body has in it says which of ours it is for."""
+"""POST /invocations, SageMaker's only route: the body's fields decide which of our routes handles it."""
 
 from collections.abc import Awaitable, Callable
 

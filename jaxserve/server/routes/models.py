@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: what is served here."""
+"""GET /v1/models and /v1/models/{id}: the served models."""
 
 from typing import Literal
 
@@ -29,12 +29,12 @@ class ModelList(msgspec.Struct):
 
 
 async def index(request: Request) -> Response:
-    """The served models."""
+    """Return the served models."""
     return json_response(ModelList([_model(server_state(request.scope))]))
 
 
 async def show(request: Request) -> Response:
-    """One model by its name. Raises ModelNotFound."""
+    """Return one model by its name. Raises ModelNotFound."""
     state = server_state(request.scope)
     state.check_model(request.path_params["model"])
     return json_response(_model(state))

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the surface as OpenAPI 3.1, from the same structs that check requests."""
+"""GET /openapi.json: the API as OpenAPI 3.1, from the same structs that check requests."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ from jaxserve.server.routes.models import Model, ModelList
 
 
 class _Operation(NamedTuple):
-    """One method of one path. `streams`: with stream=true the answer comes as server-sent events."""
+    """One method of one path. `streams`: with stream=true the answer is a stream of server-sent events."""
 
     method: str
     path: str
@@ -68,13 +68,13 @@ _OPERATIONS = (
 
 
 async def show(_request: Request) -> Response:
-    """The document."""
+    """Return the document."""
     return Response(msgspec.json.encode(document()), media_type="application/json")
 
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1 of all routes with a JSON body."""
+    """Build the OpenAPI 3.1 document of all routes with a JSON body."""
     bodies = [kind for operation in _OPERATIONS for kind in (operation.body, operation.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(
         [*bodies, ErrorBody], ref_template="#/components/schemas/{name}"

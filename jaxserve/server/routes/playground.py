@@ -1,6 +1,6 @@
-"""GET /, its files, and GET /engine/state: a page to talk with the model, and to watch the engine at work.
+"""GET /, its files, and GET /engine/state: a page to chat with the model, and to watch the engine at work.
 
-The page is static, whole, and asks for the API key itself; everything it loads comes from here.
+The page is static, self-contained, and asks for the API key itself.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 _FILES = {f"/static/{path.name}": path for path in sorted(_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
 PAGE = "/"
 FILES = frozenset({PAGE, *_FILES})
-"""Paths that are answered without a key: there is nothing in them that a key would protect."""
+"""Paths that are answered without a key, as their content is public."""
 
 _HEADERS = {
     "cache-control": "no-cache",
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 async def show(request: Request) -> Response:
-    """The page, or a file of it."""
+    """Return the page, or a file of it."""
     path = _FILES["/static/index.html" if request.url.path == PAGE else request.url.path]
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
@@ -43,5 +43,5 @@ async def show(request: Request) -> Response:
 
 
 async def engine_state(request: Request) -> Response:
-    """What the engine holds at this moment. Raises EngineDead."""
+    """Return the engine's current state. Raises EngineDead."""
     return json_response(await server_state(request.scope).engine_view.state())

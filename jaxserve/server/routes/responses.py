@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation that the server remembers, answered at once, as a stream, or in the background."""
+"""/v1/responses: a conversation that the server stores, answered at once, as a stream, or in the background."""
 
 import asyncio
 import functools
@@ -52,15 +52,15 @@ from jaxserve.server.streaming import EventStream, Write, while_wanted
 logger = logging.getLogger(__name__)
 
 MAX_IN_BACKGROUND = 256
-"""Responses of a server, whatever the number of its API workers."""
+"""Maximum number of background responses of a server, whatever its number of API workers."""
 
-CANCEL_INTERVAL = 0.5  # seconds between two looks whether a response in the background is still wanted
+CANCEL_INTERVAL = 0.5  # seconds between checks if a background response is still wanted
 WAIT_FOR_CANCEL = 10.0  # seconds
-STORE_INTERVAL = 1.0  # seconds after which storing is tried again
+STORE_INTERVAL = 1.0  # seconds until storing is retried
 
 
 async def create(request: Request) -> Response:
-    """Answer a conversation, and remember it."""
+    """Answer a conversation, and store the answer."""
     state = server_state(request.scope)
     body = await read_request(state, request, ResponsesRequest)
     size = len(await request.body())
@@ -80,7 +80,7 @@ async def create(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    """A stored response as it is now."""
+    """Return a stored response in its current state."""
     if request.query_params.get("stream", "false") != "false":
         raise InvalidRequest("stored responses cannot be streamed", param="stream", code="unsupported_parameter")
     stored = await _find(request)
@@ -88,7 +88,7 @@ async def show(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored response. One that runs in the background is cancelled."""
+    """Delete a stored response. One that runs in the background is cancelled."""
     state = server_state(request.scope)
     response_id = request.path_params["response_id"]
     if not await asyncio.to_thread(state.responses.delete, response_id, owner=request.scope["owner"]):
@@ -97,7 +97,7 @@ async def delete(request: Request) -> Response:
 
 
 async def show_input(request: Request) -> Response:
-    """The input items of a stored response."""
+    """Return the input items of a stored response."""
     stored = await _find(request)
     items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
     data = [listed(item, index) for index, item in enumerate(items)]
@@ -108,7 +108,7 @@ async def show_input(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Stop a response that runs in the background; the answer shows what has become of it."""
+    """Stop a response that runs in the background; return its final state."""
     state = server_state(request.scope)
     stored = await _find(request)
     if not _progress(stored).background:
@@ -124,7 +124,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, size: int, receive: Receive) -> "_Answer":
-    """The conversation, with its earlier turns of the same `owner`, validated and tokenized; the body has `size` bytes.
+    """Validate and tokenize the conversation with its earlier turns of the same `owner`; the body has `size` bytes.
 
     Raises InvalidRequest.
     """
@@ -162,9 +162,9 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
 
 
 def _resolved(responses: ResponseStore, items: list[Item], *, num_before: int, owner: str) -> list[Item]:
-    """The items, those of stored answers in the place of references to them. Raises NotFound, which names the id.
+    """Replace references to items of stored answers by these items. Raises NotFound, which names the id.
 
-    The first `num_before` items are of earlier turns. An answer is read once, however many of its items are meant.
+    The first `num_before` items are of earlier turns. Each answer is read only once.
     """
     found: dict[str, Item] = {}
     resolved = []
@@ -233,7 +233,7 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
 
 
 class _Answer:
-    """One response on its way."""
+    """The answer to one request."""
 
     def __init__(
         self,
@@ -253,26 +253,26 @@ class _Answer:
         self._items = items
         self._writer = ResponseWriter(response)
         self._logprobs: list[TokenLogprob] = []
-        self._untold: list[bytes] = []  # events that have happened
+        self._untold: list[bytes] = []  # events not yet written
 
     async def stream(self, write: Write) -> None:
-        """Piece by piece, as server-sent events."""
+        """Stream the answer as server-sent events."""
         await self.run(write)
 
     async def fail(self, error: Exception) -> bytes:
-        """Say that it could not be finished, and store that; returns the events that are left to tell."""
+        """Mark the answer as failed and store that; return the events that have not been written yet."""
         frames = [*self._untold, *(frame(event) for event in self._writer.fail(_failure(error)))]
         await self._save()
         return b"".join([*frames, frame(self._writer.end())])
 
     async def start_in_background(self, relay: Relay | None = None) -> Response:
-        """Begin, and answer before anything has come of it; `relay` gets what happens. Raises QueueFull."""
+        """Start a background response, and return its initial state; `relay` receives its events. Raises QueueFull."""
         limit = min(MAX_IN_BACKGROUND, self._state.responses.max_entries)
         is_begun = asyncio.get_running_loop().create_future()
         answer = json_response(self.response)
         if len(self._state.background) < limit:
             task = asyncio.create_task(self._run_in_background(is_begun, limit, relay))
-            self._state.background.add(task)  # before anything is waited for: a burst must not get past the limit
+            self._state.background.add(task)  # before the first await: a burst must not exceed the limit
             task.add_done_callback(self._state.background.discard)
         else:
             is_begun.set_result(False)
@@ -281,7 +281,7 @@ class _Answer:
         return answer
 
     async def _begin(self, is_begun: asyncio.Future[bool], limit: int) -> bool:
-        """Keep that an answer is to come, unless `limit` are coming already, and tell `is_begun` whether that is so."""
+        """Store the incomplete answer unless `limit` are running already; set the result of `is_begun` accordingly."""
         responses, response_id = self._state.responses, self.response.id
         begin = functools.partial(responses.begin, owner=self._owner, max_incomplete=limit)
         try:
@@ -290,14 +290,14 @@ class _Answer:
             if not is_begun.cancelled():
                 is_begun.set_exception(error)
             return False
-        if is_begun.cancelled():  # whoever has asked is gone, and nobody knows the answer's id
+        if is_begun.cancelled():  # the client has gone, and nobody knows the answer's id
             await asyncio.to_thread(responses.delete, response_id, owner=self._owner)
             return False
         is_begun.set_result(has_room)
         return has_room
 
     async def _run_in_background(self, is_begun: asyncio.Future[bool], limit: int, relay: Relay | None) -> None:
-        """Answer, if there is room for one more."""
+        """Run the answer, if the limit allows one more."""
         with self._state.counted():
             if not await self._begin(is_begun, limit):
                 return
@@ -319,14 +319,16 @@ class _Answer:
                     relay.end()
 
     async def _unwanted(self) -> Message:
-        """Stands for the connection that a response in the background does not have: it ends when it is cancelled."""
+        """Act as the `receive` of a response without a connection, which disconnects when it is cancelled."""
         while not await asyncio.to_thread(self._state.responses.is_cancelled, self.response.id):
             await asyncio.sleep(CANCEL_INTERVAL)
         return {"type": "http.disconnect"}
 
     async def run(self, write: Write | None = None) -> None:
-        """Answer, and `write` what happens, in order. The answer is stored as soon as it is complete, read or not; the
-        events that end it, which have all that was told before, wait for their reader.
+        """Run the request and `write` its events in order.
+
+        The answer is stored as soon as it is complete, whether read or not; the final events, which repeat everything
+        before, wait for their reader.
         """
         finish_reason: ChatFinishReason | None = None
         saving: asyncio.Task[None] | None = None
@@ -338,7 +340,7 @@ class _Answer:
 
         def take(piece: ChatChunkChoice) -> None:
             nonlocal finish_reason, saving, is_begun
-            if not is_begun:  # a refusal of the engine comes before anything is told
+            if not is_begun:  # the engine's refusal comes before any event
                 is_begun = True
                 for event in self._writer.start():
                     tell(event)
@@ -354,7 +356,7 @@ class _Answer:
             name_as_sent(error, self._body)
             raise
         finally:
-            if saving is not None:  # what is saved next must not be overwritten by it
+            if saving is not None:  # it must not overwrite what is stored next
                 await saving
         for event in self._writer.finish(finish_reason, self._chat.usage.total()):
             if write is not None:
@@ -371,7 +373,7 @@ class _Answer:
         if delta.reasoning:
             yield from writer.reasoning(delta.reasoning)
         if piece.logprobs is not None and not (delta.reasoning or delta.tool_calls):
-            self._logprobs += piece.logprobs.content  # a token that only holds text back has them too
+            self._logprobs += piece.logprobs.content  # a token whose text is held back has them too
         if delta.content or (piece.finish_reason and self._logprobs and writer.is_speaking):
             yield from writer.text(delta.content or "", self._logprobs)
             self._logprobs = []
@@ -384,9 +386,9 @@ class _Answer:
             )
 
     async def _save(self) -> None:
-        """Keep the answer, if it is to be kept; one in the background has been kept since it began.
+        """Store the answer, if it is to be stored; a background one has been stored since it began.
 
-        Cancelled, this waits all the same: what is saved next must not be overwritten by it.
+        If cancelled, this still waits for the write, which must not overwrite what is stored next.
         """
         if self.response.store:
             saving = asyncio.create_task(self._replace() if self.response.background else self._put())
@@ -396,7 +398,7 @@ class _Answer:
                 await saving
 
     async def _put(self) -> None:
-        """Keep the answer, or say in it that it is not kept: its client has it all the same."""
+        """Store the answer, or set its `store` to false if that fails, since the client receives it anyway."""
         put = functools.partial(self._state.responses.put, owner=self._owner)
         try:
             await asyncio.to_thread(put, self.response.id, self._stored())
@@ -405,8 +407,8 @@ class _Answer:
             self.response.store = False
 
     async def _replace(self) -> None:
-        """Keep what has become of an answer that nobody can have otherwise: if it is complete, as soon as that can be
-        done.
+        """Store the current state of a background answer; the final one is retried until that succeeds or the server
+        stops.
         """
         is_complete, stored = not _is_running(self.response), self._stored()
         replace = functools.partial(self._state.responses.replace, is_complete=is_complete)
@@ -429,7 +431,7 @@ class _Answer:
 
 
 def fail_abandoned(responses: ResponseStore) -> None:
-    """Say of what ran in the background of a worker that was killed that it has failed; its successor does."""
+    """Mark background responses of a worker that was killed as failed; called by its successor."""
     for response_id, stored in responses.incomplete().items():
         response = msgspec.json.decode(stored.body, type=ResponseBody)
         for _ in ResponseWriter(response).fail(ResponseError("server_error", "the server's process has ended")):
@@ -438,7 +440,7 @@ def fail_abandoned(responses: ResponseStore) -> None:
 
 
 class _Progress(msgspec.Struct):
-    """What of a stored response is asked for without the rest, which may have many log probabilities."""
+    """The fields of a stored response that are read without the rest, which may have many log probabilities."""
 
     status: Status
     background: bool
@@ -453,7 +455,7 @@ def _is_running(response: ResponseBody | _Progress) -> bool:
 
 
 async def _find(request: Request) -> StoredResponse:
-    """The response in the path. Raises NotFound, as for one that another key has made."""
+    """Return the response in the path. Raises NotFound, also for one of another key."""
     response_id = request.path_params["response_id"]
     responses = server_state(request.scope).responses
     stored = await asyncio.to_thread(responses.get, response_id, owner=request.scope["owner"])

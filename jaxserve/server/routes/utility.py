@@ -1,4 +1,4 @@
-"""What operators and evaluation tools ask for: tokens, health, version, metrics. Nothing here waits for the engine."""
+"""Routes for operators and evaluation tools: tokens, health, version, metrics. None of them waits for the engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +26,12 @@ from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.template import render_chat
 
-VALUES_A_PIECE = 2**14  # token ids, of which so many take 0.3 ms to encode
+VALUES_A_PIECE = 2**14  # token ids, which take 0.3 ms to encode
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a prompt or of a templated chat."""
+    """Return the token ids of a prompt or of a rendered chat."""
     state = server_state(request.scope)
     body = await read_request(state, request, TokenizeRequest)
     check_tokenize_request(body)
@@ -58,8 +58,10 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
 
 
 def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = None) -> Any:
-    """The values, as they are `shown`, in an EncodedList: the event loop, which would encode a list in one go, is in
-    another thread, and has its turn between the pieces.
+    """Encode values, converted by `shown`, into an EncodedList.
+
+    This runs in a thread, piece by piece, so that the event loop gets its turn in between; it would encode a plain list
+    at once.
     """
     pieces = EncodedList()
     for start in range(0, len(values), VALUES_A_PIECE):
@@ -69,7 +71,7 @@ def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = 
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state = server_state(request.scope)
     body, unknown = await read_json(request, _detokenize_request)
     for each in unknown:
@@ -92,22 +94,22 @@ def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeRespo
 
 
 async def health(request: Request) -> Response:
-    """200 while new requests are taken, else 503."""
+    """Answer 200 while new requests are accepted, else 503."""
     closed = server_state(request.scope).why_closed()
     body = Health("ok" if closed is None else str(closed))
     return Response(msgspec.json.encode(body), 200 if closed is None else 503, media_type="application/json")
 
 
 async def live(_request: Request) -> Response:
-    """200 as long as the process answers at all."""
+    """Answer 200 as long as the process responds."""
     return json_response(Health("ok"))
 
 
 async def version(_request: Request) -> Response:
-    """The version of jaxserve."""
+    """Return the version of jaxserve."""
     return json_response(Version(__version__))
 
 
 async def metrics(request: Request) -> Response:
-    """All metrics in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return Response(server_state(request.scope).metrics.render(), headers={"content-type": _METRICS_TYPE})
