@@ -1,5 +1,6 @@
 """Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time."""
 
+import collections
 import gc
 import logging
 import os
@@ -57,6 +58,16 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 MAX_MAPS = 10_000
 """Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Sort the files: those with most slow tests first, then those with most tests. With several processes, each of
+    which takes the next file, none is left alone with a long one in the end.
+    """
+    num_slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    num_tests = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: (-num_slow[item.path], -num_tests[item.path]))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ import threading
 import types
 
 import pytest
+from depths import quick_first
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench import bits_per_byte, host, latency, steps, throughput
@@ -147,6 +148,7 @@ def test_the_report_compares_with_the_first_contender():
     assert [cell.strip() for cell in theirs.split("|")[1:-1]] == ["theirs", "8.0", "15.0", "5.0", "0.25", "-"]
 
 
+@pytest.mark.slow
 def test_throughput_runs_both_schedulers():
     jobs = mixed_jobs(5, mean_input=12, mean_output=6, seed=0, vocab_size=128)
     engine = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, warmup=False)
@@ -155,6 +157,7 @@ def test_throughput_runs_both_schedulers():
     assert names == ["jaxserve, continuous batching", "jaxserve, static batching"]
 
 
+@pytest.mark.slow
 def test_host_times_every_phase():
     report = host.run(TINY, num_requests=4, input_len=8, num_steps=5)
     lines = [line.split("|") for line in report.splitlines() if line.startswith("|")][2:]
@@ -163,7 +166,7 @@ def test_host_times_every_phase():
     assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", quick_first([1, 2]))
 def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     config = EngineConfig(
         tensor_parallel_size=num_devices,
@@ -192,6 +195,7 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     assert second[5:] == ["-"] * 5
 
 
+@pytest.mark.slow
 def test_steps_of_a_batch(tmp_path):
     """Steps of 16 tokens take a prompt of 10 and part of the next one, then the rest of that and another one."""
     config = EngineConfig(

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from depths import quick_only
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.loading.builtin import BUILTIN_MODELS, resolve_model
@@ -12,7 +13,7 @@ from jaxserve.tokenizer import Tokenizer
 GOLDENS = json.loads((pathlib.Path(__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", BUILTIN_MODELS)
+@pytest.mark.parametrize("name", quick_only(BUILTIN_MODELS, "scribe-2m"))
 def test_greedy_text_equals_transformers(name):
     rows = [row for row in GOLDENS if row["model"] == name]
     with LLM(name, dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, warmup=False, progress=False) as llm:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from depths import quick_only
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.request import SamplingParams
@@ -127,7 +128,7 @@ def assert_entry(entry, token, row, num_top):
     assert entry.top_logprobs == pytest.approx(row[order[:num_top]].tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", quick_only([True, False], False))
 def test_a_corrupted_request_fails_alone(overlap):
     """A token whose embedding is NaN fails its request; its blocks, NaN inside, then serve others unharmed."""
     model = Model("llama_untied", corrupt_token=5)

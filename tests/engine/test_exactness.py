@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from depths import quick_only
 from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
 
 from jaxserve.execution import runner, slots
@@ -155,7 +156,12 @@ def test_static_scheduler(llama):
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral_window", "qwen2_window", "qwen3_biases_window", "gemma2_caps", "llama_untied"]
+    "name",
+    quick_only(
+        ["mistral_window", "qwen2_window", "qwen3_biases_window", "gemma2_caps", "llama_untied"],
+        "gemma2_caps",
+        "llama_untied",
+    ),
 )
 def test_every_family(name):
     # Chunks of at most 16 tokens: fewer shapes to compile. One family takes the steps without a sampler, as on a GPU.
@@ -209,6 +215,7 @@ def test_requests_that_decode_steps_admit():
         assert all(result.num_cached_tokens == num_cached for result in results.values())
 
 
+@pytest.mark.slow
 def test_tensor_parallel_equals_one_device():
     model = Model("llama_biases_linear_rope", tensor_parallel_size=2)
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
@@ -216,6 +223,7 @@ def test_tensor_parallel_equals_one_device():
     assert_naive(Model("llama_biases_linear_rope"), run(model.engine(num_blocks=40), requests), asked)
 
 
+@pytest.mark.slow
 def test_latents_on_two_devices():
     """Chunks, prefix hits and preemption, where both devices keep one K for all heads and V is a part of it."""
     one_device, model = (Model("deepseek_v3_groups", tensor_parallel_size=size) for size in (1, 2))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import Model, Result, corrupted, drain, request, run
 
 from jaxserve.errors import CapacityExceeded
@@ -42,7 +43,7 @@ def run_jobs(engine, asked):
     return run(engine, [request(name, *job) for name, job in asked.items()])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", quick_first([True, False]))
 def test_chunks_and_preemption(gemma, overlap):
     engine = gemma.engine(overlap=overlap, num_blocks=26)
     asked = {f"r{i}": (prompt, 12 + i) for i, prompt in enumerate(prompts(gemma, [1, 6, 21, 40, 60, 9, 30], seed=1))}
@@ -51,7 +52,7 @@ def test_chunks_and_preemption(gemma, overlap):
     assert engine.stats().kv_bytes_held == {"full": 0, f"window of {WINDOW}": 0}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", quick_first([True, False]))
 def test_hits(gemma, overlap):
     """At the end of what has been computed, and in the middle, although the window has moved on."""
     engine = gemma.engine(overlap=overlap)

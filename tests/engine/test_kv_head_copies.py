@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import request, run
 from safetensors.numpy import save_file
 
@@ -43,7 +44,7 @@ MODELS = {
 FLOAT32 = np.dtype(np.float32)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=quick_first(MODELS))
 def checkpoint(request, tmp_path_factory):
     """A directory with a tiny random model, whose logits depend on what is attended to."""
     path = tmp_path_factory.mktemp(request.param)

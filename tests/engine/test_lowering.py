@@ -10,6 +10,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
@@ -75,7 +76,7 @@ def answers(engine):
     }
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", quick_first([1, 2]))
 def test_the_same_answers(tmp_path, num_devices, caplog):
     """From this process, from workers, and from what they have left on disk."""
     expected = answers(make_engine(num_devices)[0])
@@ -93,6 +94,7 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
     """From the bytes that a worker would send."""
     num_devices = 2
@@ -110,6 +112,7 @@ def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
     assert answers(engine) == expected
 
 
+@pytest.mark.slow
 def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
     builder = make_builder()
     program = builder.shapes.programs[-1]
@@ -132,6 +135,7 @@ def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
         lowering.close()
 
 
+@pytest.mark.slow
 def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     builder = make_builder()
     programs = builder.shapes.programs[-4:]
@@ -215,6 +219,7 @@ for name, module in sys.modules.items():
     assert not [file for file in files if not any(file.is_relative_to(root) for root in code)]
 
 
+@pytest.mark.slow
 def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     spec = lowering_module.msgspec.structs.replace(SPEC, dtype="bfloat16")
     builder = make_builder(spec)
@@ -301,6 +306,7 @@ def test_one_worker_that_is_killed_costs_one_step(caplog):
         lowering.close()
 
 
+@pytest.mark.slow
 def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog, capfd):
     (tmp_path / "sitecustomize.py").write_text("import os; print('hello'); os.write(1, b'descriptor 1')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -329,6 +335,7 @@ def test_a_step_that_cannot_be_lowered_is_an_error_here():
         lowering.close()
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed():
     script = f"""
 import sys
@@ -358,6 +365,7 @@ if __name__ == "__main__":
     parent.stdin.close(), parent.stdout.close(), parent.stderr.close()
 
 
+@pytest.mark.slow
 def test_empty_steps_change_nothing():
     engine, runner = make_engine()
     expected = answers(engine)  # leaves KV and slots behind

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import request, run
 from naive import naive_greedy
 from safetensors.numpy import save_file
@@ -40,7 +41,7 @@ MODELS = {
 FLOAT32 = np.dtype(np.float32)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=quick_first(MODELS))
 def quantization(request):
     return request.param
 
@@ -135,6 +136,7 @@ def test_a_store_holds_codes_and_says_so(checkpoint, store, quantization):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8"], indirect=True)
 def test_what_cannot_be(checkpoint, store, tmp_path):
     with pytest.raises(ConfigError, match=r"quantization is int4, but the store .* was written with another: convert"):
@@ -154,12 +156,14 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         greedy_tokens(tmp_path, "int8")
 
 
+@pytest.mark.slow
 def test_random_codes_for_benchmarks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | MODELS["int4"]))
     tokens = greedy_tokens(tmp_path, "int4", load_format="dummy")
     assert greedy_tokens(tmp_path, "int4", 4, load_format="dummy") == tokens
 
 
+@pytest.mark.slow
 def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
     """On a CPU they are dequantized unless the engine is told otherwise; the tokens are the same."""
     config = {"num_bits": 8, "type": "int"}

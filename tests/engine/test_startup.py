@@ -9,6 +9,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import GOLDENS, Model, request
 from waiting import PATIENCE
 
@@ -169,6 +170,7 @@ def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, war
         startup.start_engine(config, mesh=None, progress=False)
 
 
+@pytest.mark.slow
 def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, caplog):
     """The next start finds these on disk."""
     monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
@@ -208,8 +210,8 @@ def test_what_steps_take(monkeypatch):
     assert runner.step_memory() == slots + left + max(needed)
 
 
-@pytest.mark.parametrize("warmup", [False, True])
-@pytest.mark.parametrize("expected", [10**6, 0])
+@pytest.mark.parametrize("warmup", quick_first([False, True]))
+@pytest.mark.parametrize("expected", quick_first([10**6, 0]))
 def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
     """Steps are compiled for a cache beside what they are expected to take, and again if they take more."""
     available, weights = 10**8, sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))

@@ -51,6 +51,7 @@ def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it(num_dev
     assert len(compile_lowered(lambda: lower(mesh, width, width + 128)).kernels) == 2
 
 
+@pytest.mark.slow
 def test_kernels_that_another_process_has_lowered():
     """An exported program is passed on in a format that this process need not understand."""
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}

@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+from depths import quick_first
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
@@ -91,7 +92,7 @@ def assert_no_matmul_is_tried_out(program):
 # where gate and up are our own, as they are at a size between powers of two.
 @pytest.mark.parametrize(
     ("num_rows", "launches_per_layer", "num_layers"),
-    [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)],
+    quick_first([(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)]),
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
     program = compile_llama(decode_of(num_rows), num_layers)
@@ -106,6 +107,7 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
         assert_no_matmul_is_tried_out(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(16, 1), (64, 3)])
 def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
     """Qwen 2's biases are added between the kernels of two layers."""
@@ -144,6 +146,7 @@ def _few_layers_in_programs(monkeypatch):
     monkeypatch.setattr(builder_module, "MIN_BYTES_IN_PROGRAMS", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_layers_in_programs")
 def test_short_prompts_have_the_layers_of_decode_steps():
     num_layers = 4
@@ -157,6 +160,7 @@ def test_short_prompts_have_the_layers_of_decode_steps():
     assert first.num_launches + second.num_launches <= 6 * num_layers + 100
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_layers_in_programs")
 def test_prompts_on_two():
     """No device waits for the host of the other one, in steps of few tokens or of all that there may be."""
@@ -169,6 +173,7 @@ def test_prompts_on_two():
     assert program.copies_of(pool) == []
 
 
+@pytest.mark.slow
 def test_decode_step_on_two():
     """A layer has a kernel for each matmul and none for what stands between them, but sums over devices with norms."""
     program = compile_llama(decode_of_64_rows, FEW, num_devices=2)
@@ -178,6 +183,7 @@ def test_decode_step_on_two():
     assert program.num_launches <= 8 * FEW + 36
 
 
+@pytest.mark.slow
 def test_decode_step_with_experts():
     fields = QWEN3_30B_A3B | {"num_hidden_layers": 1}
     builder = make_builder(fields)
@@ -192,6 +198,7 @@ def test_decode_step_with_experts():
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [QWEN3_30B_A3B, LLAMA_3_8B | {"model_type": "starcoder2"}],
@@ -205,6 +212,7 @@ def test_other_families_have_no_sums_of_xla_on_two(fields):
     assert program.spill_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_layers", "num_devices"),
     [(decode_of_64_rows, FEW, 1), (draw_of_64_rows, 1, 1), (decode_of_64_rows, FEW, 2)],
@@ -217,6 +225,7 @@ def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_dev
     assert program.compiled.memory_analysis().host_output_size_in_bytes == 64 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -240,6 +249,7 @@ def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
         assert program.copies_of(shape) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [LLAMA_3_8B, QWEN3_30B_A3B])
 def test_steps_take_no_more_than_expected(fields):
     """Else every start compiles them twice."""
@@ -262,6 +272,7 @@ def test_steps_of_few_tokens_are_expected_to_sort_logits():
     assert 0.465 * 2**30 < builder.expected_step_memory < 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_layers", "num_devices"),
     [(forward_of_512_tokens, 1, 1), (decode_of_64_rows, FEW, 2)],

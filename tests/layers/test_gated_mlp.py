@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
@@ -96,8 +97,10 @@ def test_on_several_devices(calls, num_devices, is_split, num_calls):
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("num_rows", [128, 1024])
-@pytest.mark.parametrize("name", sorted(mlp.FUSED_ACTIVATIONS - {"swish", "gelu_new"}))  # two pairs of synonyms
+@pytest.mark.parametrize("num_rows", quick_first([128, 1024]))
+@pytest.mark.parametrize(
+    "name", quick_first(sorted(mlp.FUSED_ACTIVATIONS - {"swish", "gelu_new"}))
+)  # two pairs of synonyms
 def test_the_kernel_computes_the_activations(name, num_rows):
     x = jax.ShapeDtypeStruct((num_rows, E), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((2, F, E), jnp.bfloat16)
@@ -143,6 +146,7 @@ def compile_prefill(num_tokens=8192, num_blocks=1024):
     return compile_lowered(lower, compiler_options=options), (num_tokens, 2 * config.intermediate_size)
 
 
+@pytest.mark.slow
 def test_a_prefill_keeps_gate_and_up_in_the_kernel(monkeypatch):
     program, (rows, outputs) = compile_prefill()
     gate_up = [f"bf16[{rows},{outputs}]", f"bf16[{rows},2,{outputs // 2}]"]

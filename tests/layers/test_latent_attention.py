@@ -60,6 +60,7 @@ def test_rotated_rows_are_brought_in_order(is_interleaved):
     np.testing.assert_array_equal(made("v_up"), heads[:, 5:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tokens", "is_decode_only", "num_devices"), [(16, True, 1), (512, False, 1), (16, True, 2)]
 )

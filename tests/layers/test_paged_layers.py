@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_only
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
@@ -110,7 +111,7 @@ def test_devices_keep_their_heads():
         np.testing.assert_allclose(np.asarray(a), b, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", quick_only([jnp.float32, jnp.bfloat16, jnp.float16], jnp.bfloat16))
 def test_the_pool_is_never_copied(dtype):
     """With donated pages, scratch memory must not grow with the number of blocks."""
     _, batch, _ = make_step(np.random.default_rng(3), [9], [(3, 5)], num_tokens=16, max_rows=8)
@@ -126,6 +127,7 @@ def test_the_pool_is_never_copied(dtype):
     assert scratch(10_000) == scratch(1_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_decode_only", [True, False])
 def test_norms_of_heads_are_no_kernels_of_their_own(is_decode_only):
     """Compiled for an H200, as Qwen 3 and Gemma 3 have them: between two matmuls no pass over the heads more."""

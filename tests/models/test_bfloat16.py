@@ -1,11 +1,11 @@
 """Every family in bfloat16: what is computed wider on the way comes back to the dtype that is served."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
+from golden_models import CASES
 from paged import BLOCK_SIZE, make_batch
 
 from jaxserve.layers.batch import KVCache
@@ -14,10 +14,8 @@ from jaxserve.layers.params import leaf_specs
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 
-GOLDENS = sorted(path.parent for path in pathlib.Path(__file__).parents[1].glob("goldens/*/config.json"))
 
-
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
 def test_bfloat16_step(golden):
     """Traced only: strict promotion refuses what mixes, and the KV cache must come back as it went in."""
     dtype = jnp.dtype(jnp.bfloat16)

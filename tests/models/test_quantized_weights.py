@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first, quick_only
 from paged import chunked_logits
 from test_tensor_parallel import SEQUENCE, fields_of, make_mesh
 
@@ -77,7 +78,7 @@ def dequantized(params):
     return jax.tree.map(values, params, is_leaf=lambda node: isinstance(node, Weight))
 
 
-@pytest.mark.parametrize(("model_type", "quantization"), MODELS)
+@pytest.mark.parametrize(("model_type", "quantization"), quick_first(MODELS, 2))
 def test_codes_compute_what_their_values_do(model_type, quantization):
     """On four devices groups of inputs are smaller than on one, as far as devices' inputs ask for it."""
     specs, config, family = quantized_specs(model_type, quantization)
@@ -98,7 +99,10 @@ def test_codes_compute_what_their_values_do(model_type, quantization):
 
 @pytest.mark.parametrize(
     ("num_devices", "changes"),
-    [(1, {}), (2, {}), (4, {"intermediate_size": 200}), (4, {"num_attention_heads": 8, "num_key_value_heads": 2})],
+    quick_only(
+        [(1, {}), (2, {}), (4, {"intermediate_size": 200}), (4, {"num_attention_heads": 8, "num_key_value_heads": 2})],
+        (4, {"intermediate_size": 200}),
+    ),
 )
 @pytest.mark.parametrize("quantization", SCHEMES)
 def test_each_device_has_the_codes_and_scales_of_its_values(num_devices, changes, quantization):

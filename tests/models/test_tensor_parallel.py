@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from depths import quick_first, quick_only
 from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
@@ -81,21 +82,22 @@ def logits_on(model_type, mesh, **changes):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
-@pytest.fixture(
-    scope="module", params=["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe"]
-)
+SPLIT = ["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe"]
+
+
+@pytest.fixture(scope="module", params=quick_only(SPLIT, "llama", "deepseek_v2"))
 def expected(request):
     return request.param, logits_on(request.param, make_mesh(tensor=1))
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", quick_first([{"tensor": 4}, {"data": 2, "tensor": 2}]), ids=str)
 def test_split_model_equals_one_device(expected, axes):
     model_type, on_one_device = expected
     assert np.abs(on_one_device).max() > 1.0
     np.testing.assert_allclose(logits_on(model_type, make_mesh(**axes)), on_one_device, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", quick_only(["qwen2_moe", "gpt_oss", "deepseek_v3"], "gpt_oss"))
 def test_experts_split_over_devices_equal_one_device(model_type):
     on_one_device = logits_on(model_type, make_mesh(tensor=1))
     on_four = logits_on(model_type, make_mesh(expert=2, tensor=2))
@@ -107,12 +109,14 @@ HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_kv_heads": 8}
 
 @pytest.mark.parametrize(
     ("model_type", "devices", "size", "by_expert"),
-    [
-        ("gpt_oss", 2, 180, True),
-        ("gpt_oss", 2, 128, False),
-        ("qwen3_moe", 8, 96, True),
-        ("qwen2_moe", 4, 100, True),
-    ],
+    quick_first(
+        [
+            ("gpt_oss", 2, 180, True),
+            ("gpt_oss", 2, 128, False),
+            ("qwen3_moe", 8, 96, True),
+            ("qwen2_moe", 4, 100, True),
+        ]
+    ),
 )
 def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, size, by_expert):
     fields = HEADS | {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 8, "mlp_only_layers": []}
@@ -126,6 +130,7 @@ def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, si
     np.testing.assert_allclose(logits_on(model_type, mesh, **fields), on_one_device, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_falcon_of_grouped_heads_equals_one_device(devices):
     """Falcon 40B and 180B have 8 KV heads and a norm for each block."""
@@ -150,7 +155,7 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("model_type", REPEATED)
+@pytest.mark.parametrize("model_type", quick_first(REPEATED))
 def test_more_devices_than_kv_heads_equal_one_device(model_type):
     """Each head is on several of them, beside other queries of its group."""
     changes = REPEATED[model_type]

@@ -14,6 +14,7 @@ import test_gated_linear_unit
 import test_paged_attention_sm90
 import test_sampling_sm90
 import test_small_matmul
+from depths import quick_first, quick_only
 from emulated_grid import emulate
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,8 +46,8 @@ def run_gated_linear_unit(monkeypatch, name, seed, fault=no_fault):
     test_gated_linear_unit.check(got, want)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", test_gated_linear_unit.INTERPRETED)
+@pytest.mark.parametrize("seed", quick_first(range(2)))
+@pytest.mark.parametrize("name", quick_first(test_gated_linear_unit.INTERPRETED))
 def test_gated_linear_unit_of_a_cluster(monkeypatch, name, seed):
     """With weights of which each block of a cluster fetches a part for all."""
     run_gated_linear_unit(monkeypatch, name, seed)
@@ -78,12 +79,13 @@ def run_small_matmul(monkeypatch, name, seed, fault=no_fault):
     test_small_matmul.check(got, want)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("seed", quick_first(range(2)))
+@pytest.mark.parametrize("name", quick_first(SMALL))
 def test_small_matmul_of_a_cluster(monkeypatch, name, seed):
     run_small_matmul(monkeypatch, name, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_norm_between_small_matmuls_of_clusters(monkeypatch, seed):
     x, weight, options, y_want = test_small_matmul.make_case(24, 72, 192, has_residual=True)
@@ -132,9 +134,9 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     test_paged_attention_sm90.check(got, want)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("seed", quick_first(range(2)))
+@pytest.mark.parametrize("streams", quick_first([1, 2]))
+@pytest.mark.parametrize("name", quick_only(PAGED, "parts of one context"))
 def test_parts_of_contexts(monkeypatch, name, streams, seed):
     """Contexts of which several blocks have parts, put together by one that waits for the others."""
     run_paged_attention(monkeypatch, name, seed, streams=streams)
@@ -181,7 +183,7 @@ def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
     test_sampling_sm90.check(tokens, logits, rows, uniform)
 
 
-@pytest.mark.parametrize(("num_parts", "seed"), [(1, 0), (2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(("num_parts", "seed"), quick_only([(1, 0), (2, 0), (2, 1), (4, 0)], (2, 0)))
 def test_sampling_by_a_cluster(monkeypatch, num_parts, seed):
     """What a block has to know of the others they write into its memory. Of four some have no part of a row."""
     run_sampling(monkeypatch, num_parts, seed)
@@ -283,18 +285,20 @@ def go_on_without_the_others(grid, monkeypatch):
 
 @pytest.mark.parametrize(
     ("run", "name", "fault", "found"),
-    [
-        (run_gated_linear_unit, "shared weights", leave_out_a_wait_for_a_slot, "all wait"),
-        (run_gated_linear_unit, "shared weights", free_slots_of_one_block, WRONG_RESULT),
-        (run_gated_linear_unit, "shared weights", end_before_others, "has ended|nobody has waited for"),
-        (run_gated_linear_unit, "several pieces", write_results_over, WRONG_RESULT),
-        (run_small_matmul, "two split K", take_sums_that_have_not_come, "has ended|nobody has waited for"),
-        (run_small_matmul, "tiles in turns", write_results_of_tiles_over, WRONG_RESULT),
-        (run_paged_attention, "parts of one context", take_parts_that_have_not_come, WRONG_RESULT),
-        (run_paged_attention, "parts of one context", leave_parts_uncounted, "all wait"),
-        (run_paged_attention, "parts of one context", keep_arrivals, "a counter that the next layer"),
-        (run_sampling, 2, go_on_without_the_others, "has ended|not equal"),
-    ],
+    quick_first(
+        [
+            (run_gated_linear_unit, "shared weights", leave_out_a_wait_for_a_slot, "all wait"),
+            (run_gated_linear_unit, "shared weights", free_slots_of_one_block, WRONG_RESULT),
+            (run_gated_linear_unit, "shared weights", end_before_others, "has ended|nobody has waited for"),
+            (run_gated_linear_unit, "several pieces", write_results_over, WRONG_RESULT),
+            (run_small_matmul, "two split K", take_sums_that_have_not_come, "has ended|nobody has waited for"),
+            (run_small_matmul, "tiles in turns", write_results_of_tiles_over, WRONG_RESULT),
+            (run_paged_attention, "parts of one context", take_parts_that_have_not_come, WRONG_RESULT),
+            (run_paged_attention, "parts of one context", leave_parts_uncounted, "all wait"),
+            (run_paged_attention, "parts of one context", keep_arrivals, "a counter that the next layer"),
+            (run_sampling, 2, go_on_without_the_others, "has ended|not equal"),
+        ]
+    ),
 )
 def test_faults_are_found(monkeypatch, run, name, fault, found):
     """In one of a few orders: each of them finds most faults, and none all."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 from test_layer_matmuls import FEW_SMS, cut_for
 
@@ -115,12 +116,14 @@ def check(got, case, scale, tolerance=1e-2):
 
 @pytest.mark.parametrize(
     ("seq_lens", "sizes"),
-    [
-        ([5, 0, 1, 300, 64, 65, 17], {}),
-        ([128, 129, 0, 3, 700, 2, 1, 16, 33], {"queries": 5, "head_dim": 128, "num_kv_heads": 1, "outputs": None}),
-        ([70, 1, 9, 8], {"queries": 12, "block_size": 8}),
-        ([300, 0, 64], {"queries": 33, "block_size": 64, "num_kv_heads": 1}),
-    ],
+    quick_first(
+        [
+            ([5, 0, 1, 300, 64, 65, 17], {}),
+            ([128, 129, 0, 3, 700, 2, 1, 16, 33], {"queries": 5, "head_dim": 128, "num_kv_heads": 1, "outputs": None}),
+            ([70, 1, 9, 8], {"queries": 12, "block_size": 8}),
+            ([300, 0, 64], {"queries": 33, "block_size": 64, "num_kv_heads": 1}),
+        ]
+    ),
 )
 def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
     cut_for(monkeypatch, FEW_SMS)
@@ -211,16 +214,18 @@ def test_unknown_implementation_is_refused():
         unchecked(*args, **rest, implementation="triton")
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", quick_first([1, 16]))
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": 6144},
-        {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": None},
-        {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 2048, "inner": 8192, "outputs": 3072},
-        {"num_kv_heads": 1, "queries": 48, "head_dim": 128, "hidden": 6144, "inner": 24576, "outputs": 6400},
-        {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944},
-    ],
+    quick_first(
+        [
+            {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": 6144},
+            {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": None},
+            {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 2048, "inner": 8192, "outputs": 3072},
+            {"num_kv_heads": 1, "queries": 48, "head_dim": 128, "hidden": 6144, "inner": 24576, "outputs": 6400},
+            {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944},
+        ]
+    ),
     ids=str,
 )
 def test_compiles_without_spilling(num_rows, sizes):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_lax
 import pytest
+from depths import quick_first
 from turns import Player, Turns
 
 from pallas_kernels.all_gather import sm90 as gathering
@@ -251,9 +252,9 @@ def check(monkeypatch, kernels, num_devices, num_rows, seed, *, first_call=0, nu
 
 
 # Of as many thread blocks as there is to do, and of fewer, which take turns.
-@pytest.mark.parametrize("num_blocks", [100, 2])
+@pytest.mark.parametrize("num_blocks", quick_first([100, 2]))
 @pytest.mark.parametrize(("num_devices", "num_rows"), [(2, 1), (2, 5), (3, 2), (4, 3)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", quick_first(range(2)))
 def test_in_any_order(monkeypatch, num_devices, num_rows, seed, num_blocks):
     for kernels in ([SUM, SUM_WITH_NORM], [gather_of(num_devices)]):
         check(monkeypatch, kernels, num_devices, num_rows, seed, num_blocks=num_blocks)

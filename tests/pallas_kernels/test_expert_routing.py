@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from expected_routing import expected_route
 from interpreting import interpret
 from routing_cases import VARIANTS, check, check_rows, make_case
@@ -64,7 +65,7 @@ def run_interpreted(
     return interpret(capsys, run, jnp.asarray(logits), jnp.int32(num_tokens))
 
 
-@pytest.mark.parametrize(("variant", "sizes", "num_groups"), INTERPRETED)
+@pytest.mark.parametrize(("variant", "sizes", "num_groups"), quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, variant, sizes, num_groups):
     routing, logits, bias = make_case(variant, **sizes)
     num_tokens = len(logits) - 1
@@ -72,6 +73,7 @@ def test_interpreted_without_races(capsys, variant, sizes, num_groups):
     check(routed, routing, logits, bias, num_tokens=num_tokens)
 
 
+@pytest.mark.slow
 def test_interpreted_with_a_part_of_the_experts(capsys):
     """One of these experts has two tiles, and one has no rows."""
     routing, logits, _ = make_case("normalized softmax", num_tokens=70, num_experts=11, per_token=3)
@@ -83,7 +85,7 @@ def test_interpreted_with_a_part_of_the_experts(capsys):
     check(routed, routing, logits, None, num_tokens=69, **part)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_choosers"), [(3, 1), (37, 2), (70, 1)])
+@pytest.mark.parametrize(("num_tokens", "num_choosers"), quick_first([(3, 1), (37, 2), (70, 1)]))
 def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers):
     """More tokens than a warp asks for at once, and blocks that have fewer than others."""
     routing, logits, bias = make_case(
@@ -109,7 +111,7 @@ def test_interpreted_with_nan(capsys):
     check_rows(routed, num_tokens=4, first_expert=0, num_local=12)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick_first(VARIANTS))
 def test_zeros_of_both_signs(capsys, variant):
     """XLA's order: "softmax_of_chosen" takes 0 before -0, the others have one weight for both."""
     routing, logits, _ = make_case(variant, num_tokens=4, num_experts=12, per_token=6)
@@ -138,7 +140,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "num_tokens", "num_experts", "per_token"), COMPILED)
+@pytest.mark.parametrize(("variant", "num_tokens", "num_experts", "per_token"), quick_first(COMPILED))
 def test_on_an_h200_it_is_one_kernel_or_two_without_spills(variant, num_tokens, num_experts, per_token):
     routing = Routing(num_experts=num_experts, num_experts_per_token=per_token, **VARIANTS[variant])
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from emulated_blocks import emulate
 from routing_cases import check, make_case
 
@@ -28,8 +29,8 @@ def run_emulated(monkeypatch, routing, logits, bias, num_tokens, *, num_parts, f
         )
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
-@pytest.mark.parametrize("num_tokens", [17, 100, 257, 1000])
+@pytest.mark.parametrize("num_parts", quick_first([2, 4, 8]))
+@pytest.mark.parametrize("num_tokens", quick_first([17, 100, 257, 1000], 2))
 def test_all_experts(monkeypatch, num_parts, num_tokens):
     """In one kernel and, with more tokens, in two; with parts that have no token."""
     routing, logits, bias = make_case(
@@ -39,6 +40,7 @@ def test_all_experts(monkeypatch, num_parts, num_tokens):
     check(routed, routing, logits, bias, num_tokens=num_tokens - 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_parts", [2, 4, 8])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_orders_of_warpgroups(monkeypatch, num_parts, seed):
@@ -48,7 +50,9 @@ def test_orders_of_warpgroups(monkeypatch, num_parts, seed):
     check(routed, routing, logits, None, num_tokens=33)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_parts", "first_expert"), [(100, 2, 0), (257, 4, 0), (100, 8, 35)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_parts", "first_expert"), quick_first([(100, 2, 0), (257, 4, 0), (100, 8, 35)])
+)
 def test_a_part_of_the_experts(monkeypatch, num_tokens, num_parts, first_expert):
     routing, logits, _ = make_case("normalized softmax", num_tokens=num_tokens, num_experts=40, per_token=4)
     part = {"first_expert": first_expert, "num_local": 5}
@@ -56,7 +60,7 @@ def test_a_part_of_the_experts(monkeypatch, num_tokens, num_parts, first_expert)
     check(routed, routing, logits, None, num_tokens=num_tokens - 1, **part)
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("num_parts", quick_first([2, 4, 8]))
 def test_all_rows_on_one_expert(monkeypatch, num_parts):
     routing, logits, _ = make_case("softmax of chosen", num_tokens=257, num_experts=40, per_token=1)
     logits[:, 7] = 9.0
@@ -65,7 +69,7 @@ def test_all_rows_on_one_expert(monkeypatch, num_parts):
     check(routed, routing, logits, None, num_tokens=257)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_parts"), [(17, 2), (100, 8), (257, 4)])
+@pytest.mark.parametrize(("num_tokens", "num_parts"), quick_first([(17, 2), (100, 8), (257, 4)]))
 def test_nothing_but_padding(monkeypatch, num_tokens, num_parts):
     routing, logits, _ = make_case("softmax", num_tokens=num_tokens, num_experts=40, per_token=4)
     routed = run_emulated(monkeypatch, routing, logits, None, 0, num_parts=num_parts)
@@ -73,7 +77,9 @@ def test_nothing_but_padding(monkeypatch, num_tokens, num_parts):
     check(routed, routing, logits, None, num_tokens=0)
 
 
-@pytest.mark.parametrize(("variant", "num_parts"), [("best groups", 2), ("best groups by two", 4), ("best groups", 8)])
+@pytest.mark.parametrize(
+    ("variant", "num_parts"), quick_first([("best groups", 2), ("best groups by two", 4), ("best groups", 8)])
+)
 def test_groups_of_experts(monkeypatch, variant, num_parts):
     routing, logits, bias = make_case(variant, num_tokens=100, num_experts=36, per_token=4, has_bias=True)
     routed = run_emulated(monkeypatch, routing, logits, bias, 90, num_parts=num_parts)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
@@ -50,7 +51,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]
     x, weight, want = make_case(**problem)
@@ -64,7 +65,7 @@ def test_256_rows_keep_most_multiprocessors_busy():
 
 
 # Each has tiles of its own.
-@pytest.mark.parametrize("num_rows", [128, 8192])
+@pytest.mark.parametrize("num_rows", quick_first([128, 8192]))
 def test_compiles_without_spilling(num_rows):
     program = compile_for_h200(
         lambda x, weight: gated_linear_unit(x, weight, activation=jax.nn.silu, implementation="sm90"),

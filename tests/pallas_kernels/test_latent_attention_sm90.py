@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 from latent_cases import check, make_case
 
@@ -26,7 +27,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
     config = Config(block_kv=64, stages=2, min_blocks=1, num_blocks=3)
@@ -113,12 +114,14 @@ def compiled(heads, sizes, *, num_layers=1, num_tokens=64, num_rows=64, block_si
 
 @pytest.mark.parametrize(
     "case",
-    [
-        LITE,
-        {"heads": 128, "sizes": (512, 64), "num_tokens": 512, "num_rows": 16},
-        {"heads": 5, "sizes": (512, 64), "block_size": 8, "dtype": jnp.float16},
-        {"heads": 40, "sizes": (256, 32), "num_tokens": 512, "num_rows": 16, "block_size": 256},
-    ],
+    quick_first(
+        [
+            LITE,
+            {"heads": 128, "sizes": (512, 64), "num_tokens": 512, "num_rows": 16},
+            {"heads": 5, "sizes": (512, 64), "block_size": 8, "dtype": jnp.float16},
+            {"heads": 40, "sizes": (256, 32), "num_tokens": 512, "num_rows": 16, "block_size": 256},
+        ]
+    ),
     ids=str,
 )
 def test_compiles_without_spilling(case):
@@ -132,6 +135,7 @@ def test_compiles_without_spilling(case):
     assert program.temp_bytes < 2**20 + room * case["sizes"][0]
 
 
+@pytest.mark.slow
 def test_layers_share_the_plan():
     one, two = compiled(**LITE), compiled(**LITE, num_layers=2)
     assert two.num_launches == one.num_launches + 3  # two kernels, and the next queries

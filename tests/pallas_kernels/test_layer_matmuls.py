@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
@@ -158,7 +159,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, monkeypatch, name):
     cut_for(monkeypatch, FEW_SMS)
     sizes, config = INTERPRETED[name]
@@ -250,18 +251,20 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 64])
+@pytest.mark.parametrize("num_rows", quick_first([1, 16, 64]))
 @pytest.mark.parametrize(
     "sizes",
-    [
-        LLAMA_3_8B,
-        LLAMA_3_8B | {"outputs": None},
-        {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
-        {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
-        {"depth": 576, "hidden": 576, "inner": 1536, "outputs": 960},
-        {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
-        {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
-    ],
+    quick_first(
+        [
+            LLAMA_3_8B,
+            LLAMA_3_8B | {"outputs": None},
+            {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
+            {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
+            {"depth": 576, "hidden": 576, "inner": 1536, "outputs": 960},
+            {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
+            {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
+        ]
+    ),
     ids=str,
 )
 def test_compiles_without_spilling(num_rows, sizes):
@@ -269,6 +272,7 @@ def test_compiles_without_spilling(num_rows, sizes):
     assert kernel.spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_layers_share_a_kernel_and_its_counters():
     one, four = compiled(16, **LLAMA_3_8B), compiled(16, **LLAMA_3_8B, num_layers=4)
     assert len(four.kernels) <= 2  # jax takes a residual stream that another kernel wrote for another type

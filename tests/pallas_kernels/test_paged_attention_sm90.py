@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 from poisoned_pages import make_pages
 
@@ -110,7 +111,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, options, want = make_case(**INTERPRETED[case])
     config = Config(block_kv=64, stages=2, streams=1, num_ctas=3)
@@ -203,16 +204,18 @@ def compiled(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        {"heads": (32, 8, 128)},
-        {"heads": (32, 8, 128), "num_queries": 4},
-        {"heads": (16, 8, 256)},
-        {"heads": (16, 8, 256), "num_queries": 3},
-        {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
-        {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
-        {"heads": (32, 32, 128), "has_alibi": True},
-        {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
-    ],
+    quick_first(
+        [
+            {"heads": (32, 8, 128)},
+            {"heads": (32, 8, 128), "num_queries": 4},
+            {"heads": (16, 8, 256)},
+            {"heads": (16, 8, 256), "num_queries": 3},
+            {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
+            {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
+            {"heads": (32, 32, 128), "has_alibi": True},
+            {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
+        ]
+    ),
     ids=str,
 )
 def test_compiles_without_spilling(case):
@@ -222,6 +225,7 @@ def test_compiles_without_spilling(case):
     assert program.temp_bytes < 8 * 2**20
 
 
+@pytest.mark.slow
 def test_layers_share_the_plan():
     one, two = compiled(heads=(32, 8, 128)), compiled(heads=(32, 8, 128), num_layers=2)
     assert two.num_launches == one.num_launches + 1

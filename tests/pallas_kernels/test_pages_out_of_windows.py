@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 from poisoned_pages import make_pages
 
@@ -38,7 +39,7 @@ def make_case(chunks):
     return arrays, {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens)}
 
 
-@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+@pytest.mark.parametrize("implementation", quick_first(["xla", "sm90"]))
 def test_decode(capsys, implementation):
     (q, k, v, *given_back), layout = make_case([(1, 300), (1, 123)])
     if implementation == "xla":
@@ -53,7 +54,7 @@ def test_decode(capsys, implementation):
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+@pytest.mark.parametrize("implementation", quick_first(["xla", "sm90"]))
 def test_prefill(capsys, implementation):
     (q, k, v, *given_back), layout = make_case([(2, 300), (30, 150)])
     layout |= {"query_starts": jnp.array([0, 2, 32], jnp.int32), "first_row": jnp.int32(0), "num_rows": jnp.int32(2)}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 from poisoned_pages import make_pages
 
@@ -120,7 +121,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
     block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
@@ -223,7 +224,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", quick_first(COMPILED))
 def test_compiles_without_spilling(case):
     program = compiled(**COMPILED[case])
     [kernel] = program.kernels

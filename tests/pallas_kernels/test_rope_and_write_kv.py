@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
@@ -100,7 +101,7 @@ def test_xla_in_float32(gains):
 INTERPRETED = ["one token", "part of a head", "no rotation"]
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED)])
+@pytest.mark.parametrize("case", quick_first([*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED)]))
 def test_interpreted(capsys, case):
     arrays, options, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
     check(interpret(capsys, rope_and_write_kv, *arrays, **options, implementation="sm90"), want)
@@ -115,7 +116,7 @@ def test_on_a_gpu(case):
     check(run(*arrays, **options, implementation="sm90"), want)
 
 
-@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("is_normed", quick_first([False, True]))
 @pytest.mark.parametrize("implementation", ["xla", "sm90"])
 def test_changes_the_pools_in_place(implementation, is_normed):
     """Two layers for an H200: no copy of a donated pool, and no memory that grows with it."""
@@ -149,8 +150,10 @@ def abstract_norms(head_dim, dtype):
     return jax.eval_shape(lambda: HeadNorms(gain, gain, eps=EPS))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17, 600])
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (256, 128)])
+@pytest.mark.parametrize("num_tokens", quick_first([1, 17, 600]))
+@pytest.mark.parametrize(
+    ("head_dim", "half"), quick_first([(64, 32), (80, 40), (80, 16), (96, 48), (128, 64), (256, 128)])
+)
 def test_norms_spill_nothing(num_tokens, head_dim, half):
     pages = jax.ShapeDtypeStruct((100, 4, 16, head_dim), jnp.bfloat16)
     qkv = jax.ShapeDtypeStruct((num_tokens, 4, 10, head_dim), jnp.bfloat16)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
@@ -164,7 +165,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]
     x, weight, options, want = make_case(**problem)
@@ -211,20 +212,22 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize("num_rows", quick_first([1, 64]))
 @pytest.mark.parametrize(
     "case",
-    [
-        {"outputs": 4096, "depth": 4096},
-        {"outputs": 2048, "depth": 8192},  # whose ring has as many steps as it may
-        {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
-        {"outputs": 768, "depth": 512},  # two steps
-        {"outputs": 14336, "depth": 4096, "is_gated": True},
-        {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
-        {"outputs": 50264, "depth": 4096, "output_dtype": jnp.float32},  # no multiple of 16
-        {"outputs": 18992, "depth": 3584, "output_dtype": jnp.float32},  # none of 32
-        {"outputs": 65544, "depth": 576, "dtype": jnp.float16},
-    ],
+    quick_first(
+        [
+            {"outputs": 4096, "depth": 4096},
+            {"outputs": 2048, "depth": 8192},  # whose ring has as many steps as it may
+            {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
+            {"outputs": 768, "depth": 512},  # two steps
+            {"outputs": 14336, "depth": 4096, "is_gated": True},
+            {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
+            {"outputs": 50264, "depth": 4096, "output_dtype": jnp.float32},  # no multiple of 16
+            {"outputs": 18992, "depth": 3584, "output_dtype": jnp.float32},  # none of 32
+            {"outputs": 65544, "depth": 576, "dtype": jnp.float16},
+        ]
+    ),
     ids=str,
 )
 def test_compiles_without_spilling(num_rows, case):
@@ -232,6 +235,7 @@ def test_compiles_without_spilling(num_rows, case):
     assert kernel.spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_layers_share_a_kernel():
     one, two = (compiled(8, 4096, 4096, num_layers=num_layers) for num_layers in (1, 2))
     assert two.num_launches == 2 * one.num_launches == 2

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+from depths import quick_only
 from naive import naive_logits
 from paged import chunked_logits
 
@@ -20,6 +21,10 @@ from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family
 
 GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
+ONE_OF_EACH = list({load_config(path)["model_type"]: path for path in reversed(GOLDENS)}.values())
+"""The first golden of each family."""
+CASES = quick_only(GOLDENS, *ONE_OF_EACH)
+"""All goldens, as parameters of tests: a family's further ones are slow."""
 PADDED = 64
 """One length for the naive forwards of a golden, so that they compile once; causal attention does not see padding."""
 

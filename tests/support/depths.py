@@ -1,0 +1,20 @@
+"""How much of a list of cases is tried before each commit (`make test`), and how much in CI alone (`make test-all`)."""
+
+import pytest
+
+
+def quick_first(cases, number=1):
+    """Return the cases as parameters of which all but the first `number` have the marker `slow`."""
+    return [case if index < number else _slow(case) for index, case in enumerate(cases)]
+
+
+def quick_only(cases, *quick):
+    """Return the cases as parameters of which all but those that equal one of `quick` have the marker `slow`."""
+    missing = [case for case in quick if case not in list(cases)]
+    assert not missing, f"no such cases: {missing}"
+    return [case if case in quick else _slow(case) for case in cases]
+
+
+def _slow(case):
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
