@@ -1,5 +1,6 @@
-"""Attention and other hot operations of an LLM on JAX: each a public function, its reference and its implementations.
+"""Attention and other performance-critical operations of an LLM on JAX.
 
-One subpackage an operation, which takes and returns arrays and knows nothing of the engine that calls it (`paging` is
-what the attentions share); `implementation` names what runs, and nothing falls back silently to something slower.
+There is one subpackage per operation, with a public function, its reference and its implementations (`paging` is common
+to the attentions). An operation takes and returns arrays and knows nothing of the engine that calls it.
+`implementation` names what runs; nothing falls back silently to something slower.
 """

@@ -1,7 +1,8 @@
-"""`python -m pallas_kernels.bench [OPERATION]`: what the operations cost on this machine's default device, as tables.
+"""`python -m pallas_kernels.bench [OPERATION]`: tables of what the operations cost on the default device.
 
-Each operation's own bench.py yields the rows: ours and its peers', beside the floor that an H200's memory and tensor
-cores set. Without a GPU the cases are small and have no floor: they show that it runs, and what XLA makes of it.
+Each operation's own bench.py yields the rows, of our implementations and of others, with the lower bound set by an
+H200's memory and tensor cores. Without a GPU the cases are small and have no bound: they show that the operation runs,
+and how fast XLA runs it.
 """
 
 import argparse
@@ -48,7 +49,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def print_table(operation: str, rows: Iterator[Row]) -> None:
-    """One line a row, as soon as it is measured. `of floor` is 100% where nothing can be faster."""
+    """Print one line per row, as soon as it is measured. `of floor` is 100% where nothing can be faster."""
     print(f"\n{operation}\n{'case':44}{'implementation':24}{'us':>12}{'floor us':>10}{'of floor':>10}")
     for row in rows:
         took = "-" if row.microseconds is None else f"{row.microseconds:.1f}"

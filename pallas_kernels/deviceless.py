@@ -1,8 +1,8 @@
-"""Compile for an H200 on a machine without a GPU, and read what the compilers say of the result.
+"""Compile for an H200 on a machine without a GPU, and read the compilers' reports.
 
-So CI sees what only a GPU used to show: spilled registers, shared memory, copies of the KV pool, broken command
-buffers. Executables made here are not autotuned and cannot run. Needs the CUDA plugin's wheels (no CUDA, no driver):
-`make deviceless` puts them into a folder of their own, since jax complains of a plugin without a driver at each start.
+This shows in CI what would otherwise need a GPU: spilled registers, shared memory, copies of the KV pool, split command
+buffers. The executables are not autotuned and cannot run. It needs the CUDA plugin's wheels (no CUDA, no driver): `make
+deviceless` installs them in a folder of their own, because jax warns about a plugin without a driver at each start.
 """
 
 import collections
@@ -28,7 +28,7 @@ TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
 """XLA's description of an H200: driver 580, CUDA 13."""
 
 PLUGIN_FOLDER = pathlib.Path(sys.prefix) / "deviceless"
-"""Where `make deviceless` puts the plugin."""
+"""Folder in which `make deviceless` installs the plugin."""
 
 CONTAINERS = {"kCommandBuffer", "kSequential", "kConditional", "kWhile", "kAsyncStart", "kAsyncDone"}
 """Thunks that do nothing but hold others, or make one stream wait for another."""
@@ -37,7 +37,7 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
 
 class KernelResources(NamedTuple):
-    """What one Mosaic kernel takes of a multiprocessor, from ptxas."""
+    """Resources of one Mosaic kernel on a multiprocessor, as reported by ptxas."""
 
     name: str
     num_registers: int
@@ -50,9 +50,9 @@ class DevicelessExecutable(NamedTuple):
 
     compiled: jax.stages.Compiled
     kernels: tuple[KernelResources, ...]
-    """Of the Mosaic kernels that this compilation built; those that an earlier one of this process built are absent."""
+    """The Mosaic kernels that this compilation built; those built earlier in this process are missing."""
     thunks: collections.Counter[str]
-    """How often each kind of thunk is called from the host: a whole program in one CUDA graph is 1 kCommandBuffer."""
+    """Number of thunks of each kind called from the host: a whole program in one CUDA graph is 1 kCommandBuffer."""
     num_launches: int
     """Kernels, library calls and copies of a run, those inside command buffers included."""
 
@@ -77,7 +77,7 @@ class DevicelessExecutable(NamedTuple):
         return re.findall(r"(\w+\[[\d,]*\])\{[\d,]*:[^}]*S\(5\)", outputs)
 
     def copies_of(self, shape: tuple[int, ...]) -> list[str]:
-        """The instructions that copy an array of this shape: a donated KV pool should have none."""
+        """Return the instructions that copy an array of this shape; for a donated KV pool there should be none."""
         wanted = "[" + ",".join(map(str, shape)) + "]"
         copies = re.compile(r"^\s*(?:ROOT )?%?\S+ = \S*" + re.escape(wanted) + r"\S* (?:copy|copy-start)\(")
         text = self.compiled.as_text()
@@ -86,7 +86,7 @@ class DevicelessExecutable(NamedTuple):
 
 
 def is_available() -> bool:
-    """Whether the CUDA plugin is there."""
+    """Return true if the CUDA plugin is installed."""
     _find_plugin()
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
@@ -94,7 +94,7 @@ def is_available() -> bool:
 
 
 def h200_mesh(shape: tuple[int, ...] = (1,), axis_names: tuple[str, ...] = ("x",)) -> Mesh:
-    """A mesh of H200s of one host that are not there. Raises RuntimeError without the plugin."""
+    """Return a mesh of abstract H200s of one host. Raises RuntimeError without the plugin."""
     return topologies.make_mesh(_topology(math.prod(shape)), shape, axis_names)
 
 
@@ -105,11 +105,11 @@ def compile_for_h200(
     donate_argnums: tuple[int, ...] = (),
     compiler_options: dict[str, Any] | None = None,
 ) -> DevicelessExecutable:
-    """`fn` jitted and compiled for H200s.
+    """Jit `fn` and compile it for H200s.
 
-    `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding lie
-    whole on one H200, others carry shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
-    kernel that uses accumulators too early (see `ptx`), and whatever the compilers raise.
+    `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding are
+    placed on one H200, others have shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
+    kernel that reads accumulators too early (see `ptx`), and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
 
@@ -130,14 +130,14 @@ def compile_for_h200(
 def compile_lowered(
     lower: Callable[[], jax.stages.Lowered], *, compiler_options: dict[str, Any] | None = None
 ) -> DevicelessExecutable:
-    """What `lower` returns, traced for an `h200_mesh`, compiled and reported on."""
+    """Compile what `lower` returns, traced for an `h200_mesh`, and read the reports."""
     lowered = lower()
     with tempfile.TemporaryDirectory() as folder, without_cache():
         report = pathlib.Path(folder, "ptxas.txt")
         with _reporting_kernels(report):
-            # Beside the thunks this dumps more than is read here, as text hundreds of megabytes for a large model.
+            # This dumps more than the thunks; as text it would be hundreds of megabytes for a large model.
             options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-            # As for a GPU, whatever is said of this process's own CPU.
+            # As for a GPU, even if this process has other options for its CPU.
             options |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
             compiled = lowered.compile(options | (compiler_options or {}))
         text = report.read_text()
@@ -166,14 +166,14 @@ def _topology(num_devices: int) -> Any:
 
 
 def _find_plugin() -> None:
-    """Put the plugin on the path. Too late once jax has been asked for its devices, when it looks for plugins."""
+    """Add the plugin to sys.path. Has no effect once jax has been asked for its devices, when it looks for plugins."""
     if PLUGIN_FOLDER.is_dir() and str(PLUGIN_FOLDER) not in sys.path:
         sys.path.append(str(PLUGIN_FOLDER))
 
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """A program from the persistent cache brings no reports, nor can it be read without a GPU: so none is put there.
+    """Keep programs out of the persistent cache: cached ones have no reports and cannot be loaded without a GPU.
 
     The cache itself cannot be turned off any more once it was used.
     """
@@ -187,11 +187,10 @@ def without_cache() -> Iterator[None]:
 
 @contextmanager
 def _reporting_kernels(path: pathlib.Path) -> Iterator[None]:
-    """PTX of each kernel that Mosaic compiles and what ptxas says of it go into the file `path`, with all else that is
-    printed.
+    """Redirect stdout to the file `path`, with Mosaic's PTX and ptxas reports for each kernel that it compiles.
 
-    Mosaic prints it. Told of a folder instead it writes there, but also every pass over every kernel, in Python and in
-    C++: as much work again as the compilation.
+    Mosaic prints them. If it were given a folder, it would also write every pass over every kernel, in Python and in
+    C++, which takes as long as the compilation.
     """
     sys.stdout.flush()
     stdout = os.dup(1)

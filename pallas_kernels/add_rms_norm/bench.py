@@ -1,4 +1,4 @@
-"""Bench rows of `add_rms_norm`: between the blocks of a Llama-3-8B layer, in decode steps and in a prefill."""
+"""Benchmark of `add_rms_norm`: between the blocks of a Llama-3-8B layer, in decode steps and in a prefill."""
 
 import functools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
 
 def add_rms_norm_rows() -> Iterator[Row]:
-    """A row for each number of tokens and implementation."""
+    """Yield a row for each number of tokens and implementation."""
     size = 4096 if on_gpu() else 512
     for num_tokens in (1, 16, 64, 256, 8192) if on_gpu() else (1, 64):
         num_bytes = num_tokens * size * 2 * 4

@@ -1,4 +1,4 @@
-"""The public operation: what stands between two blocks of a layer, before the weights of the next one are read."""
+"""The public operation: everything between two blocks of a layer, up to the next block's weights."""
 
 from typing import Literal, get_args
 
@@ -19,11 +19,11 @@ def add_rms_norm(
     eps: float,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """The sum in the dtype of x, and its RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """Return x + update in the dtype of x, and its RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     The norm is computed in float32 from the rounded sum: a vector of E values, scaled to a root mean square of 1 and
-    times `weight`. Raises ValueError for an unknown implementation; NotImplementedError for dtypes and sizes that
-    "sm90", the kernel for Hopper GPUs, cannot do.
+    multiplied by `weight`. Raises ValueError for an unknown implementation; NotImplementedError for dtypes and sizes
+    that "sm90", the kernel for Hopper GPUs, does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

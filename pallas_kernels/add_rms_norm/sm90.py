@@ -29,7 +29,7 @@ def add_rms_norm_sm90(
 
 
 def why_not(size: int, dtype: jnp.dtype) -> str | None:
-    """Return why the kernel does not take rows of `size` values of this dtype, or None if it does."""
+    """Return why the kernel does not support rows of `size` values of this dtype, or None if it does."""
     if dtype in (jnp.bfloat16, jnp.float16) and size % THREADS == 0 and size <= THREADS * MAX_VALUES_PER_THREAD:
         return None
     return (
@@ -38,7 +38,7 @@ def why_not(size: int, dtype: jnp.dtype) -> str | None:
     )
 
 
-@functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step share one compiled kernel
+@functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step use one compiled kernel
 def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
     num_rows, size = x.shape
     load = functools.partial(plgpu.load, layout=row_layout(size))
@@ -61,13 +61,13 @@ def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Arra
 
 
 def row_layout(size: int) -> Any:
-    """How a warpgroup has a row in its registers: as many values a load as there may be."""
+    """Return the layout of a row in a warpgroup's registers, with the widest possible loads."""
     vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)
     return plgpu.Layout.WG_STRIDED((size,), vector)
 
 
 def norm(row, load_gain: Callable[[], Any], *, eps: float):
-    """The RMS norm of a row in registers, in its dtype, times the gain, which is loaded when it is needed."""
+    """Return the RMS norm of a row in registers, in its dtype, times the gain, which is loaded when it is needed."""
     wide = row.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
     gain = load_gain().astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Bench rows of `all_gather`: logits of Llama 3's vocabulary, on all GPUs of this machine."""
+"""Benchmark of `all_gather`: logits of Llama 3's vocabulary, on all GPUs of this machine."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,11 +13,11 @@ from pallas_kernels.timing import Row, measure, on_gpu
 
 AXIS = "tensor"
 CALLS = 8
-"""Of a set of inputs."""
+"""Calls per set of inputs."""
 
 
 def all_gather_rows() -> Iterator[Row]:
-    """A row for each number of tokens and implementation, where there are several devices."""
+    """Yield a row for each number of tokens and implementation, if there are several devices."""
     num_devices = jax.device_count()
     if num_devices == 1:
         yield Row("several devices", "sm90", None, note="there is one")
@@ -41,7 +41,7 @@ def all_gather_rows() -> Iterator[Row]:
 
 
 def _gathers(mesh: Mesh, implementation: Implementation) -> Callable[..., jax.Array]:
-    """So many one after the other: a device's columns are its peers' of the one before."""
+    """Return a function of CALLS gathers in sequence, each of columns that were a peer's in the previous one."""
     by_column = PartitionSpec(None, AXIS)
 
     def run(part, peers):

@@ -14,13 +14,14 @@ Implementation = Literal["xla", "sm90"]
 def all_gather(
     part: Shaped[Array, "T C"], peers: PeerBuffers | None, *, axis_name: str, implementation: Implementation = "xla"
 ) -> Shaped[Array, "T columns"]:
-    """The columns of all devices along a mesh axis, in their order, in `jax.shard_map`: the same on each.
+    """Gather the columns of all devices along a mesh axis, in device order, within `jax.shard_map`.
 
-    "xla" is `jax.lax.all_gather`, and so is "sm90" without `peers`. With them, for the GPUs of one process, each sends
-    its columns to the peers: see `all_reduce_add_rms_norm` for what devices must keep to. The buffers have rows of C
-    values in `num_pieces` pieces.
+    "xla" is `jax.lax.all_gather`, and so is "sm90" without `peers`. With peers, for the GPUs of one process, each sends
+    its columns to the others: see `all_reduce_add_rms_norm` for what devices must comply with. The buffers have rows of
+    C values in `num_pieces` pieces.
+
     Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for what "sm90"
-    cannot do.
+    does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

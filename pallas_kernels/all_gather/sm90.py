@@ -1,6 +1,7 @@
-"""`all_gather` for Hopper GPUs (sm_90a) that reach each other's memory, in Mosaic GPU: a warpgroup a piece of a row.
+"""`all_gather` for Hopper GPUs (sm_90a) that access each other's memory, in Mosaic GPU: one warpgroup per piece of a
+row.
 
-It sends its device's piece to all peers, puts it into the result, and then what they send. See `peers.exchange`.
+It sends its device's piece to all peers, writes it to the result, and then what they send. See `peers.exchange`.
 """
 
 import functools
@@ -18,7 +19,7 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def num_pieces(size: int, dtype: jax.typing.DTypeLike) -> int:
-    """In how many pieces a row of so many values is sent."""
+    """Return the number of pieces in which a row of `size` values is sent."""
     return math.ceil(size * jax.numpy.dtype(dtype).itemsize / device.PIECE)
 
 

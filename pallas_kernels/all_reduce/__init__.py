@@ -1,4 +1,4 @@
-"""Adding up what devices have made of a sum, and what a layer does with it next, in one kernel."""
+"""Reduce partial sums over devices, and apply what a layer does with the sum next, in one kernel."""
 
 from pallas_kernels.all_reduce.op import Implementation, all_reduce, all_reduce_add_rms_norm, why_not
 

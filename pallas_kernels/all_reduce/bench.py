@@ -1,4 +1,4 @@
-"""Bench rows of `all_reduce_add_rms_norm`: between the blocks of a Llama-3-8B layer, on all GPUs of this machine."""
+"""Benchmark of `all_reduce_add_rms_norm`: between the blocks of a Llama-3-8B layer, on all GPUs of this machine."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,11 +12,11 @@ from pallas_kernels.timing import Row, measure, on_gpu
 
 AXIS = "tensor"
 CALLS = 16
-"""Of a set of inputs."""
+"""Calls per set of inputs."""
 
 
 def all_reduce_rows() -> Iterator[Row]:
-    """A row for each number of tokens and implementation, where there are several devices."""
+    """Yield a row for each number of tokens and implementation, if there are several devices."""
     num_devices = jax.device_count()
     if num_devices == 1:
         yield Row("several devices", "sm90", None, note="there is one")
@@ -42,7 +42,7 @@ def all_reduce_rows() -> Iterator[Row]:
 
 
 def _layers(mesh: Mesh, implementation: Implementation) -> Callable[..., jax.Array]:
-    """So many sums one after the other: the norm of each is a device's part of the next one."""
+    """Return a function of CALLS sums in sequence: the norm of each is a device's partial sum of the next."""
     everywhere, by_device = PartitionSpec(), PartitionSpec(AXIS)
 
     def run(x, part, weight, peers):

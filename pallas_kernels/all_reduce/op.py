@@ -1,6 +1,4 @@
-"""The public operations: sums of which several devices have shares, alone and as they stand between two blocks of a
-layer.
-"""
+"""The public operations: reduce partial sums over devices, alone and as they occur between two blocks of a layer."""
 
 from typing import Literal, get_args
 
@@ -19,7 +17,7 @@ Implementation = Literal["xla", "sm90"]
 def all_reduce(
     part: Float[Array, "T E"], peers: PeerBuffers | None, *, axis_name: str, implementation: Implementation = "xla"
 ) -> Float[Array, "T E"]:
-    """The sum of the parts that the devices along a mesh axis have, in `jax.shard_map`: the same on all of them.
+    """Sum the partial sums of the devices along a mesh axis, within `jax.shard_map`; all get the same result.
 
     Implementations and errors are those of `all_reduce_add_rms_norm`.
     """
@@ -39,14 +37,15 @@ def all_reduce_add_rms_norm(
     eps: float,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """`add_rms_norm` of x and the sum of the parts that the devices along a mesh axis have, in `jax.shard_map`.
+    """Apply `add_rms_norm` to x and the sum of the partial sums `part` along a mesh axis, within `jax.shard_map`.
 
-    x is the same on all of them, and so are the results, bit by bit. "xla" adds up as `jax.lax.psum` does, and so does
-    "sm90" without `peers`. With them, for the GPUs of one process, it sends the parts to the peers and adds them up in
-    float32 in the order of the devices; the devices must call it equally often, with as many rows, one call after the
-    other, and the buffers must be arguments of their program: as its constants they would be others.
+    x is the same on all devices, and so are the results, bit by bit. "xla" sums by `jax.lax.psum`, and so does "sm90"
+    without `peers`. With peers, for the GPUs of one process, it sends the partial sums to the others and adds them in
+    float32 in device order. The devices must call it equally often and with as many rows, one call after another. The
+    buffers must be arguments of the program: constants would be copies.
+
     Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for dtypes and
-    sizes that "sm90" cannot do.
+    sizes that "sm90" does not support.
     """
     _check(peers, axis_name, implementation)
     if implementation == "sm90" and peers is not None:

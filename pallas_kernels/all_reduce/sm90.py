@@ -1,5 +1,6 @@
-"""Sums over Hopper GPUs (sm_90a) that reach each other's memory, in Mosaic GPU: a warpgroup sends its device's part of
-a row to all peers, and adds up what they send. See `peers.exchange`.
+"""Sums over Hopper GPUs (sm_90a) that access each other's memory, in Mosaic GPU.
+
+A warpgroup sends its device's part of a row to all peers, and adds up what they send. See `peers.exchange`.
 """
 
 import functools
@@ -18,7 +19,7 @@ from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
 BLOCKS_PER_MULTIPROCESSOR = {32 * THREADS: 6, 64 * THREADS: 4, 128 * THREADS: 2}
-"""By the longest rows of two devices of which so many have room for their registers."""
+"""Maximum row length, for two devices -> CTAs per multiprocessor whose registers fit."""
 
 BLOCKS_OF_MANY_PEERS = 2
 """A multiprocessor's, where a row is the sum of more than two: their addresses take most registers."""
@@ -54,7 +55,7 @@ def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
         raise NotImplementedError(reason)
 
 
-# By jax.jit, so that all layers of a step share one compiled kernel.
+# Jitted, so that all layers of a step use one compiled kernel.
 @functools.partial(jax.jit, static_argnames="eps")
 def _sum_with_norm(x: Array, part: Array, weight: Array, peers: PeerBuffers, *, eps: float) -> tuple[Array, Array]:
     run = _kernel("all_reduce_add_rms_norm", functools.partial(_body_with_norm, eps=eps), part, peers, num_results=2)
@@ -111,7 +112,7 @@ def _body(part, *refs, layout: Any, num_blocks: int) -> None:
 def _add_up_rows(
     part, exchange: Exchange, finish: Callable[..., None], *, load: Callable[..., Any], layout: Any, num_blocks: int
 ) -> None:
-    """`finish(row, add_up)` is called for each row of this thread block; `add_up` waits for what peers send of it."""
+    """Call `finish(row, add_up)` for each row of this CTA; `add_up` waits for what peers send of it."""
 
     def send(row) -> None:
         own = load(part.at[row])
@@ -122,7 +123,7 @@ def _add_up_rows(
         exchange.wait(row, 0, call)
 
         def of(peer: int):
-            if exchange.num_others == 1 and peer == 1:  # two summands may come in any order
+            if exchange.num_others == 1 and peer == 1:  # two summands commute, so their order does not matter
                 return load(exchange.received(row, 0, call))
             if exchange.num_others == 1:
                 return load(part.at[row])

@@ -1,4 +1,4 @@
-"""Bench rows of `expert_routing`: decode steps and a prefill of models with experts, from logits to tiles."""
+"""Benchmark of `expert_routing`: decode steps and a prefill of models with experts, from logits to tiles."""
 
 import functools
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ _MODELS = {
 
 
 def expert_routing_rows() -> Iterator[Row]:
-    """A row for each model, number of tokens and implementation. What there is to read takes no time."""
+    """Yield a row for each model, number of tokens and implementation. The inputs are too small to have a lower
+    bound.
+    """
     for name, routing in _MODELS.items():
         for num_tokens in (1, 16, 64, 256, 8192) if on_gpu() else (1, 64):
             shape = (num_tokens, routing.num_experts)

@@ -1,9 +1,9 @@
-"""The bodies of the routing kernels: what the warpgroups of a thread block do. See sm90.py.
+"""The bodies of the routing kernels: the work of a CTA's warpgroups. See sm90.py.
 
-Up to the first barrier a warp has tokens of its own, one after the other: it chooses their experts, or finds them
-chosen, and counts, for each expert, how often it has had it so far. Then each thread has an expert: it adds the counts
-of the warps before, and with the numbers of the experts before, that is where the expert's rows begin. Last, warps
-store their tokens' rows.
+Up to the first barrier each warp processes its own tokens in sequence: it chooses their experts, or reads them, and
+counts how often it has had each expert so far. Then each thread handles one expert: it adds the counts of the preceding
+warps and the totals of the preceding experts, which gives the first row of the expert. Last, warps store their tokens'
+rows.
 """
 
 import functools
@@ -20,22 +20,22 @@ from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.expert_routing.thread_ops import LANES, LAYOUT, THREADS, ThreadOps
 
 WARPS = THREADS // LANES
-"""Of a warpgroup."""
+"""Warps per warpgroup."""
 
-# Mosaic compares the int32 that `jnp.where(mask, scalar, array)` makes as unsigned: the array comes first everywhere.
+# Mosaic compares the int32 result of `jnp.where(mask, scalar, array)` as unsigned, so the array always comes first.
 _LEAST = np.int32(-(2**31))  # of no expert
 _MOST = np.int32(2**31 - 1)
 _SHIFT = 19
 MAX_ROWS, MAX_TILES = 2**_SHIFT - 1, 2 ** (31 - _SHIFT) - 1
 """Both are in one integer."""
 _AHEAD = 8
-"""Tokens whose experts are asked for together, where they are chosen already."""
+"""Number of tokens whose experts are loaded together, if they are chosen already."""
 
 _int = jnp.int32
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     routing: Routing
     num_tokens: int
@@ -45,11 +45,11 @@ class Problem(NamedTuple):
     num_tiles: int
     """Entries of the plan."""
     num_parts: int
-    """Thread blocks of the cluster that share the tokens."""
+    """CTAs of the cluster, among which the tokens are divided."""
     num_groups: int
     """Warpgroups of each."""
     is_chosen: bool
-    """Whether the tokens have their experts already."""
+    """True if the experts have been chosen already."""
     ops: ThreadOps
 
     @property
@@ -59,22 +59,22 @@ class Problem(NamedTuple):
 
     @property
     def num_choices(self) -> int:
-        """Those of all tokens."""
+        """Number of choices of all tokens."""
         return self.num_tokens * self.per_token
 
     @property
     def columns(self) -> int:
-        """Places for local experts: a thread of each thread block each."""
+        """Number of slots for local experts: one thread of each CTA per slot."""
         return self.num_groups * THREADS
 
     @property
     def num_warps(self) -> int:
-        """Of a thread block."""
+        """Warps per CTA."""
         return self.num_groups * WARPS
 
     @property
     def tokens_at_once(self) -> int:
-        """That a warp counts one after the other without a wait for memory."""
+        """Number of tokens that a warp counts in sequence without waiting for memory."""
         return _AHEAD if self.is_chosen else 1
 
     @property
@@ -85,11 +85,11 @@ class Problem(NamedTuple):
 
 
 class Chooser(NamedTuple):
-    """Arrays in global memory, with one axis each: what tokens choose by, and what comes of it."""
+    """One-dimensional arrays in global memory: the inputs and results of choosing experts."""
 
     logits: Any
     bias: Any
-    """None: there is none."""
+    """None if there is no bias."""
     weights: Any
     experts: Any
 
@@ -115,7 +115,7 @@ class Shared(NamedTuple):
     """Arrays in shared memory."""
 
     counts: Any
-    """[warpgroups, 4 * columns]: how often a warp has chosen an expert; later, where its rows of the expert begin."""
+    """[warpgroups, 4 * columns]: how often each warp has chosen an expert; later, its first row of the expert."""
     choices: Any
     """[warpgroups, 4 * tokens of a warp * k]: a choice's local expert and the warp's count before it; -1: none."""
     totals: Any
@@ -127,21 +127,21 @@ class Shared(NamedTuple):
 
 
 class _Thread(NamedTuple):
-    """Where a thread stands, and the step's numbers, which are asked for before anything else."""
+    """The thread's indices, and the step's numbers, which are loaded before anything else."""
 
     part: Any
     group: Any
     thread: Any
-    """Of the warpgroup."""
+    """Index within the warpgroup."""
     warp: Any
     lane: Any
     first_expert: Any = None
     num_tokens: Any = None
-    """Those that are not padding."""
+    """Number of tokens that are not padding."""
 
 
 def choosing_kernel(problem: Problem, chooser: Chooser) -> None:
-    """Each warpgroup of the mesh axis "group", of each thread block of the axis "part": the experts alone."""
+    """Choose experts only, in each warpgroup (mesh axis "group") of each CTA (axis "part")."""
     thread = problem.ops.thread()
     at = _Thread(lax.axis_index("part"), lax.axis_index("group"), thread, thread >> 5, thread & (LANES - 1))
 
@@ -152,7 +152,7 @@ def choosing_kernel(problem: Problem, chooser: Chooser) -> None:
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "group", of each thread block of the axis "part"."""
+    """Run the whole routing in each warpgroup (mesh axis "group") of each CTA (axis "part")."""
     ops = problem.ops
     group, thread = lax.axis_index("group"), ops.thread()
     at = _Thread(
@@ -165,7 +165,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         num_tokens=gmem.num_tokens[0],
     )
     if problem.num_parts > 1:
-        ops.arrive_cluster()  # before anybody writes into the memory of another, that one must have begun
+        ops.arrive_cluster()  # a CTA must have started before others write into its memory
     ops.clear(smem.counts.at[group])
     ops.sync_warp()
 
@@ -194,7 +194,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
 
 def _choose(problem: Problem, chooser: Chooser, at: _Thread, index) -> Any:
-    """The experts of a warp's token, one a lane, stored with their weights."""
+    """Return the experts of a warp's token, one per lane, and store them with their weights."""
     token = _token(problem, at, index)
     start = _within(token, problem.num_tokens) * problem.routing.num_experts
     chosen, weights = _best(problem, chooser, at, start)
@@ -206,7 +206,7 @@ def _choose(problem: Problem, chooser: Chooser, at: _Thread, index) -> Any:
 
 
 def _count(problem: Problem, smem: Shared, at: _Thread, index, chosen) -> None:
-    """How often the warp has had the experts of one of its tokens before."""
+    """Count how often the warp has had the experts of one of its tokens before."""
     ops = problem.ops
     token = _token(problem, at, index)
     is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
@@ -229,8 +229,8 @@ def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, 
     experts = [at.lane + first for first in range(0, routing.num_experts, LANES)]
     places = [_within(expert, routing.num_experts) for expert in experts]
     logits = [ops.gather(chooser.logits, start + place) for place in places]
-    # Where nothing else has a part in the choice, a softmax has the order of its logits, and in shares of their sum its
-    # weights are a softmax of the chosen.
+    # If nothing else influences the choice, a softmax has the order of its logits, and its weights, normalized by their
+    # sum, are a softmax of the chosen logits.
     is_plain = chooser.bias is None and routing.num_groups == 1
     weighs_chosen = routing.scores == "softmax_of_chosen" or (
         routing.scores == "softmax" and routing.is_normalized and is_plain
@@ -265,7 +265,7 @@ def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, 
 
 
 def _weighing(problem: Problem, experts: list[Any], logits: list[Any], *, weighs_chosen: bool) -> Callable[[Any], Any]:
-    """What makes a weight of a logit, or what has the order of the weights."""
+    """Return the function from a logit to its weight, or to a value with the same order."""
     ops, routing = problem.ops, problem.routing
     if routing.scores == "softmax_of_chosen":
         return lambda logit: logit
@@ -283,7 +283,7 @@ def _weighing(problem: Problem, experts: list[Any], logits: list[Any], *, weighs
 
 
 def _only_best_groups(problem: Problem, at: _Thread, experts: list[Any], keys: list[Any]) -> list[Any]:
-    """The keys with that of -inf in place of an expert's whose group is not chosen."""
+    """Return the keys, with the key of -inf for experts whose group is not chosen."""
     ops, routing = problem.ops, problem.routing
     size = routing.num_experts // routing.num_groups
 
@@ -313,7 +313,7 @@ def _only_best_groups(problem: Problem, at: _Thread, experts: list[Any], keys: l
 
 
 def _place_experts(problem: Problem, gmem: Global, smem: Shared, at: _Thread) -> Any:
-    """Turns each warp's counts into places, and stores groups and tiles; the number of all rows."""
+    """Turn each warp's counts into row offsets, and store groups and tiles; return the total number of rows."""
     ops = problem.ops
     own = at.group * THREADS
     expert = own + at.thread
@@ -354,7 +354,7 @@ def _place_experts(problem: Problem, gmem: Global, smem: Shared, at: _Thread) ->
 
 
 def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first_row, first_tile, end_tile) -> None:
-    """The groups and tiles, by the first thread block: what `grouped_matmul.plan` makes of the sizes."""
+    """Store the groups and tiles, in the first CTA: what `grouped_matmul.plan` computes from the sizes."""
     ops, num_local, tile_rows = problem.ops, problem.num_local, problem.tile_rows
     is_local = (expert < num_local) & (at.part == 0)
     place = _within(expert, num_local)
@@ -372,7 +372,7 @@ def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first
         ops.scatter(gmem.row, tile, first_row + skipped, is_there)
         ops.scatter(gmem.num_rows, tile, jnp.minimum(size - skipped, tile_rows), is_there)
 
-    # An expert has a row of a token at most.
+    # An expert has at most one row per token.
     lax.fori_loop(_int(0), _int(-(-problem.num_tokens // tile_rows)), store_tile, None)
     for begin in range(0, problem.num_tiles, problem.columns):
         tile = begin + expert
@@ -382,7 +382,7 @@ def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first
 
 
 def _store(problem: Problem, gmem: Global, smem: Shared, at: _Thread, index) -> None:
-    """The rows of a warp's token."""
+    """Store the rows of a warp's token."""
     ops = problem.ops
     token = _token(problem, at, index)
     is_choice = (at.lane < problem.per_token) & (token < problem.num_tokens)
@@ -396,18 +396,18 @@ def _store(problem: Problem, gmem: Global, smem: Shared, at: _Thread, index) -> 
 
 
 def _token(problem: Problem, at: _Thread, index) -> Any:
-    """Of a warp. Warps have tokens in their order, and may have less than others or none."""
+    """Return a token of the warp. Warps have consecutive tokens; the last ones may have fewer or none."""
     warp = (at.part * problem.num_groups + at.group) * WARPS + at.warp
     return warp * problem.tokens_per_warp + index
 
 
 def _choice(problem: Problem, at: _Thread, token) -> Any:
-    """Where a lane's choice is among all."""
+    """Return the index of a lane's choice among all choices."""
     return _within(token * problem.per_token + at.lane, problem.num_choices)
 
 
 def _own_choice(problem: Problem, at: _Thread, index) -> Any:
-    """Where a lane's choice is among those of its warpgroup."""
+    """Return the index of a lane's choice among those of its warpgroup."""
     return (index * WARPS + at.warp) * problem.per_token + jnp.minimum(at.lane, problem.per_token - 1)
 
 
@@ -416,13 +416,13 @@ def _within(index, size: int) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """An integer with the order of the floats, the total one of `lax.top_k`; never the least."""
+    """Convert a float to an integer with the total order of `lax.top_k`; never the least integer."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     return jnp.maximum(bits ^ ((bits >> 31) & _MOST), _LEAST + 1)
 
 
 def _value(key: Any) -> Any:
-    """The float of a key."""
+    """Convert a key back to its float."""
     return lax.bitcast_convert_type(key ^ ((key >> 31) & _MOST), jnp.float32)
 
 
@@ -439,7 +439,7 @@ def _largest(ops: ThreadOps, keys: list[Any]) -> Any:
 
 
 def _first(ops: ThreadOps, names: list[Any], keys: list[Any], wanted: Any) -> Any:
-    """The least name with this key."""
+    """Return the smallest name with this key."""
     found = names[0] * 0 + _MOST
     for name, key in zip(reversed(names), reversed(keys), strict=True):
         found = jnp.where(key == wanted, name, found)

@@ -1,4 +1,4 @@
-"""The public operation: all that stands between a router's logits and the matmuls of the experts."""
+"""The public operation: everything between a router's logits and the matmuls of the experts."""
 
 from typing import Literal, get_args
 
@@ -22,17 +22,15 @@ def expert_routing(
     num_local_experts: int | None = None,
     implementation: Implementation = "xla",
 ) -> Routed:
-    """The k experts of each token with their weights, and the order and tiles of `grouped_matmul` for them.
+    """Return the k experts of each token with their weights, and the row order and tiles of `grouped_matmul` for them.
 
-    The float32 logits are of all X experts, among which each token chooses; rows, groups and tiles are of the
-    `num_local_experts` (all, by default) from `first_expert` on, in which case a device has a part of them. Tokens from
-    `num_tokens` on are padding: they have experts, but no rows. `selection_bias`, in float32, has a part in the choice,
-    not in the weights. Of equal experts the first is better. NaN in a token's logits makes its experts and weights
-    meaningless, and no other token's.
+    The float32 logits are those of all X experts, among which each token chooses. Rows, groups and tiles cover the
+    `num_local_experts` (by default all) from `first_expert` on, the shard of a device. Tokens from `num_tokens` on are
+    padding: they have experts, but no rows. `selection_bias`, in float32, affects the choice but not the weights. Ties
+    go to the lower index. NaN in a token's logits only makes its own experts and weights meaningless.
 
-    "sm90" is one Mosaic kernel for Hopper GPUs, two where tokens are many; "xla" runs anywhere. Raises ValueError for
-    an unknown implementation or numbers that do not fit together; NotImplementedError for what "sm90" cannot do, which
-    `why_not` says.
+    "sm90" is one Mosaic kernel for Hopper GPUs, two for many tokens; "xla" runs anywhere. Raises ValueError for an
+    unknown implementation or inconsistent sizes; NotImplementedError for what "sm90" does not support, see `why_not`.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

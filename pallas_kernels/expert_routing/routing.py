@@ -1,4 +1,4 @@
-"""What routing is told and what it answers, whichever implementation runs."""
+"""The parameters and results of routing, common to all implementations."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -15,15 +15,15 @@ class Routing:
     num_experts: int
     num_experts_per_token: int
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    """What becomes of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs."""
+    """Function of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs."""
     is_normalized: bool = False
-    """Whether the weights of a token's experts are divided by their sum."""
+    """True if the weights of a token's experts are divided by their sum."""
     scale: float = 1.0
     """A factor of all weights, after that."""
     num_groups: int = 1
-    """Experts come in so many groups of equal size (Liu et al. 2024, arXiv:2405.04434) ..."""
+    """Number of equal groups of experts (Liu et al. 2024, arXiv:2405.04434)."""
     num_chosen_groups: int = 1
-    """... and a token's are all in so many of them."""
+    """Number of groups that a token's experts are chosen from."""
     group_score: Literal["best", "best_two"] = "best"
     """A group is as good as its best expert, or as its best two together."""
 
@@ -36,14 +36,14 @@ class Routed(NamedTuple):
     """
 
     weights: Float[Array, "T k"]
-    """In float32."""
+    """Weights of a token's experts, in float32."""
     experts: Int[Array, "T k"]
     """The best first, of equals the first."""
     row: Int[Array, "T k"]
-    """Of each choice; M where it has none."""
+    """Row of each choice; M if it has none."""
     token: Int[Array, " M"]
-    """Of each row; 0 behind the last one."""
+    """Token of each row; 0 after the last one."""
     group_sizes: Int[Array, " L"]
-    """Rows of each local expert."""
+    """Number of rows of each local expert."""
     tiles: Plan
-    """Of the grouped matmul of such rows."""
+    """Tiles of the grouped matmul over these rows."""

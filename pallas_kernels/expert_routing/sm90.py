@@ -1,8 +1,8 @@
-"""`expert_routing` for Hopper (sm_90a), in Mosaic GPU: one kernel for what XLA makes a dozen of in a decode step.
+"""`expert_routing` for Hopper (sm_90a), in Mosaic GPU: one kernel instead of XLA's dozen in a decode step.
 
-A thread block has up to 16 warps, each with a token at a time; where tokens are more, up to 8 blocks of a cluster share
-them and tell each other how often they have chosen each expert. There are no atomics: results are the same every time.
-The many tokens of a prefill choose before that, in a kernel on all multiprocessors.
+A CTA has up to 16 warps, each with one token at a time. For more tokens, up to 8 CTAs of a cluster divide them and
+exchange how often they have chosen each expert. There are no atomics, so results are deterministic. The many tokens of
+a prefill choose their experts first, in a kernel on all multiprocessors.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from pallas_kernels.grouped_matmul import Plan, max_tiles, tile_rows
 from pallas_kernels.hopper import NUM_SMS
 
 MAX_EXPERTS = 512
-MAX_GROUPS = 4  # warpgroups of a thread block
-MAX_PARTS = 8  # thread blocks of a cluster, on every GPU that has clusters
+MAX_GROUPS = 4  # warpgroups per CTA
+MAX_PARTS = 8  # CTAs per cluster, supported by every GPU with clusters
 MAX_CHOICES = 2**18
-"""Of all tokens: 8 thread blocks have 128 KiB of shared memory for them, and the kernel's integers have room."""
+"""Maximum choices of all tokens: 8 CTAs have 128 KiB of shared memory for them, and the kernel's integers suffice."""
 MANY_TOKENS = 256
 """More of them choose in a kernel of their own."""
 
@@ -37,18 +37,18 @@ _COMPILER_PARAMS = plgpu.CompilerParams(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut; `heuristic` picks one."""
+    """How the work is divided; `heuristic` picks one."""
 
     num_parts: int
-    """Thread blocks, a cluster."""
+    """CTAs, which form a cluster."""
     num_groups: int
     """Warpgroups of each: 128 local experts a warpgroup at most."""
     num_choosers: int = 0
-    """Thread blocks of the kernel in which tokens choose; 0: there is none."""
+    """CTAs of the kernel in which tokens choose; 0 if there is none."""
 
 
 def heuristic(num_tokens: int, num_local_experts: int) -> Config:
-    """A warp for each token, as far as there are warps."""
+    """Return a configuration with a warp per token, as far as there are warps."""
     num_groups = max(-(-num_local_experts // THREADS), min(MAX_GROUPS, -(-num_tokens // WARPS)))
     fewest = -(-num_tokens // (num_groups * WARPS))
     num_choosers = min(2 * NUM_SMS, -(-num_tokens // (MAX_GROUPS * WARPS))) if num_tokens > MANY_TOKENS else 0
@@ -58,7 +58,7 @@ def heuristic(num_tokens: int, num_local_experts: int) -> Config:
 
 
 def why_not(num_tokens: int, routing: Routing) -> str | None:
-    """What the kernels cannot do, with any number of local experts; None: they can."""
+    """Return what the kernels do not support, for any number of local experts, or None."""
     num_choices = num_tokens * routing.num_experts_per_token
     if routing.num_experts > MAX_EXPERTS:
         return f"{routing.num_experts} experts are more than the {MAX_EXPERTS} that the kernel routes to"
@@ -82,7 +82,7 @@ def expert_routing_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Routed:
-    """See `expert_routing`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernels, see `expert_routing`. Raises NotImplementedError for what they do not support.
 
     `interpret` replaces what the interpreter on a CPU lacks.
     """
@@ -144,13 +144,13 @@ def _choose(choosers: tuple[Array, ...], *, problem: Problem) -> tuple[Float[Arr
     return run(*choosers)
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _place(
     choosers: tuple[Array, ...], num_tokens: Int[Array, " 1"], first_expert: Int[Array, " 1"], *, problem: Problem
 ) -> tuple[Array, ...]:
-    """Rows and tiles, from the experts of all tokens. Or these as well, after weights and experts, by what they are
-    chosen by.
+    """Compute rows and tiles from the experts of all tokens, or from the logits; then weights and experts are returned
+    first.
     """
     T, k, L = problem.num_tokens, problem.per_token, problem.num_local
 

@@ -1,8 +1,8 @@
-"""What the routing kernel does thread by thread, below what Pallas expresses: loads and stores at indices of each
-thread's own, and results over the threads of a warp.
+"""Per-thread operations of the routing kernel, below the level of Pallas: loads and stores at an index per thread, and
+reductions over the threads of a warp.
 
-A value that each thread of a warpgroup has is an array of 128. Each operation comes twice: in MLIR for the GPU, and in
-jax.numpy for the interpreter on a CPU, which lacks `inline_mgpu` and, here, clusters.
+A value per thread of a warpgroup is an array of 128. Each operation exists twice: in MLIR for the GPU, and in jax.numpy
+for the interpreter on a CPU, which lacks `inline_mgpu` and, here, clusters.
 """
 
 from collections.abc import Callable
@@ -41,28 +41,28 @@ class ThreadOps(NamedTuple):
     """(ref): 0 everywhere, by a warpgroup of which each warp clears a part: the first the first quarter, and so on."""
 
     scatter_to_parts: Callable[..., None]
-    """(ref, index, value, num_parts): the same, with no mask, in the shared memory of each block of the cluster."""
+    """(ref, index, value, num_parts): scatter without a mask, to the shared memory of each CTA of the cluster."""
 
     warp_max: Callable[[Any], Any]
-    """Of int32, the same for all threads of a warp."""
+    """Maximum of int32 values over the warp, the same for all its threads."""
 
     warp_min: Callable[[Any], Any]
     """Likewise."""
 
     warp_sum: Callable[[Any], Any]
-    """Of float32, likewise."""
+    """Sum of float32 values over the warp, the same for all its threads."""
 
     running_sum: Callable[[Any], Any]
-    """Of int32, over the threads of a warp up to this one."""
+    """Inclusive running sum of int32 values over the threads of a warp."""
 
     sync_warp: Callable[[], None]
     """Wait for the warp's threads; then all see what each has stored."""
 
     sync_block: Callable[[Any], None]
-    """(barrier): likewise for all threads of the thread block. The barrier is the interpreter's."""
+    """(barrier): synchronize all threads of the CTA. Only the interpreter uses the barrier."""
 
     arrive_cluster: Callable[[], None]
-    """Tell the cluster that this thread is here ..."""
+    """Signal to the cluster that this thread has arrived."""
 
     wait_cluster: Callable[[], None]
     """... and wait until all of its threads are; then all see what each had stored."""
@@ -73,13 +73,13 @@ def _i32() -> ir.Type:
 
 
 def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    """What this thread has of it."""
+    """Return this thread's element."""
     [register] = x.registers.flat
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 
 def _array(x: ir.Value) -> mgpu.FragmentedArray:
-    """An array of which this thread has x."""
+    """Return an array whose element of this thread is x."""
     register = vector.from_elements(ir.VectorType.get((1,), x.type), [x])
     is_signed = True if isinstance(x.type, ir.IntegerType) else None
     return mgpu.FragmentedArray(
@@ -96,7 +96,7 @@ def _constant_index(value: int) -> ir.Value:
 
 
 def _spread(x: Any) -> Any:
-    """In the layout of an entry a thread, which constants do not have yet."""
+    """Cast to the layout of one element per thread, which constants do not have yet."""
     return plgpu.layout_cast(x, LAYOUT)
 
 
@@ -195,7 +195,7 @@ COMPILED = ThreadOps(
 
 
 def _scatter_interpreted(ref: Any, index: Any, value: Any, mask: Any) -> None:
-    """One by one, so that a race is seen where there is one, and only there."""
+    """Store one element at a time, so that the race detector reports exactly the real races."""
 
     def store(thread: Any, _: None) -> None:
         @pl.when(mask[thread])

@@ -1,4 +1,4 @@
-"""Bench rows of the gated linear unit: a Llama-3-8B layer's at the rows of prefill and of large decode steps."""
+"""Benchmark of the gated linear unit of a Llama-3-8B layer, for the rows of prefill and of large decode steps."""
 
 import functools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
 
 def gated_linear_unit_rows() -> Iterator[Row]:
-    """A row for each number of rows and implementation."""
+    """Yield a row for each number of rows and implementation."""
     outputs, depth, dtype = (14_336, 4096, jnp.bfloat16) if on_gpu() else (896, 256, jnp.float32)
     implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
     num_weights = 2 * outputs * depth

@@ -1,8 +1,8 @@
-"""The body of the Hopper kernel of the gated linear unit: what the warpgroups of a thread block do. See sm90.py.
+"""The body of the Hopper kernel of the gated linear unit: the work of a CTA's warpgroups. See sm90.py.
 
-An item is a tile of rows, one for each thread block of a cluster, times a tile of outputs that they share. The last
-warpgroup copies rows and weights into a ring in shared memory, as far ahead as there is room; each of the others
-multiplies half of the tile's rows.
+An item is a tile of rows for each CTA of a cluster, times a tile of outputs common to them. The last warpgroup copies
+rows and weights into a ring in shared memory, as far ahead as it has room; each of the others multiplies half of the
+tile's rows.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from pallas_kernels.registers import written
 UNITS = 2
 """Computing warpgroups."""
 COLUMNS = 64
-"""Of K, a step of the ring: 16-bit values in the 128 bytes that the swizzle mixes."""
+"""Columns of K per step of the ring: 16-bit values in the 128 bytes of the swizzle."""
 ROWS = 64
-"""Of a computing warpgroup in a tile: what one wgmma instruction multiplies."""
+"""Rows of a tile per computing warpgroup, as multiplied by one wgmma instruction."""
 STAGES = 4
 """Steps that the ring holds."""
 
@@ -29,10 +29,10 @@ _int = jnp.int32
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     outputs: int
-    """Of a tile, of gate and of up each."""
+    """Outputs of a tile, of gate and of up each."""
     cluster: int
     band: int
     piece: int
@@ -47,12 +47,12 @@ class Problem(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of a warpgroup's result."""
+        """Number of pieces of a warpgroup's result."""
         return self.outputs // self.piece
 
     @property
     def row_tiles(self) -> int:
-        """Of clusters."""
+        """Number of row tiles of clusters."""
         return -(-self.num_rows // (UNITS * ROWS * self.cluster))
 
     @property
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of an item."""
+        """Number of steps per item."""
         return self.depth // COLUMNS
 
 
@@ -78,8 +78,8 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    The rows' and the result's have two views each, of the same bytes: as wgmma and registers take them, and as boxes,
-    which may end at any row and column.
+    The rows and the result have two views of the same bytes each: one as wgmma and registers use them, and one as
+    boxes, which may end at any row and column.
     """
 
     x: Any
@@ -92,7 +92,7 @@ class Shared(NamedTuple):
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block "rank" of each cluster "group"."""
+    """Run each warpgroup (mesh axis "wg") of CTA "rank" of cluster "group"."""
     group, rank, wg = (lax.axis_index(name) for name in ("group", "rank", "wg"))
     num_items = problem.row_tiles * problem.output_tiles
     num_own = lax.div(num_items - group + (problem.num_groups - 1), _int(problem.num_groups))
@@ -112,7 +112,8 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         plgpu.set_max_registers(40, action="decrease")
         for_each_item(lambda row, output, step: _copy(problem, gmem, smem, row, output, step))
         for slot in range(STAGES):
-            plgpu.barrier_wait(smem.free.at[slot])  # no barrier ends unobserved, no block before its peers
+            # no barrier may be left pending, and no CTA may end before its peers
+            plgpu.barrier_wait(smem.free.at[slot])
 
     @pl.when(wg < UNITS)
     def _():
@@ -136,7 +137,7 @@ def _item(problem: Problem, index) -> tuple[Any, Any]:
 
 
 def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step) -> None:
-    """Rows and weights of an item. Behind the last row or output TMA fills in zeros."""
+    """Copy the rows and weights of an item. TMA fills in zeros beyond the last row or output."""
     shared = None if problem.cluster == 1 or problem.interpret else "rank"
 
     def one_step(k, _):
@@ -158,7 +159,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
 
 
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, first_step) -> None:
-    """A computing warpgroup's half of an item."""
+    """Compute a warpgroup's half of an item."""
 
     def multiply(acc):
         return _multiply(problem, smem, wg, first_step, acc)
@@ -168,7 +169,7 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, firs
 
 
 def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Array, "rows N"]:
-    """The sums of an item. A step's slot is given back when the products of the next one are on their way."""
+    """Compute the sums of an item. A step's slot is released when the products of the next step have been issued."""
 
     def one_step(k, _):
         step = first_step + k
@@ -188,7 +189,7 @@ def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Arra
 
 
 def _store(problem: Problem, gmem: Global, smem: Shared, sums, wg, row, output) -> None:
-    """A warpgroup's result, piece by piece. TMA leaves out what lies behind the last row or output."""
+    """Store a warpgroup's result, piece by piece. TMA omits what is beyond the last row or output."""
     for index in range(problem.pieces):
         right = index * problem.piece
         gate, up = (sums[:, start : start + problem.piece] for start in (right, problem.outputs + right))

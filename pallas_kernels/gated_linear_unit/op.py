@@ -21,12 +21,12 @@ def gated_linear_unit(
     """Compute activation(x @ gate^T) * (x @ up^T) with sums in float32, the result in x's dtype (Shazeer 2020,
     arXiv:2002.05202).
 
-    The weight is gate and up, each as checkpoints have it. "sm90" calls the activation in the kernel, with float32,
-    and jits it as a static argument: give the same function for each layer.
+    The weight is gate and up, each as in checkpoints. "sm90" calls the activation in the kernel, with float32, and jits
+    it as a static argument: pass the same function for each layer.
 
     "sm90" is a Mosaic kernel for Hopper GPUs; "xla" runs anywhere. Raises ValueError for an unknown implementation or
-    shapes that do not fit together, NotImplementedError for what "sm90" cannot do: fewer than 128 rows, dtypes but
-    bfloat16 and float16, K that is no multiple of 64, N that is none of 8 or less than 128.
+    shapes that do not match, NotImplementedError for what "sm90" does not support: fewer than 128 rows, dtypes other
+    than bfloat16 and float16, K that is not a multiple of 64, N that is not a multiple of 8 or is less than 128.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

@@ -1,9 +1,9 @@
 """The gated linear unit for Hopper (sm_90a), in Mosaic GPU: many rows at the speed of the tensor cores.
 
-Persistent thread blocks take one tile after the other. Rows are operand A of wgmma and weights, which lie [outputs, K]
-as in a checkpoint, operand B: a tile has the same outputs of gate and of up. One warpgroup streams both operands
-through a ring in shared memory and goes on with the next tile while the two that multiply store this one. The thread
-blocks of a cluster have rows of their own and share the weights: each fetches a part and TMA writes it to all.
+Persistent CTAs process one tile after another. Rows are operand A of wgmma and weights, stored as [outputs, K] as in a
+checkpoint, operand B: a tile has the same outputs of gate and of up. One warpgroup streams both operands through a ring
+in shared memory and continues with the next tile while the two that multiply store this one. The CTAs of a cluster have
+different rows and the same weights: each fetches a part and TMA multicasts it to all.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ TILE = UNITS * ROWS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut; `heuristic` picks one."""
+    """How the work is divided; `heuristic` picks one."""
 
     outputs: int
-    """Of a tile, of gate and of up each: a multiple of 16, at most 128."""
+    """Outputs of a tile, of gate and of up each: a multiple of 16, at most 128."""
     cluster: int
-    """Thread blocks that share weights: 1 or 2."""
+    """CTAs that use the same weights: 1 or 2."""
     band: int = 16
-    """Tiles of rows that are taken together before the next ones, counted as a thread block has them."""
+    """Row tiles of a CTA that are processed together before the next ones."""
     num_blocks: int = NUM_SMS
-    """Thread blocks."""
+    """Number of CTAs."""
 
 
 def heuristic(num_rows: int) -> Config:
-    """As measured, see NOTES.md: for few rows, tiles that fill whole rounds of thread blocks."""
+    """Return the fastest configuration measured, see NOTES.md: for few rows, tiles that fill whole waves of CTAs."""
     return Config(outputs=112, cluster=1) if num_rows <= 512 else Config(outputs=128, cluster=2)
 
 
@@ -59,7 +59,7 @@ def why_not(
     return None
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("activation", "config", "interpret"))
 def gated_linear_unit_sm90(
     x: Float[Array, "M K"],
@@ -69,9 +69,9 @@ def gated_linear_unit_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    """See `gated_linear_unit`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernel, see `gated_linear_unit`. Raises NotImplementedError for what it does not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     if (reason := why_not(x, weight)) is not None:
         raise NotImplementedError(reason)
@@ -101,7 +101,7 @@ def gated_linear_unit_sm90(
 
     def body(x, weight, y, rows, weights, results, full, free):
         (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
-        if interpret:  # where each view has bytes of its own
+        if interpret:  # in which views do not alias
             x_boxes, out_boxes = x_smem, out_smem
         kernel(problem, Global(x, weight, y), Shared(x_smem, x_boxes, weights, out_smem, out_boxes, full, free))
 

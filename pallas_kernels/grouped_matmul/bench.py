@@ -1,4 +1,4 @@
-"""Bench rows of the grouped matmul: gate and up, and down, of layers with experts, beside what jax has for it."""
+"""Benchmark of the grouped matmul: gate and up, and down, of layers with experts, compared with jax's own kernel."""
 
 import functools
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class _Case(NamedTuple):
         return f"{self.num_rows} rows {spread} of {self.num_groups}, {gate}{self.outputs} x {self.depth}"
 
     def sizes(self, seed: int) -> np.ndarray:
-        """Of the groups; each seed uses others, so that no weight is still in the L2."""
+        """Return the group sizes; each seed uses other groups, so that no weight is still in the L2 cache."""
         if self.is_random:
             chosen = np.random.default_rng(seed).integers(0, self.num_groups, self.num_rows)
             return np.bincount(chosen, minlength=self.num_groups).astype(np.int32)
@@ -43,7 +43,7 @@ class _Case(NamedTuple):
         return 2 * self.outputs * self.depth * (1 + self.is_gated)
 
 
-# Of Qwen3 30B A3B, whose tokens have 8 of 128 experts.
+# The shapes of Qwen3 30B A3B, whose tokens have 8 of 128 experts.
 _GATE_UP = _Case(num_rows=8, num_used=8, num_groups=128, outputs=768, depth=2048, is_gated=True)
 _DOWN = _Case(num_rows=8, num_used=8, num_groups=128, outputs=2048, depth=768)
 _PLAIN = _Case(num_rows=8192, num_used=64, num_groups=64, outputs=1536, depth=2048)
@@ -71,7 +71,7 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _peer(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The kernel that comes with jax."""
+    """Run the kernel that comes with jax."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as ragged_dot_mgpu
 
     return ragged_dot_mgpu(
@@ -88,7 +88,7 @@ def _peer(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def grouped_matmul_rows() -> Iterator[Row]:
-    """A row for each case and implementation."""
+    """Yield a row for each case and implementation."""
     for case in _FULL if on_gpu() else _SMALL:
         yield from _rows(case)
 

@@ -1,4 +1,4 @@
-"""The public operation: what the experts of a layer compute, after tokens have been sorted by expert."""
+"""The public operation: the matmuls of a layer's experts, over tokens sorted by expert."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -25,20 +25,20 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """Multiply each row by the transposed weight of its group (Gale et al. 2022, arXiv:2211.15841).
 
-    The first group_sizes[0] rows are of group 0, and so on. Rows past all groups are padding: nothing is computed for
-    them, whatever they hold, and what the result has there means nothing (it may be NaN). Groups may be empty, and cost
-    nothing. Sums are in float32 or wider, the result in x's dtype.
+    The first group_sizes[0] rows are those of group 0, and so on. Rows after all groups are padding: nothing is
+    computed for them, whatever they contain, and their results are undefined (possibly NaN). Groups may be empty, and
+    then cost nothing. Sums are in float32 or wider, the result in x's dtype.
 
     The weight is [X, N, K]. With an `activation` it is [X, 2, N, K], gate and up, and the result activation(gate, up);
-    "sm90" calls that once a tile in the kernel, with float32, and jits it as a static argument: give the same function
-    for each layer. `bias`, in the shape of the weight's outputs, is added before that. `tiles` is what `plan` makes of
-    these sizes for tiles of `tile_rows(M, X)`, where somebody has it already: "xla" does without.
+    "sm90" calls it once per tile in the kernel, with float32, and jits it as a static argument: pass the same function
+    for each layer. `bias`, in the shape of the weight's outputs, is added before that. `tiles` is the result of `plan`
+    for these sizes and tiles of `tile_rows(M, X)`, if it has been computed already; "xla" ignores it.
 
     "sm90" is a Mosaic kernel for Hopper GPUs; "xla" runs anywhere, on a GPU at the cost of a copy of all weights.
-    Weights are local: with a sharded axis, call it inside `jax.shard_map`. Sizes that together exceed M, or are
-    negative, give undefined results. Raises ValueError for an unknown implementation, shapes that do not fit together,
-    or dtypes that differ; NotImplementedError for what "sm90" cannot do: dtypes but bfloat16 and float16, K that is no
-    multiple of 64, N that is none of 8 or less than 64.
+    Weights are local: with a sharded axis, call it inside `jax.shard_map`. Sizes that exceed M in total, or are
+    negative, give undefined results. Raises ValueError for an unknown implementation, shapes that do not match, or
+    dtypes that differ; NotImplementedError for what "sm90" does not support: dtypes other than bfloat16 and float16, K
+    that is not a multiple of 64, N that is not a multiple of 8 or is less than 64.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

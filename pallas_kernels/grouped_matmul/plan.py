@@ -1,4 +1,4 @@
-"""Which work a persistent grouped matmul does: the rows of each group cut into tiles, on the device, from the sizes."""
+"""The work of a persistent grouped matmul: the rows of each group divided into tiles, on the device, from the sizes."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 ROWS = 64
-"""Of a tile, where groups have few rows: what one wgmma instruction multiplies."""
+"""Rows of a tile if groups have few rows, as multiplied by one wgmma instruction."""
 MANY_ROWS = 32
-"""Rows a group, on average, from which on tiles have twice as many: then many groups have more than 64."""
+"""Average rows per group above which tiles have twice as many rows, because many groups then have more than 64."""
 
 
 class Plan(NamedTuple):
-    """Tiles of rows, in order. What lies behind the last of them means nothing."""
+    """Tiles of rows, in order. Entries after the last tile are undefined."""
 
     group: Int[Array, " W"]
     row: Int[Array, " W"]
@@ -20,13 +20,13 @@ class Plan(NamedTuple):
     num_rows: Int[Array, " W"]
     """From 1 to the size of a tile."""
     first: Int[Array, "2 X+1"]
-    """Each group's first row and first tile; behind the last group, their numbers."""
+    """Each group's first row and first tile; after the last group, their totals."""
 
 
 def plan(group_sizes: Int[Array, " X"], *, num_rows: int, tile_rows: int) -> Plan:
-    """Tiles that cover each group from its first row on; no tile has rows of two groups.
+    """Return tiles that cover each group from its first row on; no tile has rows of two groups.
 
-    Comparisons of all with all, as two fusions: cumulative sums or a search would be more kernels.
+    Compares all groups with each other, in two fusions: cumulative sums or a search would take more kernels.
     """
     num_groups = group_sizes.shape[0]
     sizes = group_sizes.astype(jnp.int32)
@@ -51,10 +51,10 @@ def plan(group_sizes: Int[Array, " X"], *, num_rows: int, tile_rows: int) -> Pla
 
 
 def tile_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of the tiles that the kernel takes, a power of two."""
+    """Return the rows of the kernel's tiles, a power of two."""
     return 2 * ROWS if num_rows > MANY_ROWS * num_groups else ROWS
 
 
 def max_tiles(num_groups: int, *, num_rows: int, tile_rows: int) -> int:
-    """How many tiles there can be: the full ones, and one of each group that has rows."""
+    """Return the maximum number of tiles: the full ones, and one for each group that has rows."""
     return min(num_groups, num_rows) + num_rows // tile_rows

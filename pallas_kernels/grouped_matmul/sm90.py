@@ -1,9 +1,9 @@
 """`grouped_matmul` for Hopper (sm_90a), in Mosaic GPU: only the weights of groups with rows are read, and once.
 
-Persistent thread blocks take tiles of a plan that is made from the group sizes on the device. Rows are operand A of
-wgmma and weights operand B, as in `small_matmul`. A tile begins at a group's own row: an aligned one would straddle two
-groups almost always. So a group of up to 64 rows (few rows: bound by HBM) or 128 (many: bound by the tensor cores) is
-one tile, and where it ends a copy of fewer rows, not a mask, keeps the next group's rows whole.
+Persistent CTAs process the tiles of a plan that is made from the group sizes on the device. Rows are operand A of wgmma
+and weights operand B, as in `small_matmul`. A tile begins at its group's first row: an aligned one would almost always
+straddle two groups. So a group of up to 64 rows (few rows: bound by HBM) or 128 (many: bound by the tensor cores) is
+one tile, and at its end a copy of fewer rows, rather than a mask, keeps the next group's rows intact.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ MAX_TILE = 256  # weight rows of one wgmma
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut; `heuristic` picks one."""
+    """How the work is divided; `heuristic` picks one."""
 
     rows: int
-    """Of a tile: 64, or 128 for two computing warpgroups."""
+    """Rows of a tile: 64, or 128 for two computing warpgroups."""
     outputs: int
-    """Of a tile: a multiple of 64. With gate and up, of each of them."""
+    """Outputs of a tile, of gate and up each: a multiple of 64."""
     block_k: int
-    """Of K, a step of the ring: a multiple of 64."""
+    """Columns of K per step of the ring: a multiple of 64."""
     stages: int
     """Steps in the ring."""
     num_blocks: int = NUM_SMS
-    """Thread blocks."""
+    """Number of CTAs."""
 
     def shared_memory(self, *, is_gated: bool) -> int:
-        """Bytes of a thread block."""
+        """Return the shared memory of a CTA in bytes."""
         step = (self.rows + self.outputs * (1 + is_gated)) * self.block_k * 2
         return self.stages * step + self.rows * self.outputs * 2
 
 
 def check_supported(x: Float[Array, "M K"], weight: Float[Array, "X *halves N K"]) -> None:
-    """Raises NotImplementedError with the reason if the kernel cannot do it."""
+    """Raise NotImplementedError with the reason if the kernel does not support these operands."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"the grouped matmul takes bfloat16 or float16, got x of {x.dtype} and a weight of {weight.dtype}"
@@ -68,7 +68,7 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
     num_used = num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
 
     def balance(outputs: int) -> float:
-        """Of the SMs' time, what is work if all tiles take equally long."""
+        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
         tiles = num_used * -(-num_outputs // outputs)
         return tiles / (-(-tiles // NUM_SMS) * NUM_SMS) if tiles else 1.0
 
@@ -78,7 +78,7 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
 
 
 def _with_ring(*, rows: int, outputs: int, depth: int, is_gated: bool) -> Config:
-    """Long steps if there is room for four of them: fewer barriers, and longer runs of memory."""
+    """Return a configuration with the longest steps of which four fit: fewer barriers, and longer runs of memory."""
     for block_k in (256, 128, 64):
         empty = Config(rows=rows, outputs=outputs, block_k=block_k, stages=0)
         one = dataclasses.replace(empty, stages=1)
@@ -100,9 +100,9 @@ def grouped_matmul_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    """See `grouped_matmul`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernel, see `grouped_matmul`. Raises NotImplementedError for what it does not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     check_supported(x, weight)
     num_rows, depth = x.shape
@@ -140,7 +140,7 @@ def grouped_matmul_sm90(
     return y[:num_rows]
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
     x: Float[Array, "M K"],
@@ -168,7 +168,7 @@ def _call(
         *inputs, y, x_views, ring, out_views, full, free = refs
         x_smem, x_boxes = x_views
         out_smem, out_boxes = out_views
-        if problem.interpret:  # where each view has bytes of its own
+        if problem.interpret:  # in which views do not alias
             x_boxes, out_boxes = x_smem, out_smem
         group, row, num_rows, first, x, weight, *bias = inputs
         gmem = Global(group, row, num_rows, first, x, weight, bias[0] if bias else None, y)

@@ -1,7 +1,7 @@
-"""The body of the Hopper kernel of the grouped matmul: what the warpgroups of a thread block do. See sm90.py.
+"""The body of the Hopper kernel of the grouped matmul: the work of a CTA's warpgroups. See sm90.py.
 
 An item is a tile of the plan's rows times a tile of outputs. The last warpgroup copies weights and rows into a ring in
-shared memory, as far ahead as there is room; each of the others multiplies 64 of the tile's rows.
+shared memory, as far ahead as it has room; each of the others multiplies 64 of the tile's rows.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from pallas_kernels.registers import written
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 BAND = 8
-"""Tiles of rows that are taken together before the next ones: blocks that run at a time share weights and rows."""
+"""Row tiles that are processed together before the next ones, so that concurrent CTAs use the same weights and rows."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -26,10 +26,10 @@ _int = jnp.int32
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     outputs: int
-    """Of a tile, that is of each half of it."""
+    """Outputs of each half (gate, up) of a tile."""
     halves: int
     """Gate and up, or one."""
     block_k: int
@@ -51,12 +51,12 @@ class Problem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of an item."""
+        """Number of steps per item."""
         return -(-self.depth // self.block_k)
 
     @property
     def parts(self) -> int:
-        """That the rows of a step are copied in."""
+        """Number of parts in which the rows of a step are copied."""
         return self.block_k // COLUMNS
 
 
@@ -69,17 +69,17 @@ class Global(NamedTuple):
     first: Any
     x: Any
     weight: Any
-    """[X * halves, N, K]"""
+    """Weights, [X * halves, N, K]."""
     bias: Any
-    """[X * halves, N], N padded to whole tiles; None: there is none."""
+    """Bias, [X * halves, N] with N padded to whole tiles, or None."""
     y: Any
 
 
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    The rows' and the result's have two views each, of the same bytes: as wgmma and registers take them, and as boxes of
-    64 columns, which may be copied from and to any row.
+    The rows and the result have two views of the same bytes each: one as wgmma and registers use them, and one as boxes
+    of 64 columns, which may be copied from and to any row.
     """
 
     x: Any
@@ -102,14 +102,14 @@ class Item(NamedTuple):
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
     num_items = num_tiles * problem.output_tiles
     num_own = lax.div(lax.max(num_items - block + (problem.num_blocks - 1), _int(0)), _int(problem.num_blocks))
 
     def item_at(turn) -> Item:
-        """This block's; one behind the last may be asked for too."""
+        """Return an item of this CTA; `turn` may also be one past the last."""
         index = lax.max(lax.min(block + turn * problem.num_blocks, num_items - 1), _int(0))
         band = lax.div(index, _int(BAND * problem.output_tiles))
         within = index - band * (BAND * problem.output_tiles)
@@ -146,7 +146,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
 
 def _copy(problem: Problem, gmem: Global, smem: Shared, item: Item, first_step) -> None:
-    """Weights and rows of an item."""
+    """Copy the weights and rows of an item."""
 
     def one_step(k, _):
         slot = lax.rem(first_step + k, _int(problem.stages))
@@ -163,8 +163,8 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item: Item, first_step) 
                 full,
             )
         for unit in range(problem.units):
-            # Behind the group's last row may be anything: a row of x has part in a row of the result only. A warpgroup
-            # without rows gets the item's first ones, for what it waits for is to come.
+            # Whatever follows the group's last row: a row of x only affects the same row of the result. A warpgroup
+            # without rows gets the item's first ones, because it waits for a copy.
             has_rows = item.num_rows > unit * ROWS
             row = item.row + lax.select(has_rows, _int(unit * ROWS), _int(0))
             num_rows = lax.select(has_rows, item.num_rows - unit * ROWS, _int(1))
@@ -182,7 +182,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item: Item, first_step) 
 
 
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, item: Item, first_step) -> None:
-    """A computing warpgroup's share of an item: 64 of its rows, or fewer, or none."""
+    """Compute a warpgroup's part of an item: 64 of its rows, or fewer, or none."""
     num_rows = item.num_rows - wg * ROWS
 
     @pl.when(num_rows <= 0)
@@ -208,7 +208,7 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, item: Item, first
 
 
 def _multiply(problem: Problem, smem: Shared, wg, first_step, acc) -> Float[Array, "64 N"]:
-    """The sums of an item. A step's slot is given back when the products of the next one are on their way."""
+    """Compute the sums of an item. A step's slot is released when the products of the next step have been issued."""
 
     def one_step(k, _):
         step = first_step + k
@@ -236,7 +236,7 @@ def _bias(problem: Problem, gmem: Global, item: Item, half: int) -> Float[Array,
 
 
 def _store(problem: Problem, gmem: Global, smem: Shared, values, wg, item: Item, num_rows) -> None:
-    """The first rows of a warpgroup's result: as one box of 64, or as boxes of 8 and what is left."""
+    """Store the first rows of a warpgroup's result: as one box of 64, or as boxes of 8 and of the remaining rows."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
     values = values.astype(gmem.y.dtype)
     parts = range(problem.outputs // COLUMNS)

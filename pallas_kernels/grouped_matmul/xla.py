@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 TILES = (1, 8, 64)
 """Rows that one turn of the loop multiplies."""
 FEWEST_ROWS = (1, 2, 32)
-"""A turn takes the last of the TILES for which its group has still as many rows.
+"""Minimum remaining rows of a group for which an iteration processes each of the TILES; the largest one is used.
 
-On two cores with weights of 1024 x 1024 in float32 a turn of 8 rows takes 0.4 ms, as does one of 1 row: the weight is
-what it reads; one of 64 rows takes 2.2 ms.
+On two cores with weights of 1024 x 1024 in float32 an iteration of 8 rows takes 0.4 ms, as does one of 1 row, since it
+is bound by reading the weight; one of 64 rows takes 2.2 ms.
 """
 
 
@@ -27,7 +27,8 @@ def grouped_matmul_xla(
 ) -> Float[Array, "M N"]:
     """See `grouped_matmul`."""
     num_groups, depth = weight.shape[0], weight.shape[-1]
-    # ragged_dot is dense over the groups on a CPU: the loop's turns are as many as the rows need, known on the device.
+    # ragged_dot is dense over the groups on a CPU; the loop only has the iterations that the rows need, counted on the
+    # device.
     matrices = weight.reshape(num_groups, -1, depth)
     y = lax.platform_dependent(x, matrices, group_sizes, cpu=_loop, default=ragged_dot)
     if bias is not None:
