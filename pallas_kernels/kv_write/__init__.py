@@ -1,4 +1,4 @@
-"""What fills a paged KV cache: norms of heads, rotary positions, and the scatter of keys and values."""
+"""Fill a paged KV cache: head norms, rotary positions, and the scatter of keys and values."""
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import Implementation, rope_and_write_kv

@@ -1,4 +1,4 @@
-"""Bench rows of `rope_and_write_kv`: steps of a Llama-3-8B layer, and of one that has norms of heads besides."""
+"""Benchmark of `rope_and_write_kv`: steps of a Llama-3-8B layer, and of one with head norms."""
 
 import functools
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ _LAYERS = 16
 
 
 def rope_and_write_kv_rows() -> Iterator[Row]:
-    """A row for each number of tokens and implementation, of a layer among others.
+    """Yield a row for each number of tokens and implementation, timed as one layer of several.
 
-    A layer's queries go into the next one's `qkv` by an addition, so that XLA keeps all of them, in order; what the
-    addition alone takes is subtracted.
+    A layer's queries go into the next layer's `qkv` by an addition, so that XLA keeps all of them, in order; the time
+    of the addition alone is subtracted.
     """
     for num_tokens in (1, 16, 64, 256, 2048, 8192) if on_gpu() else (1, 64):
         num_bytes = 2 * num_tokens * _HEAD_DIM * 2 * (_HEADS + 2 * _KV_HEADS)

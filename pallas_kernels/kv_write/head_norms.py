@@ -1,4 +1,4 @@
-"""What `rope_and_write_kv` is told of norms over the heads of queries and keys."""
+"""The parameters of norms over the heads of queries and keys in `rope_and_write_kv`."""
 
 import dataclasses
 from typing import no_type_check
@@ -11,7 +11,9 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467) of each head by itself, with gains that heads share."""
+    """RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467) of each head separately, with the same gains for all
+    heads.
+    """
 
     q_gain: Float[Array, " D"]
     k_gain: Float[Array, " D"]

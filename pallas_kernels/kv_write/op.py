@@ -1,7 +1,7 @@
-"""The public operations: put a step's keys and values into their pages, before the attentions read them from there.
+"""The public operations: write a step's keys and values to their pages, before the attentions read them.
 
-`rope_and_write_kv` takes the fused projection of a layer and does all that lies between it and the attention;
-`write_kv` is for keys and values that have been made otherwise.
+`rope_and_write_kv` takes the fused projection of a layer and does everything between it and the attention; `write_kv`
+takes finished keys and values.
 """
 
 from typing import Literal, get_args
@@ -25,21 +25,21 @@ def rope_and_write_kv(
     head_norms: HeadNorms | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """Rotate T tokens' queries and keys, write keys and values to their places; the queries and the changed pages.
+    """Rotate T tokens' queries and keys, and write keys and values to their pages; return the queries and the changed
+    pages.
 
-    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `head_norms` come
-    first, if there are any: each query and each key by itself. `rotation` is the cosine and the sine of each token's
-    angles, float32: the pairs (i, i + half) of queries and keys are turned by them (Su et al. 2021,
-    arXiv:2104.09864), what a head has beyond 2 * half stays; None: all of it does. Both are computed in float32, and
-    what they give is rounded once; a model that rounds between them, as those of transformers do, differs by that.
+    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `head_norms`, if
+    given, are applied first, to each query and each key separately. `rotation` is the cosine and the sine of each
+    token's angles, float32: the pairs (i, i + half) of queries and keys are rotated by them (Su et al. 2021,
+    arXiv:2104.09864), and the dimensions of a head from 2 * half on are unchanged; None rotates nothing. Both are
+    computed in float32, and the result is rounded once, unlike in transformers' models, which also round in between.
 
-    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more:
-    these are dropped. Values are cast to the dtype of the pages. Pages are changed in place where the caller donates
-    them.
+    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
+    are dropped. Values are cast to the dtype of the pages. Pages are changed in place if the caller donates them.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation, a head without queries or gains of another size than a head; NotImplementedError for dtypes and
-    shapes that "sm90", the kernel for Hopper GPUs, cannot do.
+    implementation, a head without queries or gains that differ from a head in size; NotImplementedError for dtypes and
+    shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

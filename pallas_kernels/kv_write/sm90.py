@@ -1,9 +1,9 @@
-"""`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel where XLA makes three to seven.
+"""`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel instead of XLA's three to seven.
 
-A thread block takes some tokens of one or more vectors of `qkv`, which are queries, keys or values: it copies them into
-shared memory as two halves, turns those against each other, and copies them out: queries all at once, keys and values
-token by token to their pages. So threads hold cosines and vectors in the same places, and nothing is spread over heads.
-Norms are over the lanes of a warp, which then holds whole tokens.
+A CTA processes some tokens of one or more vectors of `qkv`, which are queries, keys or values: it copies them into
+shared memory as two halves, rotates these, and copies them out, queries all at once, keys and values token by token to
+their pages. So threads hold cosines and vectors at the same indices, and nothing is broadcast over heads. Norms are
+reduced over the lanes of a warp, which then holds whole tokens.
 """
 
 import dataclasses
@@ -25,17 +25,20 @@ _WARPGROUP = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a thread block takes; `heuristic` picks one."""
+    """The work of a CTA; `heuristic` picks one."""
 
     tokens: int
-    """4, 8 or 16; times half of what is turned, and times what is not, a multiple of 128."""
+    """Tokens: 4, 8 or 16. Times half of the rotated dimensions, and times the others, it must be a multiple of 128."""
     vectors: int
-    """Of the members of `qkv`: a divisor of their number."""
+    """Vectors of the members of `qkv`: a divisor of their number."""
 
 
 def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int) -> Config:
-    """As many thread blocks as there can be for few tokens, up to 3 a multiprocessor: a block writes its tokens one
-    after the other. For many, cosines and sines that serve all of a head, if they and the head fit into shared memory.
+    """Return the configuration for a number of tokens.
+
+    For few tokens, use as many CTAs as possible, up to 3 per multiprocessor, because a CTA writes its tokens one after
+    another. For many, use the same cosines and sines for all vectors of a head, if they and the head fit into shared
+    memory.
     """
     tokens = 16
     if num_tokens > 512:
@@ -50,8 +53,8 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
 
 
 def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps):
-    """`refs`: the gains of queries and keys, if there are any, and `q` in global memory; then what lies in shared
-    memory, [vectors, 2, tokens, half] of it `halves`.
+    """Run one CTA. `refs` are the gains of queries and keys, if there are any, and `q` in global memory, then arrays in
+    shared memory, of which `halves` is [vectors, 2, tokens, half].
     """
     *gains, q = refs[:-6]
     halves, rests, cosines, sines, places, full = refs[-6:]
@@ -125,7 +128,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
         pl.when(member < members - 2)(functools.partial(copy_queries, kv_head, member, smem))
         pl.when(member == members - 2)(functools.partial(write, k_pages, kv_head, smem))
         pl.when(member == members - 1)(functools.partial(write, v_pages, kv_head, smem))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must last so long
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must stay valid until then
 
 
 def _load(ref, layout):
@@ -133,12 +136,12 @@ def _load(ref, layout):
 
 
 def _layout_in_order(tokens: int, size: int):
-    """Of [tokens, size]: threads have neighbours in memory."""
+    """Return the layout of [tokens, size] in which neighbouring threads hold neighbours in memory."""
     return plgpu.Layout.WG_STRIDED((tokens, size), vec_size=math.gcd(tokens * size // _WARPGROUP, 4))
 
 
 def _layout_in_warps(tokens: int, size: int):
-    """Of [tokens, size]: a token is spread over 8 to 32 lanes of one warp."""
+    """Return the layout of [tokens, size] in which a token is spread over 8 to 32 lanes of one warp."""
     lanes = max(8, _WARPGROUP // tokens)
     vector = math.gcd(size // lanes, 4)
     rows = _WARPGROUP // lanes
@@ -150,7 +153,9 @@ def _layout_in_warps(tokens: int, size: int):
 
 
 def _norm(parts, gains, layouts, eps):
-    """The RMS norm of vectors that lie in parts: two of the same size, and the rest; [tokens, size] each, float32."""
+    """Return the RMS norm of vectors split into parts, [tokens, size] each in float32: two of equal size, and the
+    rest.
+    """
     size = sum(part.shape[1] for part in parts)
     first, second, *rest = (part * part for part in parts)
     mean = sum((jnp.sum(squares, axis=1) for squares in rest), jnp.sum(first + second, axis=1)) * (1 / size)
@@ -188,7 +193,7 @@ def rope_and_write_kv_sm90(
     return _call(qkv, k_pages, v_pages, write_index, rotation, head_norms, half=half, config=config)
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("half", "config"))
 def _call(
     qkv: Float[Array, "T K members D"],
@@ -204,7 +209,7 @@ def _call(
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in place by the kernel
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)

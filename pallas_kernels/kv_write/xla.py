@@ -14,10 +14,10 @@ def write_kv(
     v: Float[Array, "T K D"],
     write_index: Int[Array, " T"],
 ) -> tuple[Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """Write T tokens' keys and values to their places; in place where the caller donates the pages.
+    """Write T tokens' keys and values to their pages, in place if the caller donates them.
 
-    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more:
-    these are dropped. Values are cast to the dtype of the pages.
+    `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
+    are dropped. Values are cast to the dtype of the pages.
     """
     return write_pages(k_pages, k, write_index), write_pages(v_pages, v, write_index)
 
@@ -25,7 +25,7 @@ def write_kv(
 def write_pages(
     pages: Float[Array, "P K S D"], values: Float[Array, "T K D"], write_index: Int[Array, " T"]
 ) -> Float[Array, "P K S D"]:
-    """As `write_kv`, for one pool of pages."""
+    """Write values to one pool of pages, as `write_kv` does."""
     page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
     # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).
     return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
@@ -51,7 +51,7 @@ def norm_and_rotate(
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"]]:
-    """The queries and the keys of `rope_and_write_kv`: computed in float32, rounded once."""
+    """Return the queries and the keys of `rope_and_write_kv`, computed in float32 and rounded once."""
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     q = qkv[:, :, :-2].reshape(num_tokens, num_kv_heads * (members - 2), head_dim).astype(jnp.float32)
     k = qkv[:, :, -2].astype(jnp.float32)

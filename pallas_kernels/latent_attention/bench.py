@@ -1,4 +1,4 @@
-"""Bench rows of `latent_attention`: steps of one layer of DeepSeek V2 Lite (16 heads), and of V3 with all 128 heads."""
+"""Benchmark of `latent_attention`: steps of one layer of DeepSeek V2 Lite (16 heads), and of V3 with all 128 heads."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ class _Step(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the vector of a position."""
+        """Size of a position's vector."""
         return self.latent_size + self.rotated_size
 
     @property
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of vectors, queries and results in 16 bits."""
+        """Bytes of vectors, queries and results in 16 bits."""
         contexts = sum(context for _, context in self.chunks)
         return 2 * (contexts * self.size + self.num_tokens * self.num_heads * (self.size + self.latent_size))
 
@@ -59,7 +59,7 @@ _SMALL = (_decode(4, 256, 4), _Step("chunk of 128", ((128, 128),), 4))
 
 
 def latent_attention_rows() -> Iterator[Row]:
-    """A row for each step and implementation; on a GPU plain XLA for a step of each kind."""
+    """Yield a row for each step and implementation; on a GPU, plain XLA runs only the smallest steps."""
     for step in _FULL if on_gpu() else _SMALL:
         implementations: tuple[Implementation, ...] = ("xla",)
         if on_gpu():
@@ -74,7 +74,7 @@ def latent_attention_rows() -> Iterator[Row]:
 
 
 def _layout(step: _Step) -> dict[str, Any]:
-    """The layout of a step, its blocks scattered over the pool."""
+    """Return the layout of a step, its pages scattered over the pool."""
     blocks = [math.ceil(context / step.block_size) for _, context in step.chunks]
     tables = np.zeros((len(blocks), max(blocks)), np.int32)
     pages = np.random.default_rng(0).permutation(sum(blocks))
@@ -92,7 +92,7 @@ def _layout(step: _Step) -> dict[str, Any]:
 
 
 def _arrays(step: _Step, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Queries and pages."""
+    """Return random queries and pages."""
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     num_blocks = sum(math.ceil(context / step.block_size) for _, context in step.chunks)
     shapes = (step.num_tokens, step.num_heads, step.size), (num_blocks, 1, step.block_size, step.size)

@@ -1,7 +1,7 @@
-"""What the Hopper kernel needs and Pallas does not offer: scores masked at no register a column, and the first rows of
-a matrix stored from registers.
+"""Device operations of the Hopper kernel that Pallas lacks: masking scores without a register per column, and storing
+the first rows of a matrix from registers.
 
-Each acts as one warpgroup. The interpreter knows none of them: `interpret` swaps in what it can do.
+Each is executed by one warpgroup. The interpreter supports none of them: `interpret` replaces them.
 """
 
 import functools
@@ -34,7 +34,9 @@ def mask_after(scores, last, *, interpret: bool):
 
 
 def store_first_rows(ref, x, *, row, num_rows, column: int, interpret: bool) -> None:
-    """The first `num_rows` of [64, columns] float32 in WGMMA layout, to global memory of any dtype at [row, column]."""
+    """Store the first `num_rows` of [64, columns] float32 in WGMMA layout to global memory of any dtype at [row,
+    column].
+    """
     if interpret:
         x = x.astype(ref.dtype)
 
@@ -78,7 +80,7 @@ def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:
                 own_column = arith.addi(first_column, mgpu.c(column + 8 * matrix, i32))
                 place = [arith.index_cast(index, i) for i in (arith.addi(row, own_row), own_column)]
                 values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
-                # Narrowed here, and not all before the first is stored, for which there are no registers.
+                # Narrowed here rather than all before the first store, for which there are not enough registers.
                 vector.store(values if values.type == dtype else arith.truncf(dtype, values), ref, place)
 
 

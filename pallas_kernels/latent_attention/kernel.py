@@ -1,8 +1,9 @@
-"""The body of the Hopper kernel: what the warpgroups of a thread block do. See sm90.py.
+"""The body of the Hopper kernel: the work of a CTA's warpgroups. See sm90.py.
 
-Items are the tiles of a share, or what it has of them. The copying warpgroup runs ahead, held only by the room that
-there is in shared memory. The first of the two computing warpgroups makes the weights of a block of keys, with a
-running softmax, and adds up the first half of the values' columns; the other, with the same weights, the second half.
+Items are the tiles of a share (a CTA's part of the work), or the parts of tiles within it. The copying warpgroup runs
+ahead, limited only by the room in shared memory. The first of the two computing warpgroups computes the weights of a
+block of keys, with a running softmax, and adds up the first half of the values' columns; the second adds up the other
+half, with the same weights.
 """
 
 import functools
@@ -23,7 +24,7 @@ LOG2E = math.log2(math.e)
 LOWEST = -1e30
 
 REGISTERS = (256, 208, 40)
-"""Of a thread in each warpgroup."""
+"""Registers per thread in each warpgroup."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
@@ -32,7 +33,7 @@ _int = jnp.int32
 
 
 class Problem(NamedTuple):
-    """What is known when the kernels are compiled."""
+    """Compile-time parameters of the kernels."""
 
     num_heads: int
     latent_size: int
@@ -41,9 +42,9 @@ class Problem(NamedTuple):
     stages: int
     num_shares: int
     part_rows: int
-    """Of ROWS, those that a tile can have at most."""
+    """Maximum rows of a tile, at most ROWS."""
     columns: int
-    """That the swizzle mixes."""
+    """Columns per swizzled row."""
     scale: float
     interpret: bool
 
@@ -65,15 +66,18 @@ class Global(NamedTuple):
     out: Any
     """[T * H, R]"""
     parts: Any
-    """[2 * num_shares, part_rows, R] float32: of each place, and behind those what a share keeps of its last tile."""
+    """Partial results [2 * num_shares, part_rows, R] in float32: one per `place`, then the part of each share's last
+    tile.
+    """
     part_lse: Any
 
 
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    The queries have two views, of the same bytes: as wgmma takes them, and as boxes of 64 rows and a few columns, which
-    may be copied from any row. Vectors lie in two arrays: the left half of the latent, and the rest of the vector.
+    The queries have two views of the same bytes: one as wgmma uses them, and one as boxes of 64 rows and a few columns,
+    which may be copied from any row. Vectors are split into two arrays: the left half of the latent, and the rest of
+    the vector.
     """
 
     q: Any
@@ -83,7 +87,7 @@ class Shared(NamedTuple):
     right: Any
     weights: Any
     fade: Any
-    """What of earlier sums is left, for the second warpgroup; in the end what they are to be multiplied by."""
+    """Factor of earlier sums, for the second warpgroup; at the end, the factor of the result."""
     q_full: Any
     q_free: Any
     left_full: Any
@@ -95,26 +99,26 @@ class Shared(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What the copying warpgroup tells the others, in one of two slots of `Shared.item`."""
+    """The copying warpgroup's message to the others, in one of the two slots of `Shared.item`."""
 
     seen: Any
     context: Any
     first: Any
     end: Any
-    """Of the blocks of keys."""
+    """End of the item's blocks of keys."""
     query: Any
     num_queries: Any
     """0 if there is nothing to do."""
     place: Any
-    """Of the part; -1: this is all of the tile, whose result it is."""
+    """Index of the partial result; -1 if this is the whole tile, which is written to the result."""
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "share"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "share")."""
     share = lax.axis_index("share")
 
     def for_each_item(visit) -> None:
-        """`n = visit(i, item slot, n)`; n counts blocks of keys."""
+        """Call `n = visit(i, item slot, n)` for each item; n counts blocks of keys."""
         num_tiles = gmem.shares[3, share]
         lax.fori_loop(_int(0), num_tiles, lambda i, n: visit(i, smem.item.at[lax.rem(i, _int(2))], n), _int(0))
 
@@ -146,12 +150,14 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         for barrier in (smem.q_free, *slots_of(smem.left_free), *slots_of(smem.right_free)):
             plgpu.barrier_wait(barrier)  # none ends unobserved
 
-    # One switch: what one warpgroup needs takes no registers of another.
+    # One switch, so that no warpgroup needs registers for the code of another.
     lax.switch(lax.axis_index("wg"), (weigh, follow, copy))
 
 
 def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, places, n):
-    """Queries and vectors of an item. A part goes to the first of the places if its tile began in an earlier share."""
+    """Copy the queries and vectors of an item. Its partial result, if it is one, goes to the first of `places` if the
+    tile began in an earlier share, else to the second.
+    """
     row, query, num_queries, seen, last_seen, context, unit = (gmem.tiles[field, tile] for field in range(7))
     num_blocks = lax.div(last_seen + (problem.block_kv - 1), _int(problem.block_kv))
 
@@ -176,11 +182,11 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
         item_slot[field] = value
     plgpu.barrier_arrive(smem.q_full)
     for part in range(smem.q.shape[0]):
-        # Rows past the tile's are those of others: whatever comes of them is not written.
+        # Rows beyond the tile's belong to other tiles: their results are not written.
         columns = pl.ds(part * problem.columns, problem.columns)
         plgpu.copy_gmem_to_smem(gmem.q.at[pl.ds(query, ROWS), columns], smem.q_boxes.at[part], smem.q_full)
 
-    # Past the context the last page comes again.
+    # Beyond the context the last page is copied again.
     last_page = lax.max(lax.div(context - 1, _int(problem.block_size)), _int(0))
     chunk = min(problem.block_kv, problem.block_size)
 
@@ -210,7 +216,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
 
 
 def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
-    """The first computing warpgroup's work on an item."""
+    """Run the first computing warpgroup on an item."""
     plgpu.barrier_wait(smem.q_full)
     first, end = _read(item_slot, "first", "end")
 
@@ -266,7 +272,7 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
 
 
 def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
-    """The second computing warpgroup's work on an item."""
+    """Run the second computing warpgroup on an item."""
     plgpu.barrier_wait(smem.q_full)
     context, first, end = _read(item_slot, "context", "first", "end")
     plgpu.barrier_arrive(smem.q_free)  # the slot lasts until this warpgroup has been here for the next item
@@ -305,7 +311,7 @@ def _zeros(problem: Problem):
 
 
 def _seen_beyond(problem: Problem, item_slot):
-    """How much farther than the first query of an item each of them sees."""
+    """Return how many positions more than the first query each query of an item attends to."""
     query = plgpu.broadcasted_iota(_int, (ROWS,), 0, layout=_ROW_LAYOUT)
     [first] = _read(item_slot, "query")
     query = query + lax.rem(first, _int(problem.num_heads))
@@ -327,7 +333,7 @@ def _clean(problem: Problem, values, num_held) -> None:
 
 
 def _scores(problem: Problem, smem: Shared, slot):
-    """Of the queries with the keys in a slot, of which the left half is there."""
+    """Return the scores of the queries with the keys in a slot, whose left half has arrived."""
     left, right = (
         [vectors.at[slot, :, pl.ds(column, problem.columns)] for column in range(0, vectors.shape[2], problem.columns)]
         for vectors in (smem.left, smem.right)
@@ -363,7 +369,7 @@ def _float(x):
 
 
 def _store(problem: Problem, gmem: Global, item_slot, acc, factor, *, column: int) -> None:
-    """A warpgroup's half of the result, or of a part of it."""
+    """Store a warpgroup's half of the result, or of a partial result."""
     query, num_queries, place = _read(item_slot, "query", "num_queries", "place")
     acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
     store = functools.partial(store_first_rows, num_rows=num_queries, column=column, interpret=problem.interpret)

@@ -1,4 +1,4 @@
-"""The second Hopper kernel of latent attention: results of the tiles of which several shares have parts."""
+"""The second Hopper kernel of latent attention: combine the partial results of tiles that were cut between shares."""
 
 import math
 
@@ -11,7 +11,7 @@ from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.latent_attention.kernel import LOWEST, Problem
 
 NUM_BLOCKS, WARPGROUPS = NUM_SMS, 4
-"""Thread blocks, and warpgroups in each: a warpgroup puts together one query after the other."""
+"""CTAs, and warpgroups per CTA: a warpgroup combines one query after another."""
 
 _AT_ONCE = 16  # parts whose loads are in flight
 
@@ -19,7 +19,7 @@ _int = jnp.int32
 
 
 def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
     first = lax.axis_index("wg") * NUM_BLOCKS + lax.axis_index("block")
     size = problem.latent_size
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // 128, 4))
@@ -33,7 +33,7 @@ def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
             found = []
             for j in range(_AT_ONCE):
                 number = step * _AT_ONCE + j
-                # Past the last one, the first share's again with no weight.
+                # Beyond the last one, the first share's part is loaded again with weight 0.
                 is_there = number <= num_others
                 place = share + lax.select(is_there & (number > 0), number, _int(problem.num_shares))
                 lse = lax.select(is_there, part_lse[place, row], jnp.float32(LOWEST))

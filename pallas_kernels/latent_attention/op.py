@@ -24,23 +24,23 @@ def latent_attention(
     is_decode_only: bool = False,
     implementation: Implementation = "xla",
 ) -> Float[Array, "T H R"]:
-    """Causal attention of T tokens of B sequences, ragged, to vectors that are keys and, in part, values.
+    """Compute causal attention of T tokens of B sequences, ragged, over vectors that are keys and, in part, values.
 
-    Of each position, pages hold one vector for all heads: a latent of `latent_size` R, then the rotated key. All of it
-    is the position's key, the latent alone its value; queries are absorbed likewise (Liu et al. 2024,
+    For each position, pages hold one vector for all heads: a latent of size `latent_size` R, then the rotated key. The
+    whole vector is the position's key, the latent alone its value; queries are absorbed accordingly (Liu et al. 2024,
     arXiv:2405.04434). Row b owns the tokens [query_starts[b], query_starts[b + 1]): the first `num_decode_rows` rows
-    have one token each, then come others up to `num_rows`. A row's context are its first `seq_lens[b]` positions (this
-    step's tokens included), page `block_tables[b, n]` holding the positions [n * S, (n + 1) * S). Its query i stands
-    at position seq_lens[b] - query_len[b] + i and attends to that position and those before it; `scale` multiplies the
+    have one token each, followed by others up to `num_rows`. A row's context is its first `seq_lens[b]` positions (this
+    step's tokens included), with page `block_tables[b, n]` holding the positions [n * S, (n + 1) * S). Its query i has
+    position seq_lens[b] - query_len[b] + i and attends to that position and those before it; `scale` multiplies the
     scores. `is_decode_only`: T is B, and no row has more than one token.
 
     Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens of no row get
-    0. Pages and positions outside a row's context are never let into its result, whatever they hold (NaN too). Cost
+    0. Pages and positions outside a row's context never affect its result, whatever they contain (NaN too). Cost
     follows the tokens and contexts in use, not T, B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation or a latent that is no part of the vectors; NotImplementedError for dtypes and shapes that "sm90",
-    the kernel for Hopper GPUs, cannot do.
+    implementation or a latent that is not part of the vectors; NotImplementedError for dtypes and shapes that "sm90",
+    the kernel for Hopper GPUs, does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

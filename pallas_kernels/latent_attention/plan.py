@@ -1,8 +1,8 @@
-"""Who computes what in the Hopper kernel: a step's tiles, cut into equal shares.
+"""The work distribution of the Hopper kernel: a step's tiles, divided into equal shares, one per CTA.
 
-A tile is up to 64 queries of one row: its tokens' heads, one token after the other. The blocks of keys that tiles
-attend to are laid out in a line, tile after tile, and a share is a stretch of it, wherever the cuts fall (as in Osama
-et al. 2023, "Stream-K", arXiv:2301.03598). Made on the device; layers make equal plans, of which XLA keeps one.
+A tile is up to 64 queries of one row: its tokens' heads, one token after another. The blocks of keys that tiles attend
+to are laid out in a line, tile after tile, and a share is an interval of it, wherever the cuts fall (as in Osama et al.
+2023, "Stream-K", arXiv:2301.03598). The plan is made on the device; layers make equal plans, of which XLA keeps one.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 ROWS = 64
-"""Of a tile: what one wgmma instruction multiplies."""
+"""Rows of a tile, as multiplied by one wgmma instruction."""
 
 BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 8
-"""Units of work: of a block of keys, of beginning and ending a tile, and of putting a tile together that was cut."""
+"""Costs in units of work: of a block of keys, of beginning and ending a tile, and of combining a tile that was cut."""
 
 
 class Tiles(NamedTuple):
-    """The tiles of a step, in the order of its tokens. What lies behind the last one costs nothing."""
+    """The tiles of a step, in the order of its tokens. Entries after the last one cost nothing."""
 
     row: Int[Array, " W"]
     query: Int[Array, " W"]
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     context: Int[Array, " W"]
     """Positions that the row holds."""
     unit: Int[Array, " W"]
-    """Where the tile begins in the line."""
+    """First unit of the tile in the line."""
 
 
 class Shares(NamedTuple):
@@ -39,23 +39,23 @@ class Shares(NamedTuple):
 
     begin: Int[Array, " C"]
     end: Int[Array, " C"]
-    """In units."""
+    """Units where shares begin and end."""
     tile: Int[Array, " C"]
     num_tiles: Int[Array, " C"]
-    """Those that it has something of, from `tile` on."""
+    """Number of tiles that the share has a part of, from `tile` on."""
     place: Int[Array, " C"]
-    """Where to leave the part of its first tile, if that began in an earlier share."""
+    """Index for the partial result of its first tile, if that began in an earlier share."""
 
 
 class Cuts(NamedTuple):
-    """The tiles of which several shares have parts. What lies behind the last one has 0 queries."""
+    """The tiles that are cut between shares. Entries after the last one have 0 queries."""
 
     query: Int[Array, " C"]
     num_queries: Int[Array, " C"]
     share: Int[Array, " C"]
-    """That in which the tile begins."""
+    """Share in which the tile begins."""
     num_others: Int[Array, " C"]
-    """Parts that other shares have, left in the places behind that share's number."""
+    """Number of parts of other shares, stored at the indices from that share's number on."""
     num_cuts: Int[Array, " C"]
     """The number of such tiles, in each entry."""
 
@@ -79,8 +79,8 @@ def make_plan(
     num_shares: int,
     min_blocks: int,
 ) -> Plan:
-    """Tiles that cover all queries of `num_tokens` tokens, in shares of which none has less of a context than
-    `min_blocks` blocks of keys because of a cut.
+    """Return tiles that cover all queries of `num_tokens` tokens, in shares whose part of a context, if it is cut, has
+    at least `min_blocks` blocks of keys.
     """
     tiles = _tiles(seq_lens, query_starts, num_rows=num_rows, num_tokens=num_tokens, num_heads=num_heads)
     costs = jnp.where(tiles.num_queries > 0, BLOCK_COST * ((tiles.end + block_kv - 1) // block_kv) + TILE_COST, 0)
@@ -89,16 +89,16 @@ def make_plan(
     total = tile_ends[-1]
 
     def find(unit: Int[Array, " C"]) -> Int[Array, " C"]:
-        """The tile where a unit lies."""
-        # As a comparison with all, which is one small kernel where a binary search would be several.
+        """Return the tile that contains a unit."""
+        # Compares with all, which is one small kernel where a binary search would be several.
         index = jnp.sum(unit[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32)
         return jnp.minimum(index, len(tile_ends) - 1)
 
     size = -(-total // num_shares)
     smallest = BLOCK_COST * min_blocks
     begin = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, total)
-    # Better than shares of the same size are those that cut tiles into equal parts or not at all, if none becomes much
-    # larger by that.
+    # Better than shares of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
+    # larger.
     tile = find(begin)
     cost, unit = jnp.maximum(costs[tile], 1), tiles.unit[tile]
     num_parts = jnp.maximum((cost + size // 2) // jnp.maximum(size, smallest), 1)
@@ -119,7 +119,7 @@ def make_plan(
     is_mine = (share[:, None] == owner[None]) & is_part[None]
     num_others = jnp.sum(is_mine, axis=1, dtype=jnp.int32)
     number = jnp.cumsum(num_others > 0, dtype=jnp.int32)
-    # Of the shares with such a tile, in their order.
+    # The shares with such a tile, in order.
     is_number = (number[None] == share[:, None] + 1) & (num_others[None] > 0)
     cut_share = jnp.sum(jnp.where(is_number, share[None], 0), axis=1)
     cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)[cut_share]

@@ -1,9 +1,9 @@
-"""`latent_attention` for Hopper (sm_90a), in Mosaic GPU: one kernel for decode and prefill, persistent blocks.
+"""`latent_attention` for Hopper (sm_90a), in Mosaic GPU: one kernel for decode and prefill, with persistent CTAs.
 
-After FlashMLA's first form (DeepSeek 2025): 64 queries of a sequence, which are heads and tokens, are the rows of a
-tile; 64 vectors in shared memory are keys first, then values. A result of 64 x 512 floats is more than a warpgroup has
-registers for, so two have half of the columns each. Contexts are cut into equal shares for the thread blocks; a second
-kernel puts tiles together that were cut.
+As in FlashMLA's first version (DeepSeek 2025), 64 queries of a sequence, which are heads and tokens, are the rows of a
+tile; 64 vectors in shared memory are keys first, then values. A result of 64 x 512 floats does not fit into a
+warpgroup's registers, so two warpgroups have half of the columns each. Contexts are divided into equal shares for the
+CTAs; a second kernel combines tiles that were cut.
 """
 
 import dataclasses
@@ -23,24 +23,24 @@ from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut; `heuristic` picks one."""
+    """How the kernel divides its work; `heuristic` picks one."""
 
     block_kv: int
     """Keys a step: 64 or 128."""
     stages: int
-    """Blocks of keys in shared memory."""
+    """Number of blocks of keys in shared memory."""
     min_blocks: int
-    """Blocks of keys below which a part of a context is not worth the cut."""
+    """Minimum blocks of keys in a part of a context for which a cut is worthwhile."""
     num_blocks: int = NUM_SMS
-    """Thread blocks."""
+    """Number of CTAs."""
 
     def shared_memory(self, size: int) -> int:
-        """Bytes of a thread block, for vectors of `size`."""
+        """Return the shared memory of a CTA in bytes, for vectors of `size`."""
         return 2 * (ROWS * size + self.stages * self.block_kv * size + ROWS * self.block_kv) + ROWS * 4
 
 
 def heuristic(size: int) -> Config:
-    """The first of the configurations, from fast to slow, that fits vectors of `size`."""
+    """Return the first of the configurations, from fast to slow, that fits vectors of `size`."""
     for stages in (4, 3, 2):
         config = Config(block_kv=64, stages=stages, min_blocks=2)
         if config.shared_memory(size) <= SHARED_MEMORY:
@@ -63,9 +63,9 @@ def latent_attention_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H R"]:
-    """See `latent_attention`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernels, see `latent_attention`. Raises NotImplementedError for what they do not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     del num_decode_rows  # rows with one token are as all others
     _check(q, pages, latent_size, scale)
@@ -100,7 +100,7 @@ def latent_attention_sm90(
 
 
 def _check(q: Float[Array, "T H D"], pages: Float[Array, "P 1 S D"], latent_size: int, scale: float) -> None:
-    """Raise NotImplementedError, with the reason, for what the kernel is not made for."""
+    """Raise NotImplementedError, with the reason, for operands that the kernel does not support."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != pages.dtype:
         raise NotImplementedError(f"q and pages must both be bfloat16 or both float16, got {q.dtype} and {pages.dtype}")
     if latent_size % 128 or latent_size > 512:
@@ -114,7 +114,7 @@ def _check(q: Float[Array, "T H D"], pages: Float[Array, "P 1 S D"], latent_size
         raise NotImplementedError(f"scale must be positive, got {scale}")
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
     q: Float[Array, "M D"],
@@ -139,7 +139,7 @@ def _call(
 
     def body(*refs):
         *given, (q_smem, q_boxes) = refs[: len(Global._fields) + 1]
-        if problem.interpret:  # where each view has bytes of its own
+        if problem.interpret:  # in which views do not alias
             q_boxes = q_smem
         kernel(problem, Global(*given), Shared(q_smem, q_boxes, *refs[len(Global._fields) + 1 :]))
 
@@ -179,7 +179,7 @@ def _call(
         thread_name="wg",
         compiler_params=parameters,
     )(q, pages, block_tables, jnp.stack(plan.tiles), jnp.stack(plan.shares))
-    out_ref = jax.new_ref(out)  # what the second kernel changes in place
+    out_ref = jax.new_ref(out)  # changed in place by the second kernel
     plgpu.kernel(
         functools.partial(merge, problem),
         kernel_name="merge_latent_attention",

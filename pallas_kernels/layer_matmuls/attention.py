@@ -1,8 +1,8 @@
 """A decode step's attention as the first part of the kernel: rotation, the new keys and values, and the heads.
 
-Each thread block has a share of all contexts (see `pallas_kernels.paged_attention.plan`), whose pages go through the
-ring of weights, before them. So the weights of the first matmul are on their way while this waits for whatever it waits
-for. A row's newest key and value are not read from their page: they are where its running softmax begins.
+Each CTA has a share of all contexts (see `pallas_kernels.paged_attention.plan`), whose pages go through the ring of
+weights, before them. So the weights of the first matmul arrive while the CTA waits for other work. A row's newest key
+and value are not read from their page: they are the initial state of its running softmax.
 """
 
 import functools
@@ -34,40 +34,42 @@ _int = jnp.int32
 
 
 class Context(NamedTuple):
-    """What a warpgroup of a thread block knows of the attention."""
+    """The state of a warpgroup in the attention."""
 
     problem: Problem
     gmem: Mapping[str, Any]
     blocks: Any
-    """The ring of weights, as blocks of keys or values."""
+    """The ring of weights, viewed as blocks of keys or values."""
     full: Any
-    """Of each block, an arrival for each of its pages."""
+    """Barriers of the blocks, with one arrival per page."""
     free: Any
     share: Any
 
     @property
     def num_slots(self) -> int:
-        """Of the ring."""
+        """Number of slots of the ring."""
         return self.blocks.shape[0]
 
     def slot(self, step: Any) -> Any:
-        """Where a step of the ring is."""
+        """Return the slot of a step of the ring."""
         return lax.rem(step, _int(self.num_slots))
 
     def for_each_tile(self, visit: Any, *carry: Any) -> Any:
-        """`carry = visit(tile, carry)` over the share."""
+        """Call `carry = visit(tile, carry)` for each tile of the share."""
         return for_each_tile(self.problem, self.gmem["shares"], self.gmem["lens"], self.share, visit, carry)
 
 
 def share_of(cta: Any) -> Any:
-    """The parts of a tile are put together by the share that has its beginning: by then the interpreter has run those
-    that have the others.
+    """Return the share of a CTA, in reverse order.
+
+    The parts of a tile are combined by the share with its beginning; in this order the interpreter has run the others
+    by then.
     """
     return NUM_SMS - 1 - cta
 
 
 def copy_contexts(context: Context) -> Any:
-    """All blocks of keys and of values of the share, and how many steps of the ring they take."""
+    """Copy all blocks of keys and values of the share; return the number of ring steps used."""
     problem, gmem = context.problem, context.gmem
     block_kv = problem.config.block_kv
     block_size = problem.block_size
@@ -78,7 +80,7 @@ def copy_contexts(context: Context) -> Any:
 
         def copy_block(block, _):
             last_page = lax.div(tile.seq_len - 1, _int(block_size))
-            # Past the end the last page comes again, which costs no memory traffic.
+            # Beyond the end the last page is copied again, which costs no memory traffic.
             columns = [lax.min(block * pages_per_block + i, last_page) for i in range(pages_per_block)]
             pages = [gmem["tables"][tile.row, column] for column in columns]
             for which, pool in enumerate((gmem["k_pages"], gmem["v_pages"])):
@@ -104,7 +106,7 @@ def copy_contexts(context: Context) -> Any:
 
 
 def attend(context: Context) -> Any:
-    """The heads of all tiles that begin in the share, and how many steps of the ring it took."""
+    """Compute the heads of all tiles that begin in the share; return the number of ring steps used."""
     problem, gmem = context.problem, context.gmem
     share, num_shares = context.share, problem.config.num_shares
 
@@ -153,7 +155,7 @@ def attend(context: Context) -> Any:
 
 
 def write_newest(context: Context) -> None:
-    """The newest keys and values to their pages: those of the tiles whose last block the share has."""
+    """Write the newest keys and values to their pages, for the tiles whose last block is in the share."""
     problem, gmem = context.problem, context.gmem
 
     def visit(tile, carry):
@@ -178,7 +180,7 @@ def _has_newest(tile: Any) -> Any:
 
 
 def _attend_to_blocks(context: Context, tile: Any, steps: Any) -> tuple[Any, Any, Any]:
-    """The running softmax's state after a tile's blocks in this share: the sum of values, maximum and total."""
+    """Return the running softmax's state after a tile's blocks in this share: the sum of values, maximum and total."""
     problem = context.problem
     queries = context.problem.queries_per_token
     q = _rotated(context, tile, 0, queries)
@@ -194,10 +196,10 @@ def _attend_to_blocks(context: Context, tile: Any, steps: Any) -> tuple[Any, Any
 
 
 def _add_block(context: Context, tile: Any, q: Any, steps: Any, block: Any, state: Any) -> Any:
-    """The state after one more block, of whose keys the newest is no part.
+    """Return the state after one more block, without the newest key.
 
-    Masked, whichever block it is: a loop for those that need not be would be more code than its time is worth, see
-    NOTES.md.
+    Every block is masked: a separate loop for those that need no mask would cost more in code than it saves in time,
+    see NOTES.md.
     """
     problem = context.problem
     block_kv = problem.config.block_kv
@@ -258,7 +260,7 @@ def _clear_from(context: Context, slot: Any, first: Any) -> None:
 
 
 def _newest_key(context: Context, tile: Any) -> Any:
-    """As it is stored, in each row of a matrix."""
+    """Return the newest key as it is stored, in each row of a matrix."""
     return _rotated(context, tile, context.problem.queries_per_token, 1).astype(jnp.float32)
 
 

@@ -1,4 +1,6 @@
-"""Bench rows of a layer of Llama 3 8B: its matmuls in one kernel, in four, in XLA's, and all of it in one or three."""
+"""Benchmark of a layer of Llama 3 8B: its matmuls in one kernel, in four, in XLA's, and the whole layer in one or
+three.
+"""
 
 import functools
 import itertools
@@ -18,14 +20,14 @@ _EPS = 1e-5
 _LAYERS = 6
 """With weights of their own, more than the L2 holds."""
 _CALLS = 24
-"""In one program: starting one takes as long as a kernel."""
+"""Calls per program, since launching a program takes as long as a kernel."""
 _BLOCK_SIZE = 16
 _CONTEXTS = ((1, 256), (8, 1024), (16, 512), (16, 4096), (1, 32768))
 """Rows and the tokens of each."""
 
 
 def layer_matmuls_rows() -> Iterator[Row]:
-    """A row for each number of rows and implementation; without a GPU, of a small layer in XLA."""
+    """Yield a row for each number of rows and implementation; without a GPU, of a small layer in XLA."""
     implementations = ("one kernel", "small_matmul", "xla") if on_gpu() else ("xla",)
     hidden, inner, outputs = (4096, 14336, 6144) if on_gpu() else (256, 896, 384)
     layers = [_weights(hidden, inner, outputs, seed) for seed in range(_LAYERS)]
@@ -39,7 +41,7 @@ def layer_matmuls_rows() -> Iterator[Row]:
 
 
 def decode_layer_rows() -> Iterator[Row]:
-    """A row for each batch and implementation; without a GPU, of a small layer in XLA."""
+    """Yield a row for each batch and implementation; without a GPU, of a small layer in XLA."""
     implementations = ("one kernel", "three kernels") if on_gpu() else ("xla",)
     head_dim, num_kv_heads, queries = (128, 8, 4) if on_gpu() else (64, 2, 2)
     hidden, inner = (4096, 14336) if on_gpu() else (256, 896)
@@ -80,7 +82,7 @@ def _run_layer(
     of_rows: dict[str, Any],
     implementation: Literal["one kernel", "three kernels", "xla"],
 ) -> tuple[jax.Array, ...]:
-    """A layer after the other: qkv, the residual stream and the pools."""
+    """Run one layer on the previous one's results: qkv, the residual stream and the pools."""
     qkv, x, k_pages, v_pages = carry
     name = "xla" if implementation == "xla" else "sm90"
     scale, gains = qkv.shape[-1] ** -0.5, (gain, gain)
@@ -106,7 +108,7 @@ def _run(
     *,
     implementation: Literal["one kernel", "small_matmul", "xla"],
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer after the other: what would be its queries are the next one's heads, by a copy of them."""
+    """Run one layer on the previous one's results, with a copy of its queries as the heads."""
     heads, x = carry
     if implementation == "small_matmul":
         x, normed = matmul_then_norm(heads, weights.o, residual=x, gain=gain, eps=_EPS, implementation="sm90")

@@ -1,8 +1,8 @@
-"""What the Hopper kernel needs and Pallas does not offer: counters that thread blocks wait for, and columns of a few
-rows between global memory and registers.
+"""Device operations of the Hopper kernel that Pallas lacks: counters that CTAs wait for, and columns of a few rows
+between global memory and registers.
 
-Each acts as one warpgroup, and matrices of registers are [64, columns] in WGMMA layout, of which the first rows mean
-something. The interpreter knows none of them: `interpret` swaps in what it can do.
+Each is executed by one warpgroup. Matrices in registers are [64, columns] in WGMMA layout, of which only the first rows
+are meaningful. The interpreter supports none of the operations: `interpret` replaces them.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention.tiles import part_layout
 from pallas_kernels.registers import row_and_quarter
 
 ROWS = 64
-"""Of one wgmma."""
+"""Rows of one wgmma."""
 
 _LAYOUT = plgpu.Layout.WGMMA
 _REF = plgpu.RefType()
@@ -38,8 +38,8 @@ def signal(counter, *, interpret: bool) -> None:
 
 
 def wait(counter, value, *, interpret: bool) -> None:
-    """Until a counter has reached `value`: then what was written before is seen, by TMA too."""
-    if not interpret:  # it runs thread blocks one after the other
+    """Wait until a counter has reached `value`; earlier writes are visible then, to TMA too."""
+    if not interpret:  # the interpreter runs CTAs one after another
         _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
 
 
@@ -50,7 +50,9 @@ def clear(counter, *, interpret: bool) -> None:
 
 
 def load_columns(ref, first, num_columns: int, *, interpret: bool):
-    """ref[:, first : first + num_columns] as float32: zeros behind its last column, some of its rows again below it."""
+    """Load ref[:, first : first + num_columns] as float32, with zeros beyond its last column and repeated rows below
+    it.
+    """
     if interpret:
         return _load_columns_interpreted(ref, first, num_columns)
     out = plgpu.ShapeDtypeStruct((ROWS, num_columns), ref.dtype, layout=_LAYOUT)
@@ -62,7 +64,7 @@ def load_columns(ref, first, num_columns: int, *, interpret: bool):
 
 
 def store_columns(ref, x, first, *, interpret: bool) -> None:
-    """Put x into ref[:, first:], as many rows and columns of it as the ref has."""
+    """Store x in ref[:, first:], as many rows and columns of it as the ref has."""
     x = x.astype(ref.dtype)
     if not interpret:
         _inline(_store_columns, _REF, _LAYOUT, _SCALAR)(ref, x, _splat(first))
@@ -75,7 +77,7 @@ def store_columns(ref, x, first, *, interpret: bool) -> None:
 
 
 def load_row_sums(ref, *, interpret: bool):
-    """A matrix whose rows have the sums of those of ref[:, parts], of float32, parts a multiple of 16."""
+    """Return a matrix whose rows contain the sums of the rows of ref[:, parts], float32 with parts a multiple of 16."""
     if interpret:
         return _pad_rows(ref[...])
     out = plgpu.ShapeDtypeStruct((ROWS, _GROUP), jnp.float32, layout=_LAYOUT)
@@ -83,7 +85,7 @@ def load_row_sums(ref, *, interpret: bool):
 
 
 def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
-    """Put a vector of 64 rows into ref[:, column], as many of them as the ref has."""
+    """Store a vector of 64 rows in ref[:, column], as many of them as the ref has."""
     if interpret:
         ref[:, column] = sums[: ref.shape[0]]
         return
@@ -93,7 +95,7 @@ def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
 
 
 def store_vector(ref, x, *, interpret: bool) -> None:
-    """Put the first of 64 rows' values into ref[:], as many as it has."""
+    """Store the first of 64 rows' values in ref[:], as many as it has."""
     if interpret:
         ref[...] = x[: ref.shape[0]]
     else:
@@ -101,7 +103,7 @@ def store_vector(ref, x, *, interpret: bool) -> None:
 
 
 def store_heads(ref, x, row, first, start, number: int, *, interpret: bool) -> None:
-    """Put rows of x[rows, D] into ref[row, first:] side by side, as row `start` and those after it of `number` rows."""
+    """Store rows of x[rows, D] side by side in ref[row, first:], as row `start` and following ones of `number` rows."""
     x = x.astype(ref.dtype)
     size = x.shape[1]
     if interpret:
@@ -180,7 +182,7 @@ def _store_columns(_, ref, x, first) -> None:
 
 
 def _load_row_sums(_, ref):
-    """A lane adds up every fourth four of its rows."""
+    """Sum up, in each lane, every fourth group of four elements of its rows."""
     f32 = ir.F32Type.get()
     four, pair = (ir.VectorType.get((size,), f32) for size in (4, 2))
     _, quarter = row_and_quarter()
@@ -236,9 +238,9 @@ def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
 
 
 def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
-    """Of a lane, its two rows: half, the row or else the ref's last one, and whether the ref has it.
+    """Yield the two rows of a lane: half, the row or else the ref's last one, and whether the ref has it.
 
-    The second one is left out where no lane's is in the ref.
+    The second one is omitted if no lane's second row is in the ref.
     """
     num_rows = _i32(ref.type.shape[0])
     first, _ = row_and_quarter()
@@ -253,7 +255,7 @@ def _num_halves(num_rows: int) -> int:
 
 
 def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]:
-    """Of a lane, the first of its two columns in each group, and whether the ref has it: None if it must."""
+    """Yield the first of a lane's two columns in each group, and whether the ref has it (None if it always does)."""
     [first] = first.registers.flat
     _, quarter = row_and_quarter()
     size = ref.type.shape[1]
@@ -273,7 +275,7 @@ def _place(group: int, half: int) -> tuple[int, ...]:
 
 
 def _filled(registers, ref):
-    """A matrix whose second halves, if they were left out, are the first ones again."""
+    """Return a matrix whose second halves, if they were omitted, repeat the first ones."""
     if _num_halves(ref.type.shape[0]) == 1:
         registers[0, :, 0, 0, 1] = registers[0, :, 0, 0, 0]
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

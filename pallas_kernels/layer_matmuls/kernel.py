@@ -1,15 +1,15 @@
-"""What the thread blocks of the kernel do. See sm90.py.
+"""The body of the kernel: the work of its CTAs. See sm90.py.
 
-A matmul's outputs are cut into tiles of equal width, one for each thread block at a time, which is a round. Where rows
-are more than a tile would be wide, the two blocks of a cluster share one that is twice as wide, each with every other
-step of K, and give each other half of their sums.
+A matmul's outputs are divided into tiles of equal width; in a round, each CTA processes one. If there are more rows
+than a tile would be wide, the two CTAs of a cluster process one tile of twice the width together, each with every other
+step of K, and exchange half of their sums.
 
-Of a block, one warpgroup streams the weights of all its tiles through a ring in shared memory and never waits for other
-blocks; one copies rows, as soon as other blocks have finished them; one multiplies. If the kernel attends, the ring
-first has the block's share of contexts, to which the last one attends.
+In a CTA, one warpgroup streams the weights of all its tiles through a ring in shared memory and never waits for other
+CTAs; one copies rows, as soon as other CTAs have finished them; one multiplies. If the kernel attends, the ring first
+receives the CTA's share of contexts, to which the last warpgroup attends.
 
-All that runs once a layer should be few instructions: what of them is not kept from one layer to the next comes from
-memory, see NOTES.md.
+Code that runs once per layer should have few instructions: those that are not cached from one layer to the next are
+read from memory, see NOTES.md.
 """
 
 import functools
@@ -27,7 +27,7 @@ from pallas_kernels.layer_matmuls import attention, device
 from pallas_kernels.registers import written
 
 MAX_ROUNDS = 16
-"""Of a matmul: each has a counter for those who wait for it."""
+"""Maximum rounds of a matmul: each has a counter for those who wait for it."""
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 128
 
@@ -39,46 +39,49 @@ class Norm(NamedTuple):
     """An addition and the norm after it, as parts of a matmul: names of arrays in global memory."""
 
     residual: str
-    """What the product is added to."""
+    """Name of the array that the product is added to."""
     gain: str
     normed: str
     """The sum times the gain, which still lacks the division."""
     squares: str
-    """For each row, sums of the squares of its parts."""
+    """Name of the partial sums of squares of each row."""
 
 
 class Matmul(NamedTuple):
-    """One of the four, and how it is cut."""
+    """One of the four matmuls, and how it is divided."""
 
     name: str
-    """Of its weight, too, among the arrays in global memory, as are the next ones."""
+    """Name of the matmul and of its weight; `x` and `y` name arrays in global memory too."""
     x: str
     """Rows that it multiplies."""
     y: str
     norm: Norm | None
-    """What comes after it."""
+    """The norm that follows."""
     squares: str | None
-    """Of x, if that lacks a norm's division."""
+    """Name of the sums of squares of x, if x has not been divided by its norm yet."""
     depth: int
     outputs: int
     halves: int
     """Gate and up, or one."""
     width: int
-    """Outputs of each half that one thread block finishes at a time."""
+    """Outputs of each half (gate, up) that one CTA finishes per round."""
     split: int
-    """Thread blocks that share a tile: 1, or the 2 of a cluster (of one half, in one round). A tile is `split * width`
-    wide, and each block adds up every other step of K.
+    """CTAs that process a tile together: 1, or the 2 of a cluster (if there is one half and one round).
+
+    A tile is `split * width` wide, and each CTA adds up every `split`-th step of K.
     """
     block_k: int
-    """Of K, a step."""
+    """Columns of K per step."""
     x_slots: int
-    """Steps whose rows there is room for."""
+    """Number of steps whose rows fit into shared memory."""
     in_flight: int
     """Steps whose weights are on their way at most."""
     first_in_flight: int
-    """The same of its first ones, as many as the ring holds: meanwhile blocks wait for what others have made."""
+    """Steps in flight for the matmul's first steps, as many as the ring holds: meanwhile CTAs wait for other
+    results.
+    """
     begins_apart: bool
-    """Whether each block begins with another part of K, else all would read the same rows at a time."""
+    """True if each CTA begins with another part of K, because otherwise all would read the same rows at a time."""
 
     @property
     def tile(self) -> int:
@@ -87,44 +90,44 @@ class Matmul(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a thread block for a tile."""
+        """Steps of a CTA per tile."""
         return -(-self.depth // (self.split * self.block_k))
 
     @property
     def num_tiles(self) -> int:
-        """Of all thread blocks."""
+        """Number of tiles over all CTAs."""
         return -(-self.outputs // self.tile)
 
     @property
     def tiles_of_round(self) -> int:
-        """Tiles that all thread blocks take at a time."""
+        """Number of tiles that all CTAs process per round."""
         return NUM_SMS // self.split
 
     @property
     def rounds(self) -> int:
-        """Of tiles."""
+        """Number of rounds of tiles."""
         return -(-self.num_tiles // self.tiles_of_round)
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     matmuls: tuple[Matmul, ...]
-    """In their order; the rows of each but the first are what the one before makes."""
+    """The matmuls in order; the rows of each but the first are the results of the one before."""
     rows: int
-    """Of x, padded to a multiple of 8."""
+    """Rows of x, padded to a multiple of 8."""
     slot_bytes: int
-    """Of the ring of weights."""
+    """Bytes of a slot of the ring of weights."""
     w_slots: int
     activation: Callable[[Array], Array]
     eps: float
     attention: attention.Problem | None
-    """Of the attention that makes the first matmul's rows; None: they are there."""
+    """The attention that computes the first matmul's rows; None if they are given."""
     interpret: bool
 
     @property
     def cluster(self) -> int:
-        """Thread blocks of one."""
+        """Number of CTAs per cluster."""
         return max((matmul.split for matmul in self.matmuls), default=1)
 
 
@@ -134,19 +137,19 @@ class Shared(NamedTuple):
     weights: Mapping[str, Any]
     rows: Mapping[str, Any]
     blocks: Any
-    """Of keys or values, in the ring of weights."""
+    """Blocks of keys or values, in the ring of weights."""
     kv_full: Any
     w_full: Any
     w_free: Any
     x_full: Any
     x_free: Any
     sums: Any
-    """What the other block of a cluster has added up of this one's outputs; None without clusters."""
+    """The other CTA's sums of this one's outputs; None without clusters."""
     sums_full: Any
 
 
 class _Block(NamedTuple):
-    """One thread block."""
+    """One CTA."""
 
     problem: Problem
     gmem: Mapping[str, Any]
@@ -160,31 +163,32 @@ class _Block(NamedTuple):
         )
 
     def tile(self, matmul: Matmul, round_: Any) -> Any:
-        """That this block takes in a round, maybe with another."""
+        """Return the tile that this CTA processes in a round, maybe together with another."""
         return lax.div(self.cta, _int(matmul.split)) + round_ * matmul.tiles_of_round
 
     def rank(self, matmul: Matmul) -> Any:
-        """Among the blocks that share a tile."""
+        """Return the CTA's rank among those that process a tile together."""
         return lax.rem(self.cta, _int(matmul.split))
 
     def k(self, matmul: Matmul, step: Any) -> Any:
-        """Where a step of a tile begins."""
+        """Return the first column of K of a tile's step."""
         if matmul.begins_apart:
             step = lax.rem(step + self.cta, _int(matmul.steps))
         return (step * matmul.split + self.rank(matmul)) * matmul.block_k
 
     def first_step(self, index: int) -> Any:
-        """How many steps of this block come before a matmul's."""
+        """Return the number of this CTA's steps before those of a matmul."""
         steps = _int(0)
         for matmul in self.problem.matmuls[:index]:
             steps += self.num_tiles(matmul) * matmul.steps
         return steps
 
     def counter(self, index: int, round_: Any) -> Any:
-        """Of the blocks that have finished their part of a round, for all who multiply by it. Each counts in each.
+        """Return the counter of CTAs that have finished their part of a round, awaited by those that multiply by it.
 
-        Zeros before and after, but for the ones that the last matmul waits for: no block knows when all have read them.
-        So they are an output, cleared as the kernel begins, which all blocks know when they have waited for the first.
+        Counters are zero before and after the kernel, except for those that the last matmul waits for, because no CTA
+        knows when all have read them. Those are an output, cleared at the start of the kernel, which all CTAs know to
+        have happened once they have waited for the first counter.
         """
         if index == len(self.problem.matmuls) - 2:
             return self.gmem["last_counters"].at[round_]
@@ -192,17 +196,19 @@ class _Block(NamedTuple):
 
     @property
     def heads_counter(self) -> Any:
-        """Of the blocks that have attended to their share. Block 0 clears it when all have done the first matmul."""
+        """Counter of the CTAs that have attended to their share. CTA 0 clears it when all have done the first
+        matmul.
+        """
         return self.gmem["counters"].at[2 * MAX_ROUNDS]
 
     def context(self, problem: attention.Problem) -> attention.Context:
-        """Of the attention."""
+        """Return the context of the attention."""
         smem, share = self.smem, attention.share_of(self.cta)
         return attention.Context(problem, self.gmem, smem.blocks, smem.kv_full, smem.w_free, share)
 
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block "cta"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "cta")."""
     cta = lax.axis_index("cta")
     if problem.cluster > 1:
         cta = cta * problem.cluster + lax.axis_index("rank")
@@ -246,7 +252,9 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
 
 
 def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
-    """Of the ring's steps from `first` to `end`, those whose slot was in use before. No barrier ends unobserved."""
+    """Wait for the slots of the ring's steps from `first` to `end` that were in use before. No barrier may be left
+    pending.
+    """
 
     def wait(step, _):
         @pl.when(step >= num_slots)
@@ -257,7 +265,7 @@ def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
 
 
 def _wait_until_there(block: _Block, first: Any, end: Any) -> Any:
-    """For the weights of the ring's steps from `first` to `end`, which is returned, or `first` if it is larger."""
+    """Wait for the weights of the ring's steps from `first` to `end`; return `end`, or `first` if it is larger."""
 
     def wait(step, _):
         plgpu.barrier_wait(block.smem.w_full.at[lax.rem(step, _int(block.problem.w_slots))])
@@ -267,7 +275,9 @@ def _wait_until_there(block: _Block, first: Any, end: Any) -> Any:
 
 
 def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, there: Any) -> Any:
-    """All tiles of a matmul, as far ahead as there is room. `there` is the ring's first step that has not been seen."""
+    """Copy all tiles of a matmul, as far ahead as there is room. `there` is the first ring step that has not been
+    awaited.
+    """
     problem, smem, weight = block.problem, block.smem, block.gmem[matmul.name]
     view, first_step = smem.weights[matmul.name], num_blocks + block.first_step(index)
 
@@ -281,7 +291,7 @@ def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, th
         there = _wait_until_there(block, there, step + 1 - in_flight)
         first = block.tile(matmul, lax.div(number, _int(matmul.steps))) * matmul.tile
         columns = pl.ds(block.k(matmul, lax.rem(number, _int(matmul.steps))), matmul.block_k)
-        # Two arrivals a step, whatever the matmul, since they share a barrier.
+        # Two arrivals per step for every matmul, since they use the same barrier.
         if matmul.halves == 2:
             for half in range(2):
                 own = view.at[slot, pl.ds(half * matmul.width, matmul.width)]
@@ -301,7 +311,7 @@ def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, th
 
 
 def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
-    """The rows for each tile of a matmul, whose first columns other blocks have finished first."""
+    """Copy the rows for each tile of a matmul, once other CTAs have finished their first columns."""
     problem, smem = block.problem, block.smem
     x = block.gmem[matmul.x]
 
@@ -309,7 +319,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         slot = lax.rem(step, _int(matmul.x_slots))
         _wait_until_free(smem.x_free, matmul.x_slots, step, step + 1)
         k = pl.ds(block.k(matmul, lax.rem(step, _int(matmul.steps))), matmul.block_k)
-        # A start that is not static lets TMA fill the rows that pad x to a multiple of 8.
+        # A start that is not static makes TMA fill in the rows that pad x to a multiple of 8.
         rows = pl.ds(block.cta * 0, problem.rows)
         plgpu.copy_gmem_to_smem(x.at[rows, k], _rows(problem, smem, matmul, slot, problem.rows), smem.x_full.at[slot])
 
@@ -321,12 +331,12 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         before = problem.matmuls[index - 1]
 
         def copy_finished(round_, done):
-            """What the blocks have finished when they have finished a round: all when it is the last."""
+            """Copy what the CTAs have finished at the end of a round: everything if it is the last."""
             device.wait(block.counter(index - 1, round_), NUM_SMS, interpret=problem.interpret)
             columns = lax.min((round_ + 1) * before.tiles_of_round, _int(before.num_tiles)) * before.tile
             own = lax.div(columns, _int(matmul.block_k)) - block.rank(matmul) + (matmul.split - 1)
             end = lax.min(lax.div(own, _int(matmul.split)), num_steps)
-            # With the last rows of a tile all of x is there, squares included.
+            # After the last rows of a tile all of x has arrived, including the sums of squares.
             end = jnp.where(round_ == before.rounds - 1, num_steps, lax.min(end, _int(matmul.steps - 1)))
             lax.fori_loop(done, end, copy, None)
             return end
@@ -338,11 +348,11 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         def _():
             device.clear(block.heads_counter, interpret=problem.interpret)
 
-    if index >= 2:  # All blocks have signalled what they only signal when they have waited for those.
+    if index >= 2:  # All CTAs have signalled something that follows their wait for those counters.
         _clear_counters(block, index - 2)
     if index < len(problem.matmuls) - 1:
 
-        @pl.when(num_tiles < matmul.rounds)  # Nothing of the last round is this block's to finish.
+        @pl.when(num_tiles < matmul.rounds)  # The CTA has nothing to finish in the last round.
         def _():
             device.signal(block.counter(index, matmul.rounds - 1), interpret=problem.interpret)
 
@@ -359,7 +369,7 @@ def _clear_counters(block: _Block, index: int) -> None:
 
 
 def _rows(problem: Problem, smem: Shared, matmul: Matmul, slot: Any, num_rows: int) -> Any:
-    """The rows of a slot. wgmma reads 64: after the slot's own, others that make rows of no use."""
+    """Return the rows of a slot. wgmma reads 64: the slot's own, then others whose results are not used."""
     view = smem.rows[matmul.name]
     if problem.interpret:
         return view.at[slot, pl.ds(0, num_rows)]
@@ -387,7 +397,7 @@ def _compute(block: _Block, index: int, matmul: Matmul, num_blocks: Any) -> None
 
 
 def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any) -> tuple[Any, Any]:
-    """The sums of a tile, this block's, and the reciprocal root mean square of its rows if they lack it."""
+    """Return this CTA's sums of a tile, and the reciprocal root mean square of its rows if they need it."""
     problem, smem, squares = block.problem, block.smem, matmul.squares
     weights = smem.weights[matmul.name]
 
@@ -425,11 +435,11 @@ def _multiply(block: _Block, matmul: Matmul, x_step: Any, w_step: Any, acc: Any)
 
 
 def _exchange(block: _Block, matmul: Matmul, sums: Any) -> Any:
-    """This block's outputs of a tile that two share, with what the other one has added up of them.
+    """Exchange partial sums with the CTA that processes the same tile; return the complete sums of this CTA's outputs.
 
-    One buffer is enough: the other block writes into it again for its next such tile, of a later matmul, for whose rows
-    it has waited until all blocks had counted. This one counts behind its load below; where it has no tile of a matmul,
-    its copying warpgroup counts, but only when it has waited for the counter before.
+    One buffer is enough: the other CTA writes into it again for its next such tile, of a later matmul, for whose rows
+    it has waited until all CTAs had counted. This one counts after its load below; if it has no tile of a matmul, its
+    copying warpgroup counts, but only after waiting for the counter before.
     """
     rank, smem = block.rank(matmul), block.smem
     left, right = sums[:, : matmul.width], sums[:, matmul.width :]
@@ -448,7 +458,7 @@ def _reciprocal_root_mean_square(block: _Block, squares: str, depth: int) -> Flo
 def _finish_sum(
     block: _Block, matmul: Matmul, norm: Norm, part: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
-    """The residual stream, and what the next matmul needs of it, which comes first."""
+    """Finish the residual stream and, first, what the next matmul needs of it."""
     interpret, gmem, first = block.problem.interpret, block.gmem, part * matmul.width
     residual, gain = (
         device.load_columns(gmem[name], first, matmul.width, interpret=interpret) for name in (norm.residual, norm.gain)
@@ -474,7 +484,7 @@ def _finish_sum(
 def _finish_product(
     block: _Block, matmul: Matmul, part: Any, multiply: Callable[..., Any], signal: Callable[[], None]
 ) -> None:
-    """The product with x after its norm, through the activation if it is gate and up."""
+    """Finish the product with x after its norm, through the activation if it is gate and up."""
     acc = plgpu.ACC((device.ROWS, matmul.halves * matmul.tile), jnp.float32)
     sums, rstd = pl.run_scoped(multiply, acc)
     parts = [sums[:, half * matmul.width : (half + 1) * matmul.width] for half in range(matmul.halves)]

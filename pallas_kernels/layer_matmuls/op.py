@@ -1,4 +1,4 @@
-"""The public operations: a layer of a decode step, and what of it comes after the attention."""
+"""The public operations: a layer of a decode step, and its part after the attention."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
@@ -15,14 +15,14 @@ Implementation = Literal["xla", "sm90"]
 
 
 class Weights(NamedTuple):
-    """Of the four matmuls, each [outputs, K] as checkpoints have it."""
+    """The weights of the four matmuls, each [outputs, K] as in checkpoints."""
 
     o: Float[Array, "E A"]
     """From the heads' outputs to the residual stream."""
     gate_up: Float[Array, "2 F E"]
     down: Float[Array, "E F"]
     qkv: Float[Array, "N E"] | None
-    """Of the next layer; None behind the last one."""
+    """qkv of the next layer; None after the last one."""
 
 
 def why_not(heads: Float[Array | jax.ShapeDtypeStruct, "M A"], weights: Weights) -> str | None:
@@ -44,13 +44,13 @@ def layer_matmuls(
 
     The residual stream x2 comes first, then that product, or norm(x2) itself if there is no qkv. `gains` are those of
     the two RMS norms, `eps` is added to their mean squares. `activation` is the gate's; "sm90" calls it in the kernel,
-    with float32, and jits it as a static argument: give the same function for each layer.
+    with float32, and jits it as a static argument: pass the same function for each layer.
 
-    "sm90" is one Mosaic kernel for Hopper GPUs, all of whose multiprocessors it takes, for its thread blocks wait for
-    each other: of the calls of a program, each should depend on the one before, as layers do. "xla" runs anywhere.
-    Raises ValueError for an unknown implementation or shapes that do not fit together, NotImplementedError for what
-    "sm90" cannot do: no rows or more than 64, dtypes but bfloat16, K that is no multiple of 64, outputs that are none
-    of 8, less than 64 or so many that a thread block has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
+    "sm90" is one Mosaic kernel for Hopper GPUs, which occupies all multiprocessors, because its CTAs wait for each
+    other: each call in a program should depend on the one before, as layers do. "xla" runs anywhere. Raises ValueError
+    for an unknown implementation or shapes that do not match, NotImplementedError for what "sm90" does not support: no
+    rows or more than 64, dtypes other than bfloat16, K that is not a multiple of 64, outputs that are not a multiple of
+    8, less than 64 or so many that a CTA has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
     """
     _check_implementation(implementation)
     _check_shapes(heads.shape, residual, weights, gains)
@@ -93,15 +93,15 @@ def decode_layer(
     eps: float,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "M E"], Float[Array, "M outputs"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """Compute a whole layer of one token a row: `rope_and_write_kv`, `paged_attention`, then `layer_matmuls`.
+    """Compute a whole layer of one token per row: `rope_and_write_kv`, `paged_attention`, then `layer_matmuls`.
 
     The residual stream comes first, then the next layer's qkv or the rows after the last norm, then the changed pages.
-    `seq_lens` count the tokens of this step, whose keys and values go to `write_index`; rows of length 0 are padding,
-    whose results mean nothing. No row may attend to a place that another one writes.
+    `seq_lens` include the tokens of this step, whose keys and values go to `write_index`; rows of length 0 are padding,
+    whose results are undefined. No row may attend to a position that another one writes.
 
-    "sm90" is one kernel, of which the same holds as of that of `layer_matmuls`. Raises ValueError and
-    NotImplementedError as that does, the latter for more than 16 rows, too, heads that are not 64 or 128 wide or partly
-    turned, more than 64 queries a KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
+    "sm90" is one kernel, with the restrictions of `layer_matmuls`. Raises ValueError and NotImplementedError as that
+    does, and NotImplementedError for more than 16 rows, heads that are not 64 or 128 wide or are partly rotated, more
+    than 64 queries per KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
     """
     _check_implementation(implementation)
     _check_shapes(_heads_of(qkv).shape, residual, weights, gains)
@@ -138,7 +138,7 @@ def decode_layer(
 
 
 def _heads_of(qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"]) -> jax.ShapeDtypeStruct:
-    """What the attention makes of it."""
+    """Return the shape of the attention's result."""
     num_rows, num_kv_heads, members, head_dim = qkv.shape
     return jax.ShapeDtypeStruct((num_rows, num_kv_heads * (members - 2) * head_dim), qkv.dtype)
 

@@ -20,7 +20,7 @@ def layer_matmuls_reference(
     activation: Callable[[np.ndarray], np.ndarray],
     eps: float,
 ) -> tuple[Float[np.ndarray, "M E"], Float[np.ndarray, "M N"]]:
-    """See `layer_matmuls`; behind the last layer, where there is no qkv, the second one is the norm itself."""
+    """Compute `layer_matmuls`; after the last layer, which has no qkv, the second result is the norm itself."""
     x = matmul_reference(heads, o, residual=residual)
     inner = matmul_reference(rms_norm_reference(x, gains[0], eps), gate_up, activation=activation)
     x = matmul_reference(inner, down, residual=x)

@@ -1,13 +1,13 @@
 """`layer_matmuls` and `decode_layer` for Hopper (sm_90a), in Mosaic GPU: one kernel that never stops reading weights.
 
-Between kernels a GPU reads nothing for some microseconds: until the slowest thread block has its part, the next kernel
-begins and its first weights arrive. Here the weights of the next matmul are on their way while a thread block waits for
-the rows of it, which the others are about to finish, as many as its shared memory holds. In `decode_layer`, so are the
-first ones while it waits for contexts and attends to them, see attention.py.
+Between kernels a GPU reads nothing for some microseconds: until the slowest CTA has its part, the next kernel begins
+and its first weights arrive. Here the weights of the next matmul arrive, as many as shared memory holds, while a CTA
+waits for its rows, which the others are about to finish. In `decode_layer`, so do the first weights while it waits for
+contexts and attends to them, see attention.py.
 
-Rows, padded to the 64 of one wgmma, are operand A; weights, which lie [outputs, K] as in a checkpoint, are operand B. A
-norm between two matmuls is parts of them: the first one writes its rows times the gain and sums of their squares, the
-second one divides what it has added up by the root mean square.
+Rows, padded to the 64 of one wgmma, are operand A; weights, stored as [outputs, K] as in a checkpoint, are operand B. A
+norm between two matmuls is divided between them: the first one writes its rows times the gain and sums of their
+squares, the second one divides its sums by the root mean square.
 """
 
 import dataclasses
@@ -32,16 +32,20 @@ from pallas_kernels.paged_attention.tiles import part_rows
 ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
 MAX_ROWS = ROWS
 MAX_ATTENDING_ROWS = 16
-"""Of a layer in one kernel. With 64 that was slower than three kernels, see NOTES.md; between them none was timed."""
+"""Maximum rows of a layer in one kernel. 64 rows were slower than three kernels, see NOTES.md; none in between was
+timed.
+"""
 BLOCK_BYTES = 16 * 1024
 """Keys or values of a step, at most: of a part of a slot that is larger."""
 SLOT_BYTES = tuple(kib * 1024 for kib in (28, 24, 32))
-"""Of up to 16 rows: smaller steps are too many to multiply as fast as weights come."""
+"""Slot sizes tried for up to 16 rows: smaller steps are too many to multiply as fast as weights arrive."""
 MAX_X_SLOTS = 8
 MAX_WIDTH = 128
-"""Weight rows of a step, which has 64 columns or more of them."""
+"""Maximum weight rows of a step, which has 64 columns or more."""
 MAX_BLOCK_K = 512
-"""Of more, the addresses of a step take more registers than there are; so do those of a loop that is unrolled."""
+"""Maximum columns of a step. With more, its addresses do not fit into registers; neither do those of an unrolled
+loop.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +57,13 @@ class Config:
     w_slots: int
     """Steps in the ring of weights."""
     x_bytes: int
-    """Room for rows, in multiples of 1024."""
+    """Bytes for rows, a multiple of 1024."""
     bytes_in_flight: int = 56 * 1024
-    """Of weights: with more of them on their way, all else that reads memory waits for longer."""
+    """Bytes of weights in flight: with more, all other memory reads wait longer."""
     first_bytes_in_flight: int = 56 * 1024
-    """The same of a matmul's first steps, as many as the ring holds, while thread blocks wait for the matmul before."""
+    """Bytes in flight for a matmul's first steps, as many as the ring holds, while CTAs wait for the matmul before."""
     splits: bool = True
-    """Whether thread blocks may share tiles."""
+    """True if two CTAs may process a tile together."""
 
 
 def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None:
@@ -74,7 +78,7 @@ def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None
         if array is None:
             continue
         if array.dtype != jnp.bfloat16:
-            # In float16 what stands between two matmuls, times a norm's gain and not yet divided, might overflow.
+            # In float16, values between two matmuls, multiplied by a gain and not yet divided, might overflow.
             return f"bfloat16, got {name} of {array.dtype}"
         if array.shape[-1] % 64 or (name != "heads" and (array.shape[-2] % 8 or array.shape[-2] < 64)):
             return f"K in multiples of 64 and outputs in multiples of 8, at least 64, got {name} of shape {array.shape}"
@@ -102,7 +106,7 @@ def why_not_attention(qkv: Any, k_pages: Any, half: int) -> str | None:
 
 
 class Product(NamedTuple):
-    """One of the four, not yet cut; see `Matmul`."""
+    """One of the four matmuls before it is divided; see `Matmul`."""
 
     name: str
     x: str
@@ -113,22 +117,20 @@ class Product(NamedTuple):
 
 
 def cut(product: Product, rows: int, config: Config, before: Matmul | None = None) -> Matmul:
-    """Tiles that give each SM an equal share of the bytes, in as few rounds as a step of the ring allows.
+    """Divide a matmul into tiles that give each SM an equal number of bytes, in as few rounds as a ring step allows.
 
-    `before` is the matmul that makes the rows, if they are not there.
-
-    Two blocks share one that is twice as wide where each would else read more rows from the L2 than weights. Raises
-    ValueError if the config has no room for two steps of rows or weights: a step's are given back when those of the
-    next one are there.
+    `before` is the matmul that computes the rows, if they are not given. Two CTAs process a tile of twice the width
+    together if each would otherwise read more rows from the L2 cache than weights. Raises ValueError if the config has
+    no room for two steps of rows or weights: a step is released only when the next one has arrived.
     """
     *halves, outputs, depth = product.weight.shape
     num_halves = math.prod(halves)
     rounds = -(-outputs // (NUM_SMS * (MAX_WIDTH // num_halves)))
     width = -(-outputs // (8 * rounds * NUM_SMS)) * 8
-    # Both blocks must have outputs, and K more than 64 columns: of a dimension of one tile Mosaic drops the coordinate.
+    # Both CTAs must have outputs, and K more than 64 columns: Mosaic drops the coordinate of a dimension of one tile.
     is_shared = config.splits and rows > max(width, 16) and rounds == num_halves == 1
     split = 2 if is_shared and -(-outputs // width) % 2 == 0 and depth > 64 else 1
-    # Views of a slot have all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
+    # Views of a slot cover all of its bytes, in groups of 8 rows of a multiple of 64 columns; short loops are unrolled.
     limit = min(
         config.slot_bytes // (2 * width * split * num_halves),
         config.x_bytes // (4 * rows),
@@ -158,13 +160,13 @@ def cut(product: Product, rows: int, config: Config, before: Matmul | None = Non
         x_slots=min(config.x_bytes // (rows * block_k * 2), MAX_X_SLOTS),
         in_flight=num_steps(config.bytes_in_flight),
         first_in_flight=num_steps(config.first_bytes_in_flight),
-        # Rows that come in several rounds are taken in their order.
+        # Rows that arrive in several rounds are processed in order.
         begins_apart=split == 1 and (before is None or before.rounds == 1),
     )
 
 
 def cut_all(products: Sequence[Product], rows: int, config: Config) -> list[Matmul]:
-    """Each makes the rows of the next one."""
+    """Divide the matmuls, each of which computes the rows of the next one."""
     matmuls: list[Matmul] = []
     for product in products:
         matmuls.append(cut(product, rows, config, matmuls[-1] if matmuls else None))
@@ -172,14 +174,15 @@ def cut_all(products: Sequence[Product], rows: int, config: Config) -> list[Matm
 
 
 def heuristic(rows: int, products: Sequence[Product]) -> Config:
-    """Room for the rows that are on their way from the L2, and all else for weights: measured, see NOTES.md.
+    """Return the fastest configuration measured, see NOTES.md: room for the rows in flight from the L2 cache, the rest
+    for weights.
 
-    Steps of the size that holds the most weights: of a slot, a tile's rows take what a multiple of 64 columns takes.
-    From 17 rows on, 64 KiB of rows and steps of 16 KiB.
+    The slot size is the one that holds the most weights: a tile's rows take the space of a multiple of 64 columns. From
+    17 rows on, 64 KiB of rows and slots of 16 KiB.
     """
     if rows > 16:
         slot_bytes, x_bytes = 16 * 1024, 64 * 1024
-        sums_bytes = ROWS * (ROWS - 8) * 4  # of a tile that is shared, as it has fewer columns than rows
+        sums_bytes = ROWS * (ROWS - 8) * 4  # of a tile of two CTAs, which has fewer columns than rows
         w_slots = (SHARED_MEMORY - x_bytes - sums_bytes) // slot_bytes
         return Config(
             slot_bytes=slot_bytes,
@@ -204,7 +207,7 @@ def heuristic(rows: int, products: Sequence[Product]) -> Config:
     return max(configs, key=bytes_held)
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("activation", "eps", "config", "interpret"))
 def layer_matmuls_sm90(
     heads: Float[Array, "M A"],
@@ -220,9 +223,9 @@ def layer_matmuls_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M E"], Float[Array, "M N"]]:
-    """See `layer_matmuls`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernel, see `layer_matmuls`. Raises NotImplementedError for what it does not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks: each matmul is a kernel then.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks: each matmul is then a kernel.
     """
     if (reason := why_not(heads, o, gate_up, down, qkv)) is not None:
         raise NotImplementedError(reason)
@@ -281,7 +284,7 @@ def decode_layer_sm90(
         block_kv=problem.config.block_kv,
         sliding_window=None,
     )
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # what the kernel changes in place
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in place by the kernel
     values = {
         "qkv_rows": qkv,
         "cos": rotation[0],
@@ -305,7 +308,7 @@ def decode_layer_sm90(
 
 
 def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
-    """TMA cuts off rows of one group of 8 only."""
+    """Pad rows to a multiple of 8: TMA can cut off only within one group of 8."""
     return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % 8), (0, 0)))
 
 
@@ -320,7 +323,7 @@ def _run_all(
     config: Config | None,
     interpret: bool,
 ) -> dict[str, Array]:
-    """The residual stream and "y", of the heads or what makes them."""
+    """Return the residual stream and "y", computed from the heads or from what makes them."""
     if residual.dtype != jnp.bfloat16:
         raise NotImplementedError(f"bfloat16, got residual of {residual.dtype}")
     num_rows = len(residual)
@@ -365,13 +368,13 @@ def _run_all(
 
 
 def _divide(normed: Float[Array, "R E"], squares: Float[Array, "R P"], eps: float) -> Float[Array, "R E"]:
-    """A norm's rows by their root mean square, of which there are squares of parts."""
+    """Divide a norm's rows by their root mean square, given partial sums of squares."""
     mean_square = jnp.sum(squares, axis=1, keepdims=True) / normed.shape[1]
     return (normed.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)).astype(normed.dtype)
 
 
 def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, Array]:
-    """What the kernel of a problem writes, of what is there before it."""
+    """Run the kernel of a problem on the given arrays, and return its outputs."""
     dtype = values["stream"].dtype
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     inputs: dict[str, Array] = {}
@@ -450,7 +453,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
 
 
 def _views(problem: Problem, dtype: Any) -> tuple[list[Any], dict[Any, int]]:
-    """Views of the same shared memory, rows and then weights, and which is whose."""
+    """Return views of the same shared memory, rows and then weights, and the index of each."""
     # Any: pyright takes them for abstract classes.
     transforms = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
     x_bytes = max([matmul.x_slots * problem.rows * matmul.block_k * 2 for matmul in problem.matmuls], default=1024)

@@ -1,4 +1,4 @@
-"""Bench rows of `paged_attention`: decode steps of one layer, most of them of Llama-3-8B."""
+"""Benchmark of `paged_attention`: decode steps of one layer, most of them of Llama-3-8B."""
 
 import functools
 import math
@@ -24,11 +24,11 @@ class _Step(NamedTuple):
     head_dim: int = 128
     block_size: int = 16
     max_context: int = 8192
-    """What the block tables have room for, used or not."""
+    """Context length that the block tables have room for, used or not."""
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V in bf16."""
+        """Bytes of K and V in bf16."""
         return 4 * sum(self.lens) * self.num_kv_heads * self.head_dim
 
 
@@ -53,8 +53,9 @@ _FULL = (
 
 
 def paged_attention_rows() -> Iterator[Row]:
-    """A row for each step and implementation. Of the peers jax's own kernel in Triton wants lengths that are all equal
-    for its split to pay, and runs with what is fastest at these.
+    """Yield a row for each step and implementation.
+
+    jax's own kernel in Triton only profits from its split with equal lengths, and runs with the fastest split for them.
     """
     for step in _FULL if on_gpu() else _SMALL:
         q, pools, layout = _arrays(step)
@@ -62,20 +63,20 @@ def paged_attention_rows() -> Iterator[Row]:
             try:
                 # Each call's result is the next one's query; the plan is one for all, as for the layers of a model.
                 took = measure(functools.partial(call, **layout), with_plan(pools), carry=jnp.copy(q), repeats=5)
-            except Exception as error:  # a peer may refuse a shape: the table says so and goes on
+            except Exception as error:  # another implementation may refuse a shape: the table says so
                 yield Row(step.name, name, None, note=str(error).splitlines()[0][:60])
             else:
                 yield Row(step.name, name, took, floor(num_bytes=step.num_bytes))
 
 
 def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
-    """What runs on this device, by name."""
+    """Return the implementations that run on this device, by name."""
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Implementation, **layout: Any) -> jax.Array:
         return paged_attention(q, k, v, **layout, scale=step.head_dim**-0.5, implementation=implementation)[0]
 
     def triton(q: jax.Array, k: jax.Array, v: jax.Array, *, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
-        # It wants [K, P, S, D]: with the axes' names swapped, heads are read with other strides than its own.
+        # It expects [K, P, S, D]: with the axes' names swapped, heads are read with other strides than its own.
         k, v = k.reshape(step.num_kv_heads, -1, *k.shape[2:]), v.reshape(step.num_kv_heads, -1, *v.shape[2:])
         columns = math.ceil(max(step.lens) / step.block_size)
         splits = max(1, min(16, 256 // len(step.lens)))
@@ -92,7 +93,7 @@ def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
 
 
 def _arrays(step: _Step) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-    """q, as many pools as it takes to have none in the L2, and a layout whose blocks are scattered over a pool."""
+    """Return q, enough pools that none is in the L2 cache, and a layout whose pages are scattered over a pool."""
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     blocks = [math.ceil(length / step.block_size) for length in step.lens]
     shape = (sum(blocks), step.num_kv_heads, step.block_size, step.head_dim)

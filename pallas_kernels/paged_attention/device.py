@@ -1,8 +1,7 @@
-"""What the Hopper kernel needs and Pallas does not offer: counters in global memory that are no semaphores of Pallas's
-(which a memset before every call would have to clear), some rows or columns of a matrix that lies in registers, and
-what makes a small matrix an operand of wgmma.
+"""Device operations of the Hopper kernel that Pallas lacks: counters in global memory (Pallas's semaphores would need a
+memset before every call), some rows or columns of a matrix in registers, and making a small matrix an operand of wgmma.
 
-Each acts as one warpgroup. The interpreter knows none of them: `interpret` swaps in what it can do.
+Each is executed by one warpgroup. The interpreter supports none of them: `interpret` replaces them.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pallas_kernels.registers import row_and_quarter
 
 # pyright takes them for abstract classes.
 SWIZZLED = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
-"""Of 16-bit values in shared memory: 8 rows of 64, whose chunks of 8 lie in another order in each."""
+"""Layout of 16-bit values in shared memory: 8 rows of 64, whose chunks of 8 are permuted differently in each."""
 
 EXCHANGED = 256
 """Floats through which the warps of a warpgroup reduce rows."""
@@ -37,13 +36,15 @@ def signal(counter, *, interpret: bool) -> None:
 
 
 def wait(counter, value, *, interpret: bool) -> None:
-    """Until a counter has reached `value`, which is taken from it again; and what was written before it is seen."""
-    if not interpret:  # it runs thread blocks one after the other
+    """Wait until a counter has reached `value`, and subtract it; earlier writes are visible then."""
+    if not interpret:  # the interpreter runs CTAs one after another
         _wait(counter, jnp.full((128,), value))
 
 
 def store_first_rows(ref, x, *, interpret: bool) -> None:
-    """The first rows of a [64, columns] float32 matrix in WGMMA layout, as many as the ref in global memory has."""
+    """Store the first rows of a [64, columns] float32 matrix in WGMMA layout, as many as the ref in global memory
+    has.
+    """
     if interpret:
         ref[...] = x[: ref.shape[0]]
     else:
@@ -51,7 +52,7 @@ def store_first_rows(ref, x, *, interpret: bool) -> None:
 
 
 def store_columns(ref, x, *, interpret: bool) -> None:
-    """The first columns of a matrix in WGMMA layout as the rows of a ref, as many as it has, in its type."""
+    """Store the first columns of a matrix in WGMMA layout as the rows of a ref, as many as it has, in its dtype."""
     x = x.astype(ref.dtype)
     if interpret:
         ref[...] = x.T[: ref.shape[0]]
@@ -60,12 +61,14 @@ def store_columns(ref, x, *, interpret: bool) -> None:
 
 
 def store_vector(ref, x) -> None:
-    """A row of a matrix in WGMMA layout, whose rows are all alike, as the first elements of a ref in global memory."""
+    """Store a row of a matrix in WGMMA layout, whose rows are all equal, as the first elements of a ref in global
+    memory.
+    """
     _store_vector(ref, x)
 
 
 def copy_rows(swizzled, rows, *, interpret: bool) -> None:
-    """From plain shared memory to swizzled."""
+    """Copy rows from plain to swizzled shared memory."""
     if interpret:
         swizzled[...] = rows[...]
     else:
@@ -73,17 +76,19 @@ def copy_rows(swizzled, rows, *, interpret: bool) -> None:
 
 
 def store_transposed(swizzled, x) -> None:
-    """A matrix of 16-bit values in WGMMA layout, transposed, into swizzled shared memory."""
+    """Store a matrix of 16-bit values in WGMMA layout, transposed, in swizzled shared memory."""
     _store_transposed(swizzled, x)
 
 
 def maxima(x, exchanged, *, interpret: bool):
-    """Of each column of a float32 matrix in WGMMA layout; `exchanged` are as many floats of shared memory."""
+    """Return the maximum of each column of a float32 matrix in WGMMA layout; `exchanged` is shared memory for EXCHANGED
+    floats.
+    """
     return x.max(axis=0) if interpret else _reduced(x, exchanged, "max")
 
 
 def sums(x, exchanged, *, interpret: bool):
-    """As `maxima`."""
+    """Return the sum of each column, as `maxima` does."""
     return x.sum(axis=0) if interpret else _reduced(x, exchanged, "add")
 
 

@@ -1,8 +1,8 @@
-"""The two warpgroups of a stream of the Hopper kernel: one copies queries and pages into shared memory, tile after tile
-without a pause between them, the other computes, with a running softmax (Dao et al. 2023, arXiv:2307.08691).
+"""The two warpgroups of a stream of the Hopper kernel.
 
-The queries that share a KV head are the columns of what is computed (`query_columns`) or, if they are many, its rows
-(`query_rows`).
+One copies queries and pages into shared memory, tile after tile without a pause between them; the other computes, with
+a running softmax (Dao et al. 2023, arXiv:2307.08691). The queries of a KV head are the columns of the products
+(`query_columns`) or, if there are many, their rows (`query_rows`).
 """
 
 import functools
@@ -20,7 +20,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 
 def copy(problem, share, refs, scratch):
-    """The copying warpgroup: queries and blocks of one tile after the other, as far ahead as there is room."""
+    """Run the copying warpgroup: queries and blocks of one tile after another, as far ahead as there is room."""
     config = problem.config
     pages_per_block = max(1, config.block_kv // problem.block_size)
     blocks_per_page = max(1, problem.block_size // config.block_kv)
@@ -37,7 +37,7 @@ def copy(problem, share, refs, scratch):
             def _():
                 plgpu.barrier_wait(scratch.q_free.at[scratch.stream])
 
-            # Rows past the tile's are those of others, or zeros: whatever comes of them is not written.
+            # Rows beyond the tile's belong to others, or are zeros: their results are not written.
             start = (tile.row * problem.num_tiles + tile.index) * problem.tile_rows
             plgpu.copy_gmem_to_smem(
                 refs.q.at[pl.ds(start, q_rows)], scratch.q_in.at[pl.ds(0, q_rows)], scratch.q_full.at[scratch.stream]
@@ -51,7 +51,7 @@ def copy(problem, share, refs, scratch):
                 pages = [refs.tables[tile.row, lax.div(block, jnp.int32(blocks_per_page))]]
                 offset = lax.rem(block, jnp.int32(blocks_per_page)) * config.block_kv
             else:
-                # Past the end the last page comes again, which costs no memory traffic.
+                # Beyond the end the last page is copied again, which costs no memory traffic.
                 columns = [lax.min(block * pages_per_block + i, last_page) for i in range(pages_per_block)]
                 pages = [refs.tables[tile.row, column] for column in columns]
                 offset = 0
@@ -91,7 +91,7 @@ def copy(problem, share, refs, scratch):
 
 
 def compute(problem, share, refs, scratch):
-    """The computing warpgroup."""
+    """Run the computing warpgroup."""
     config = problem.config
 
     def visit(tile, carry):
@@ -115,7 +115,7 @@ def compute(problem, share, refs, scratch):
                 index = num_blocks + block - tile.first
                 return _attend(problem, tile, block, index, state, scratch, slopes, is_masked)
 
-            # Only the last block holds positions that are not all attended to, if there is one query and no window.
+            # Only the last block has positions that are not attended to, if there is one query and no window.
             all_masked = problem.num_queries > 1 or problem.sliding_window is not None
             full_end = (
                 tile.first if all_masked else lax.min(tile.end, lax.div(tile.seq_len, jnp.int32(config.block_kv)))
@@ -167,12 +167,12 @@ def compute(problem, share, refs, scratch):
 
 
 def _form(problem):
-    """How a stream computes: a module."""
+    """Return the module with the stream's operations."""
     return query_columns if problem.columns else query_rows
 
 
 def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
-    """The running softmax's `state` after one more block."""
+    """Return the running softmax's `state` after one more block."""
     form = _form(problem)
     block_kv = problem.config.block_kv
     acc, maximum, total = state
@@ -225,7 +225,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
 
 
 def _query_position(problem, tile, key):
-    """Where the query of each row stands, in the shape of `key`; a number if there is one query."""
+    """Return the position of each row's query, in the shape of `key`; a number if there is one query."""
     if problem.num_queries == 1:
         return tile.seq_len - 1
     row = problem.iota(key.shape, _form(problem).QUERIES)
@@ -235,7 +235,7 @@ def _query_position(problem, tile, key):
 
 
 def _clear_outside(problem, values, block, first_held, end_held):
-    """Whatever lies outside the context may be NaN, which a weight of 0 would not take away."""
+    """Clear values outside the context, which may be NaN: a weight of 0 would not remove that."""
     columns = swizzle_bytes(problem.head_dim) // 2
     for column in range(0, problem.head_dim, columns):
         part = values.at[:, pl.ds(column, columns)]
@@ -246,14 +246,14 @@ def _clear_outside(problem, values, block, first_held, end_held):
 
 
 def _first_held(problem, tile):
-    """The first position that the row's oldest query attends to."""
+    """Return the first position that the row's oldest query attends to."""
     if problem.sliding_window is None:
         return jnp.int32(0)
     return lax.max(tile.seq_len - tile.query_len - (problem.sliding_window - 1), jnp.int32(0))
 
 
 def _write_result(problem, tile, refs, scratch, acc, maximum, total):
-    """Of a tile that is done."""
+    """Write the result of a finished tile."""
     item = tile.row * problem.num_tiles + tile.index
     sinks = None
     if refs.sinks is not None:
@@ -283,12 +283,12 @@ def _leave_part(problem, place, refs, acc, maximum, total):
 
 
 def swizzle_bytes(head_dim: int) -> int:
-    """Bytes: the widest that divides a row of the head."""
+    """Return the widest swizzle in bytes that divides a row of the head."""
     return next(width for width in (128, 64, 32) if head_dim * 2 % width == 0)
 
 
 class Refs(NamedTuple):
-    """In global memory."""
+    """Arrays in global memory."""
 
     q: Any
     k: Any
@@ -306,7 +306,7 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """In shared memory; q_in, q, out, weights and exchanged of one stream, the others of all."""
+    """Arrays in shared memory; q_in, q, out, weights and exchanged are this stream's, the others all streams'."""
 
     q_in: Any
     q: Any

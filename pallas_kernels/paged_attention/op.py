@@ -1,5 +1,6 @@
-"""The public operation: what an attention layer calls for the rows that decode, after `kv_write` has stored their keys
-and values; rows with longer chunks go to `ragged_prefill_attention`.
+"""The public operation: attention of decoding rows, after `kv_write` has stored their keys and values.
+
+Rows with longer chunks use `ragged_prefill_attention`.
 """
 
 from typing import Literal, get_args
@@ -29,27 +30,27 @@ def paged_attention(
     room: int | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
-    """Causal attention of the last tokens of B sequences over keys and values that lie in pages.
+    """Compute causal attention of the last tokens of B sequences over keys and values in pages.
 
-    The context of row b are its first `seq_lens[b]` positions (this step's tokens included), page `block_tables[b, n]`
-    holding the positions [n * S, (n + 1) * S). Its queries are the first `query_lens[b]` of q[b] (None: all Q), the
+    The context of row b is its first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b,
+    n]` holding the positions [n * S, (n + 1) * S). Its queries are the first `query_lens[b]` of q[b] (None: all Q), the
     last of them at position seq_lens[b] - 1; each attends to its position and those before it, with a `sliding_window`
-    of W to the last W of them only. H is a multiple of K: each run of H // K query heads shares a KV head. `scale`
-    multiplies the scores; `soft_cap` c then bends them to c * tanh(score / c); of `alibi_slopes`, one a head, the
+    of W only to the last W of them. H is a multiple of K: each run of H // K query heads uses the same KV head. `scale`
+    multiplies the scores; `soft_cap` c then maps them to c * tanh(score / c); with `alibi_slopes`, one per head, the
     head's slope times (key's position - query's position) is added to that (ALiBi, Press et al. 2021,
-    arXiv:2108.12409). `sinks` are logits, one a head, that join the softmax's denominator and nothing else (Xiao et
-    al. 2023, arXiv:2309.17453, as in gpt-oss).
+    arXiv:2108.12409). `sinks` are logits, one per head, that are added to the softmax's denominator only (Xiao et al.
+    2023, arXiv:2309.17453, as in gpt-oss).
 
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
-    pages. What is no query, all of a row with sequence length 0, gets 0 and -inf. With a `room` of R, at least B, the
-    result has R - B more rows behind those, which hold anything: others may write theirs there. Else R is B. Pages and
-    positions outside a row's context are never let into its result, whatever they hold (NaN too). Cost follows the
-    contexts in use, not B, N or P.
+    pages. Entries that are not queries, including all of a row with sequence length 0, get 0 and -inf. With a `room` of
+    R, at least B, the result has R - B undefined rows after those, into which other results may be written; otherwise R
+    is B. Pages and positions outside a row's context never affect its result, whatever they contain (NaN too). Cost
+    follows the contexts in use, not B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation, shapes that do not fit together, too little room, or a window or cap that is not positive;
-    NotImplementedError for dtypes and shapes that "sm90", the kernel for Hopper GPUs, cannot do.
+    implementation, shapes that do not match, too little room, or a window or cap that is not positive;
+    NotImplementedError for dtypes and shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

@@ -1,7 +1,7 @@
-"""Who computes what in the Hopper kernel: a step's contexts, cut into equal shares.
+"""The work distribution of the Hopper kernel: a step's contexts, divided into equal shares, one per stream.
 
-All blocks of all contexts are laid out in a line, row after row, each row's KV heads one after the other, and a share
-is a stretch of it, wherever the cuts fall: one long context among short ones is in many shares, as many short ones are
+All blocks of all contexts are laid out in a line, row after row, each row's KV heads one after another, and a share is
+an interval of it, wherever the cuts fall: one long context among short ones spans many shares, and many short ones are
 in one (as in Osama et al. 2023, "Stream-K", arXiv:2301.03598).
 """
 
@@ -11,28 +11,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 12
-"""Units of work: of a block of the context, of beginning and ending a tile (a row's queries of one KV head), and of
-putting a tile together that was cut. A unit is some 0.25 us on an H200."""
+"""Costs in units of work: of a block of the context, of beginning and ending a tile (a row's queries of one KV head),
+and of combining a tile that was cut. A unit is some 0.25 us on an H200.
+"""
 
 MIN_PART = 12
 """Units below which a part does not pay for the cut."""
 
 
 class Plan(NamedTuple):
-    """The C shares of a step: the same for all layers with the same sliding window and heads, and then made once."""
+    """The C shares of a step: equal for all layers with the same sliding window and heads, hence computed once."""
 
     shares: Int[Array, "C 8"]
-    """Of each share: the row and tile where it begins and the unit where that tile begins; the units where the share
-    begins and ends; the share that has the beginning of that tile, and where to leave the tile's part for it; and how
-    many others have parts of the tile where this share ends."""
+    """For each share: the row and tile where it begins and the unit where that tile begins; the units where the share
+    begins and ends; the share with the beginning of that tile, and the index for the tile's partial result; and how
+    many other shares have parts of the tile where this share ends.
+    """
     rows: Int[Array, "B 2"]
-    """Of each row: the lengths of its context and of its queries, 0 both if it has no queries."""
+    """For each row: the lengths of its context and of its queries, both 0 if it has no queries."""
     arrivals: Int[Array, "C 1"]
     """Zeros, which the kernel counts up and down again: how many parts of a tile have arrived."""
 
 
 def block_range(seq_len, query_len, *, block_kv: int, sliding_window: int | None):
-    """First and last + 1 of the blocks that a row's queries attend to."""
+    """Return the first and last + 1 of the blocks that a row's queries attend to."""
     end = (seq_len + (block_kv - 1)) // block_kv
     if sliding_window is None:
         return jnp.int32(0), end
@@ -49,7 +51,7 @@ def make_plan(
     block_kv: int,
     sliding_window: int | None,
 ) -> Plan:
-    """The shares of a step, `num_shares` of them, in rows of `num_tiles` tiles each."""
+    """Return the `num_shares` shares of a step with rows of `num_tiles` tiles each."""
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
     first, end = block_range(seq_lens, query_lens, block_kv=block_kv, sliding_window=sliding_window)
@@ -58,8 +60,8 @@ def make_plan(
     total = row_ends[-1]
 
     def find(unit: Int[Array, " C"]) -> tuple[Int[Array, " C"], ...]:
-        """Row and tile where a unit lies, and that tile's first unit."""
-        # As a comparison with all, which is one small kernel where a binary search would be several.
+        """Return the row and tile that contain a unit, and that tile's first unit."""
+        # Compares with all, which is one small kernel where a binary search would be several.
         row = jnp.sum(unit[:, None] >= row_ends[None], axis=1, dtype=jnp.int32)
         row = jnp.minimum(row, seq_lens.shape[0] - 1)
         row_begin = row_ends[row] - costs[row] * num_tiles
@@ -67,10 +69,10 @@ def make_plan(
         return row, tile, row_begin + tile * costs[row]
 
     size = -(-total // num_shares)
-    # Where the shares begin, and where the last one ends, so that ends are a slice: XLA fuses that.
+    # The beginnings of the shares and the end of the last one, so that ends are a slice: XLA fuses that.
     cuts = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32) * size, total)
-    # Better than shares of the same size are those that cut tiles into equal parts or not at all, if none becomes much
-    # larger by that.
+    # Better than shares of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
+    # larger.
     row, _, tile_begin = find(cuts)
     cost = costs[row]
     num_parts = jnp.maximum((cost + size // 2) // jnp.maximum(size, MIN_PART), 1)

@@ -1,8 +1,8 @@
-"""Queries as the columns of what a stream computes: keys are the 64 rows of wgmma, and so are the values' columns.
+"""Operations of a stream with queries as columns: keys are the 64 rows of wgmma, and so are the values' columns.
 
-A tile of G query heads is padded to 8 columns, and not to 64 rows: an eighth of the products and of the softmax.
-Decoding on an H200 is bound by its power, and so by what is computed for nobody (NOTES.md, paged_attention). What it
-takes: a maximum over warps, and weights that go through shared memory.
+A tile of G query heads is padded to 8 columns rather than 64 rows: an eighth of the products and of the softmax.
+Decoding on an H200 is limited by its power, and so by padding that is computed for nothing (NOTES.md, paged_attention).
+The price is a maximum over warps, and weights that go through shared memory.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ KEYS, QUERIES = 0, 1
 
 
 def nothing_yet(problem):
-    """The running softmax before the first block: sums of values, maxima, and totals, of its rows in each lane."""
+    """Return the running softmax before the first block: sums of values, maxima, and totals of each lane's rows."""
     columns = problem.columns
     return (
         problem.cast(jnp.zeros((problem.head_dim, columns), jnp.float32), LAYOUT),
@@ -36,7 +36,7 @@ def take_queries(problem, scratch):
 
 
 def scores(problem, keys, scratch):
-    """A score for each key and query: [keys, columns]."""
+    """Return a score for each key and query: [keys, columns]."""
     if problem.interpret:
         result = jnp.dot(keys[...].astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
         plgpu.commit_smem()
@@ -50,17 +50,17 @@ def scores(problem, keys, scratch):
 
 
 def maxima(problem, x, scratch):
-    """Of each column."""
+    """Return the maximum of each column."""
     return device.maxima(x, scratch.exchanged, interpret=problem.interpret)
 
 
 def totals(problem, total, scratch):
-    """Of each column, from what each lane has."""
+    """Return the total of each column, from those of each lane."""
     return device.sums(total, scratch.exchanged, interpret=problem.interpret)
 
 
 def add_weights(problem, total, keep, weights):
-    """The new total, not yet added up over the rows that lanes have."""
+    """Return the new total, not yet summed over the rows of different lanes."""
     total = total * spread(problem, keep, total.shape)
     for first in range(0, weights.shape[0], ROWS):
         total = total + weights[first : first + ROWS]
@@ -68,7 +68,7 @@ def add_weights(problem, total, keep, weights):
 
 
 def spread(problem, x, shape):
-    """A value a column, down the columns."""
+    """Broadcast one value per column down the columns."""
     return problem.cast(lax.broadcast_in_dim(x, shape, [1]), LAYOUT)
 
 
@@ -88,7 +88,7 @@ def add_values(problem, acc, weights, values, scratch):
 
 
 def write_result(problem, out, acc, factor):
-    """Put the sums times a factor into `out` in shared memory."""
+    """Store the sums times a factor in `out` in shared memory."""
     acc = acc * spread(problem, factor, acc.shape)
     device.store_columns(out, acc, interpret=problem.interpret)
 

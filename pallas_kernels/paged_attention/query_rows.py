@@ -1,4 +1,4 @@
-"""Queries as the rows of what a stream computes, padded to the 64 of wgmma."""
+"""Operations of a stream with queries as rows, padded to the 64 of wgmma."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +16,7 @@ KEYS, QUERIES = 1, 0
 
 
 def nothing_yet(problem):
-    """The running softmax before the first block: sums of values, maxima and totals."""
+    """Return the running softmax before the first block: sums of values, maxima and totals."""
     return (
         problem.cast(jnp.zeros((ROWS, problem.head_dim), jnp.float32), LAYOUT),
         problem.cast(jnp.full((ROWS,), LOWEST, jnp.float32), VECTOR_LAYOUT),
@@ -30,7 +30,7 @@ def take_queries(problem, scratch):
 
 
 def scores(problem, keys, scratch):
-    """A score for each query and key: [queries, keys]."""
+    """Return a score for each query and key: [queries, keys]."""
     if problem.interpret:
         result = jnp.dot(scratch.q[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
         plgpu.commit_smem()
@@ -44,22 +44,22 @@ def scores(problem, keys, scratch):
 
 
 def maxima(_, x, __):
-    """Of each row."""
+    """Return the maximum of each row."""
     return x.max(axis=1)
 
 
 def add_weights(_, total, keep, weights):
-    """The new total of each row."""
+    """Return the new total of each row."""
     return total * keep + weights.sum(axis=1)
 
 
 def totals(_, total, __):
-    """As they are."""
+    """Return the totals unchanged: they are complete."""
     return total
 
 
 def spread(_, x, shape):
-    """A value a row, along the rows."""
+    """Broadcast one value per row along the rows."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
@@ -77,7 +77,7 @@ def add_values(problem, acc, weights, values, _):
 
 
 def write_result(problem, out, acc, factor):
-    """Put the sums times a factor into `out` in shared memory."""
+    """Store the sums times a factor in `out` in shared memory."""
     # All at once needs more registers than there are for 256 columns. Only then: of narrower rows, Mosaic has been seen
     # to store slices to the wrong place (jax 0.11.2, 64 of 128 columns, 32 of 80).
     width = 32 if problem.head_dim == 256 else problem.head_dim
