@@ -8,11 +8,14 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxserve import __version__, interrupts, logs
+import shtab
+
+from jaxserve import __version__, interrupts, logs, vllm_flags
 from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import JaxserveError
@@ -78,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args, unknown = _parser().parse_known_args([_hyphenated(argument) for argument in argv])
+    if unknown:
+        args.parser.refuse(unknown)
     in_background = getattr(args, "logs_in_background", False)
     logs.configure(args.log_level, getattr(args, "log_format", "text"), in_background=in_background)
     run: Callable[[argparse.Namespace], int | None] = args.run
@@ -97,21 +103,50 @@ def _run(argv: Sequence[str] | None) -> int:
     return code
 
 
+def _hyphenated(argument: str) -> str:
+    """Return a flag as we write it: `--max_num_seqs=4` is `--max-num-seqs=4`, and some have another name here.
+
+    Of vLLM's dotted flags, such as `--compilation-config.mode`, the part before the dot is looked up.
+    """
+    flag, equals, value = argument.partition("=")
+    if re.fullmatch(r"--[a-z][a-z0-9_.-]*", flag):
+        flag = flag.split(".")[0].replace("_", "-")
+    return vllm_flags.RENAMED.get(flag, flag) + equals + value
+
+
+def flags_of_serve() -> list[str]:
+    """Return the flags of `jaxserve serve`, all names of each."""
+    return sorted(flag for action in _parser().command("serve").shown() for flag in action.option_strings)
+
+
 def _parser() -> Parser:
     parser = Parser(prog="jaxserve", usage="COMMAND [options]", description="LLM serving on JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, usage: str, summary: str) -> Parser:
-        return commands.add_parser(name, prog=f"jaxserve {name}", usage=usage, help=summary, description=summary)
+    def add(name: str, usage: str, summary: str, *, has_settings: bool = False) -> Parser:
+        return commands.add_parser(
+            name,
+            prog=f"jaxserve {name}",
+            usage=usage,
+            help=summary,
+            description=summary,
+            has_settings=has_settings,
+        )
 
-    serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API")
+    serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", has_settings=True)
     serve.set_defaults(run=_serve, log_level=ServerConfig().log_level, logs_in_background=True)
-    serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    serve.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     add_config_flags(serve, EngineConfig, defaults={"max_num_waiting": _MAX_NUM_WAITING})
     add_config_flags(serve, ServerConfig)
+    serve.add_known_flags(vllm_flags.FLAGS)
 
-    batch = add("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)")
+    batch = add(
+        "run-batch",
+        "-i FILE -o FILE [options]",
+        "answer a file of requests (OpenAI's batch format)",
+        has_settings=True,
+    )
     batch.set_defaults(run=_run_batch, log_level="warning")
     batch.add_flag(
         "batch", "-i", "--input-file", required=True, metavar="FILE", help="the requests: one JSON object a line"
@@ -127,14 +162,18 @@ def _parser() -> Parser:
     batch.add_flag("batch", "--overwrite", action="store_true", help="begin the output file anew")
     add_config_flags(batch, EngineConfig)
     add_config_flags(batch, ServerConfig, only=_BATCH_FIELDS)
+    batch.add_known_flags(vllm_flags.FLAGS)
 
-    generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts")
+    generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", has_settings=True)
     generate.set_defaults(run=_generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to continue; none, or -: standard input")
     _add_offline_flags(generate, max_tokens_help=f"tokens to generate; default: the model's, else {_GENERATE_TOKENS}")
 
-    chat = add("chat", "[options]", "talk with a model; /exit or the end of the input ends it")
+    chat = add(
+        "chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", has_settings=True
+    )
     chat.set_defaults(run=_chat)
+    chat.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     chat.add_flag("chat", "--system", metavar="TEXT", help="the system message")
     _add_offline_flags(
         chat,
@@ -200,6 +239,10 @@ def _parser() -> Parser:
     bench = add("bench", "BENCHMARK [options]", "measure the engine")
     bench.set_defaults(log_level="warning")
     add_bench_commands(bench)
+
+    completion = add("completion", "SHELL", "print a script that completes commands and flags in a shell")
+    completion.set_defaults(run=_completion, log_level="warning")
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help="bash, zsh or tcsh")
     return parser
 
 
@@ -217,15 +260,27 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
 
 
 def _serve(args: argparse.Namespace) -> int:
-    config = EngineConfig(**given(args, _ENGINE_FIELDS))
+    config = _engine_config(args)
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
+    if args.served is None and not config.model and len(server_config.served_model_name) > 1:
+        *_, last = server_config.served_model_name
+        args.parser.error(f"which model? {last!r} was read as one of its names: write MODEL first, or --model {last}")
 
     from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
     from jaxserve.server.process.supervisor import serve
 
-    name = server_config.served_model_name or config.model or DEFAULT_MODEL
-    server_config = dataclasses.replace(server_config, served_model_name=name)
-    return serve(resolve_names(config), server_config)
+    names = server_config.served_model_name or (config.model or DEFAULT_MODEL,)
+    return serve(resolve_names(config), dataclasses.replace(server_config, served_model_name=names))
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(**_engine_options(args))
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's options that were given. A model that stands alone comes before one of --model."""
+    named = {} if getattr(args, "served", None) is None else {"model": args.served}
+    return given(args, _ENGINE_FIELDS) | named
 
 
 def _run_batch(args: argparse.Namespace) -> int:
@@ -240,8 +295,8 @@ def _run_batch(args: argparse.Namespace) -> int:
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
     batch.check_input(source)  # before a model is loaded
-    name = server_config.served_model_name or config.model or DEFAULT_MODEL
-    server_config = dataclasses.replace(server_config, served_model_name=name)
+    names = server_config.served_model_name or (config.model or DEFAULT_MODEL,)
+    server_config = dataclasses.replace(server_config, served_model_name=names)
     config = resolve_names(config)
     tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)
     defaults = sampling_defaults(config.model)
@@ -326,13 +381,14 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> None:
-    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    from jaxserve.chat import Chat
+
     with _open(args, max_tokens=None) as (llm, params):
-        while (line := _read_line()) is not None and line.strip() != "/exit":
-            if line.strip():
-                messages.append({"role": "user", "content": line})
-                reply = _print_stream(llm.stream_chat(messages, params))
-                messages.append({"role": "assistant", "content": reply.text})
+        Chat(llm, params, system=args.system).run()
+
+
+def _completion(args: argparse.Namespace) -> None:
+    print(shtab.complete(_parser(), args.shell))
 
 
 @contextlib.contextmanager
@@ -347,7 +403,7 @@ def _open(args: argparse.Namespace, *, max_tokens: int | None) -> "Iterator[tupl
     SamplingParams(**(fallback | sampling))
     from jaxserve.llm import LLM
 
-    with LLM(**given(args, _ENGINE_FIELDS)) as llm:
+    with LLM(**_engine_options(args)) as llm:
         yield llm, llm.sampling_params(sampling, fallback=fallback)
 
 
@@ -374,13 +430,3 @@ def _print_logprobs(completion: CompletionOutput) -> None:
     for token_id, candidates in zip(completion.token_ids, completion.logprobs or [], strict=False):
         others = [show(candidate) for other, candidate in candidates.items() if other != token_id]
         print("  ".join([show(candidates[token_id]), *others]))
-
-
-def _read_line() -> str | None:
-    """Read the user's next line, without its end; None at the end of the input. Prompts only on a terminal."""
-    if sys.stdin.isatty():
-        with contextlib.suppress(EOFError):
-            return input("> ")
-        return None
-    line = sys.stdin.readline()
-    return line.removesuffix("\n") if line else None

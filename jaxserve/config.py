@@ -35,11 +35,27 @@ ReasoningParser = Literal[
 # fmt: on
 
 
-def _option(default: Any, group: str, text: str, *, is_size: bool = False, alias: str | None = None) -> Any:
-    """Declare a field that is also a flag. `is_size` accepts a suffix (4GiB); `alias` is vLLM's name for the same
-    option.
+DTypeName = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+DTYPE_WORDS: Mapping[str, DType] = {"half": "float16", "float": "float32"}
+"""Names that PyTorch has for dtypes."""
+
+
+def _option(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    is_size: bool = False,
+    aliases: Sequence[str] = (),
+    words: Mapping[str, Any] | None = None,
+    many: bool = False,
+) -> Any:
+    """Declare a field that is a flag.
+
+    `is_size` takes bytes with a suffix (4GiB), `aliases` are names that vLLM has for the same, `words` are further
+    values and what they stand for, `many` lets several values follow the flag.
     """
-    metadata = {"group": group, "help": text, "is_size": is_size, "alias": alias}
+    metadata = {"group": group, "help": text, "is_size": is_size, "aliases": aliases, "words": words, "many": many}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -57,14 +73,16 @@ class EngineConfig:
     tokenizer: str | None = _option(
         None, "model", "directory, GGUF file or id on the hub of the tokenizer; default: the model's"
     )
-    dtype: DType = _option(
-        "auto", "model", "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU"
+    dtype: DTypeName = _option(
+        "auto",
+        "model",
+        "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU",
     )
     quantization: Quantization | None = _option(
         None,
         "model",
         "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; default: as it has them",
-        alias="-q",
+        aliases=("-q",),
     )
     max_model_len: int | None = _option(None, "model", "longest prompt plus output, in tokens; default: the model's")
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
@@ -78,7 +96,7 @@ class EngineConfig:
         "cache",
         "bytes for KV blocks (suffixes KiB, MiB, GiB); default: what is free on a GPU, 1GiB on CPU",
         is_size=True,
-        alias="--kv-cache-memory-bytes",
+        aliases=("--kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = _option(
         0.9, "cache", "share of the GPU's memory that weights, KV and steps may use"
@@ -101,7 +119,7 @@ class EngineConfig:
         "continuous", "scheduling", "static: fixed padded batches, a baseline to compare with"
     )
 
-    tensor_parallel_size: int = _option(1, "execution", "devices that share each layer", alias="-tp")
+    tensor_parallel_size: int = _option(1, "execution", "devices that share each layer", aliases=("-tp",))
     kernels: Literal["auto", "xla", "sm90"] = _option(
         "auto",
         "execution",
@@ -109,7 +127,7 @@ class EngineConfig:
         "auto: sm90, for Hopper GPUs, where there is one, xla on CPU; other GPUs must be asked to run xla, slowly",
     )
     overlap: bool = _option(
-        True, "execution", "plan the next step while the device runs the last one", alias="--async-scheduling"
+        True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
     )
     dequantize: bool | None = _option(
         None,
@@ -122,6 +140,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_WORDS.get(str(self.dtype), self.dtype))
         _convert_fields(self, _ENGINE_RULES)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
@@ -170,7 +189,12 @@ class ServerConfig:
     root_path: str = _option(
         "", "server", "path under which a proxy offers the server and which it leaves in requests, such as /llm"
     )
-    served_model_name: str | None = _option(None, "server", "name of the model in the API; default: the model argument")
+    served_model_name: Sequence[str] = _option(
+        (),
+        "server",
+        "names of the model in the API, the first in its answers; default: the model argument",
+        many=True,
+    )
     chat_template: str | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
     )
@@ -187,7 +211,7 @@ class ServerConfig:
         "where it names some and does not speak of others",
     )
     api_workers: int = _option(
-        1, "server", "processes that serve HTTP and text over the one engine", alias="--api-server-count"
+        1, "server", "processes that serve HTTP and text over the one engine", aliases=("--api-server-count",)
     )
     shutdown_timeout: float = _option(30.0, "timeouts", "seconds that running requests may take after SIGTERM")
     request_timeout: float | None = _option(
@@ -218,7 +242,11 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
         _convert_fields(self, _SERVER_RULES)
+        if not all(self.served_model_name):
+            raise ConfigError("served_model_name must not be empty")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

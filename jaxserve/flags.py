@@ -6,25 +6,36 @@ A flag that is not given is absent from the namespace, so that defaults have one
 
 import argparse
 import dataclasses
+import difflib
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+import configargparse
 import msgspec
 
+from jaxserve import vllm_flags
 from jaxserve.request import SamplingParams
+from jaxserve.vllm_flags import Harmless, Refused
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_COUNT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kKmMgG]?)")
+_COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose `--help GROUP` prints one group of flags. Abbreviated flags are not accepted."""
+class Parser(configargparse.ArgumentParser):
+    """An argument parser whose `--help GROUP` prints one group of flags. Abbreviated flags are not accepted.
 
-    def __init__(self, *, prog: str, usage: str, description: str):
+    Where `has_settings`, options may also stand in a YAML file (`--config FILE`) and in variables of the environment
+    (`JAXSERVE_MAX_NUM_SEQS`). The command line comes before the environment, and the environment before the file.
+    """
+
+    def __init__(self, *, prog: str, usage: str, description: str, has_settings: bool = False):
         super().__init__(
             prog=prog,
             usage=f"{prog} {usage}",
@@ -32,10 +43,27 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+            auto_env_var_prefix="JAXSERVE_" if has_settings else None,
+            add_env_var_help=False,
+            add_config_file_help=False,
+            config_file_parser_class=configargparse.YAMLConfigFileParser,
         )
         self.groups: dict[str, list[argparse.Action]] = {}
         self._containers: dict[str, argparse._ArgumentGroup] = {}
         self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
+        if has_settings:
+            self.add_argument(
+                "--config",
+                is_config_file=True,
+                metavar="FILE",
+                help="YAML file of options, by the names of their flags",
+            )
+        self.set_defaults(parser=self)
+
+    def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
+        """Return the names that an option may have in a file: with hyphens, or with underscores."""
+        keys = super().get_possible_config_keys(action)
+        return keys + [key.replace("-", "_") for key in keys]
 
     def add_flag(self, group: str, *names: str, **options: Any) -> None:
         """Call `add_argument` on the group with this title, which is created when it is first named."""
@@ -43,6 +71,59 @@ class Parser(argparse.ArgumentParser):
             self.groups[group] = []
             self._containers[group] = self.add_argument_group(group)
         self.groups[group].append(self._containers[group].add_argument(*names, **options))
+
+    def command(self, name: str) -> "Parser":
+        """Return the parser of a command. Raises KeyError if there is none of that name."""
+        (commands,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]  # pyright: ignore[reportPrivateUsage]
+        return commands.choices[name]
+
+    def shown(self) -> list[argparse.Action]:
+        """Return the flags that the help shows."""
+        return [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
+
+    def add_known_flags(self, flags: Mapping[str, Harmless | Refused]) -> None:
+        """Accept or refuse flags of vLLM by a table of `vllm_flags`. They are not shown in the help."""
+        for name, row in flags.items():
+            if name not in self._option_string_actions:
+                self.add_argument(name, action=_Known, nargs=row.nargs, row=row, help=argparse.SUPPRESS)
+
+    def refuse(self, arguments: Sequence[str]) -> NoReturn:
+        """End with this command's usage and an error that names arguments which it does not know."""
+        texts = []
+        for argument in arguments:
+            flag = argument.split("=")[0]
+            if not flag.startswith("-"):
+                texts.append(f"unexpected argument {argument!r}")
+            elif (verdict := vllm_flags.verdict(flag)) is not None:
+                texts.append(f"{flag} is a flag of vLLM's server: {verdict}")
+            else:
+                texts.append(f"unknown flag {flag}{self.did_you_mean(flag)}")
+                break  # what follows may be its value
+        self.error("; ".join(texts))
+
+    def did_you_mean(self, flag: str) -> str:
+        """Return a question that names the flag nearest to an unknown one, or an empty text."""
+        shown = [name for action in self.shown() for name in action.option_strings]
+        near = difflib.get_close_matches(flag, shown, n=1, cutoff=0.7)
+        return f", did you mean {near[0]}?" if near else ""
+
+
+class _Known(argparse.Action):
+    """A flag of vLLM: one line on standard error where it is harmless, an error where it is not."""
+
+    def __init__(self, *args: Any, row: Harmless | Refused, nargs: Any, **kwargs: Any):
+        super().__init__(*args, nargs=None if nargs == 1 else nargs, **(kwargs | {"default": argparse.SUPPRESS}))
+        self._row = row
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: Any, values: Any, option: str | None = None
+    ) -> None:
+        assert option is not None
+        value = values if isinstance(values, str) else None
+        text = f"{option}: {vllm_flags.verdict(option, value)}"
+        if isinstance(self._row, Refused) or (value is not None and not self._row.accepts(value)):
+            parser.error(text)
+        print(f"jaxserve: {text}", file=sys.stderr)  # noqa: T201
 
 
 class _Help(argparse.Action):
@@ -73,9 +154,15 @@ def add_config_flags(
     for field in dataclasses.fields(config):
         if only is not None and field.name not in only:
             continue
-        names = [_flag(field.name)] + [alias for alias in [field.metadata["alias"]] if alias]
+        names = [_flag(field.name), *field.metadata["aliases"]]
         is_size = field.metadata["is_size"]
         options = _size_options() if is_size else _options(hints[field.name])
+        if words := field.metadata.get("words"):
+            options["type"] = _word_or(words, options["type"])
+        if advice := vllm_flags.VALUES.get(field.name):
+            options["type"] = _advised(advice, options["type"])
+        if field.metadata.get("many"):
+            options |= {"action": "extend", "nargs": "+"}
         default = defaults.get(field.name, field.default)
         if is_size and isinstance(default, int):
             default = f"{default // 2**20}MiB"
@@ -110,6 +197,38 @@ def parse_size(text: str) -> int:
     return int(float(number) * 1024**power)
 
 
+def parse_count(text: str) -> int:
+    """Return a whole number such as "4096", "8k" (8,000), "8K" (8,192) or "1.5M", as vLLM reads them.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    number = float("nan") if match is None else float(match[1]) * _COUNT_FACTORS[match[2]]
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 8k (8000) or 8K (8192)")
+    return int(text) if match is not None and not match[2] and "." not in text else int(number)
+
+
+def _word_or(words: Mapping[str, Any], parse: Any) -> Any:
+    """Return a parser of a flag's value that knows some words besides."""
+
+    def value(text: str) -> Any:
+        return words[text] if text in words else parse(text)
+
+    return value
+
+
+def _advised(advice: Mapping[str, str], parse: Any) -> Any:
+    """Return a parser of a flag's value that says what to do instead of some values."""
+
+    def value(text: str) -> Any:
+        if text in advice:
+            raise argparse.ArgumentTypeError(f"{text!r}: {advice[text]}")
+        return parse(text)
+
+    return value
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -139,13 +258,13 @@ def _options(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return options | {"action": argparse.BooleanOptionalAction}
     if origin is Literal:
-        return options | {"choices": typing.get_args(hint)}
+        return options | {"type": str, "choices": typing.get_args(hint)}
     if origin is Mapping:
         return options | {"type": _id_map, "metavar": "JSON"}
     if origin is Sequence:
         (item,) = typing.get_args(hint)
         return options | {"action": "append", "type": item, "metavar": _METAVARS[item]}
-    return options | {"type": hint, "metavar": _METAVARS[hint]}
+    return options | {"type": parse_count if hint is int else hint, "metavar": _METAVARS[hint]}
 
 
 def _id_map(text: str) -> dict[int, float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from jaxserve.config import DType, EngineConfig, Quantization, convert_option
+from jaxserve.config import DTypeName, EngineConfig, Quantization, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -63,7 +63,7 @@ class LLM:
         progress: bool = True,
         revision: str | None = None,
         tokenizer: str | None = None,
-        dtype: DType = "auto",
+        dtype: DTypeName = "auto",
         quantization: Quantization | None = None,
         max_model_len: int | None = None,
         load_format: Literal["auto", "safetensors", "dummy"] = "auto",

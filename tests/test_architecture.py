@@ -23,12 +23,16 @@ PLAIN = "errors config request values"
 # room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs flags bench server llm convert overview parse engine loading tokenizer",
+    "cli": f"{PLAIN} jaxserve interrupts logs flags vllm_flags bench chat server llm convert overview parse engine "
+    "loading tokenizer",
+    "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} server loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
-    "bench": f"{PLAIN} cpus flags llm server convert engine structured models loading layers tokenizer",
+    "bench": f"{PLAIN} cpus flags vllm_flags llm server convert engine structured models loading layers tokenizer",
     "jaxserve": "llm request",
-    "flags": PLAIN,
+    "flags": f"{PLAIN} vllm_flags",
+    "vllm_flags": "",
+    "vllm_page": "vllm_flags cli",
     "logs": "",
     "server": f"{PLAIN} jaxserve logs tokenizer metrics engine structured",
     "llm": f"{PLAIN} interrupts progress tokenizer engine loading",
@@ -64,6 +68,7 @@ QUANTIZATION = "awq", "declared", "gptq", "nvfp4", "packed", "plain", "scheme", 
 NO_JAX = (
     "jaxserve.__main__",
     "jaxserve.bench",
+    "jaxserve.chat",
     "jaxserve.cli",
     "jaxserve.config",
     "jaxserve.cpus",
@@ -106,6 +111,7 @@ NO_JAX = (
     "jaxserve.server",
     "jaxserve.structured",
     "jaxserve.token_pieces",
+    "jaxserve.vllm_flags",
     "jaxserve.tokenizer",
     "jaxserve.values",
 )

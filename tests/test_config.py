@@ -30,7 +30,7 @@ except ConfigError as error:
         ("EngineConfig(gpu_memory_utilization='0.9')", "gpu_memory_utilization must be a number, got '0.9'"),
         ("EngineConfig(warmup='no')", "warmup must be True or False, got 'no'"),
         ("EngineConfig(model=3)", "model must be a text, got 3"),
-        ("EngineConfig(dtype=np.float32)", "dtype must be one of auto, float32, bfloat16, float16, got <class"),
+        ("EngineConfig(dtype=np.float32)", "dtype must be one of auto, float32, float, bfloat16, float16, half,"),
         ("ServerConfig(port='8000')", "port must be an integer, got '8000'"),
         ("ServerConfig(api_key='key')", "api_key must be a list of texts, got 'key'"),
         ("ServerConfig(api_key=['key', 5])", "api_key[1] must be a text, got 5"),

@@ -6,7 +6,9 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
+from jaxserve import vllm_flags
 from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
@@ -114,6 +116,9 @@ def add_commands(parser: Parser) -> None:
 
     serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
     add_config_flags(serving, ServingOptions)
+    serving.add_flag("server", "--served-model-name", metavar="TEXT", help="as --model, which then is the tokenizer")
+    serving.add_flag("server", "--host", metavar="TEXT", help="host of the address, with --port in place of --url")
+    serving.add_flag("server", "--port", type=int, metavar="N", help="port of the address; default: 8000")
     serving.add_flag(
         "report",
         "--goodput",
@@ -122,6 +127,7 @@ def add_commands(parser: Parser) -> None:
         metavar="NAME:MS",
         help="objectives, such as ttft:200 tpot:50 e2e:5000",
     )
+    serving.add_known_flags(vllm_flags.BENCH_FLAGS)
 
 
 def _add_batches(parser: Parser, *, default: str) -> None:
@@ -250,4 +256,11 @@ def _serving(args: argparse.Namespace) -> int:
         from jaxserve.bench.serving.run import run
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
-    return run(ServingOptions(**given(args, _SERVING_FIELDS)), goodput=args.goodput)
+    options: dict[str, Any] = given(args, _SERVING_FIELDS)
+    if args.served_model_name is not None:
+        options = {"tokenizer": options.get("model")} | options | {"model": args.served_model_name}
+    if args.host is not None or args.port is not None:
+        if "url" in options:
+            args.parser.error("--url and --host or --port exclude each other")
+        options["url"] = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    return run(ServingOptions(**options), goodput=args.goodput)

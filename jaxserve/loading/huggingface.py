@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from jaxserve.config import DType
+from jaxserve.config import DTypeName
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes, path_name
 from jaxserve.layers.weight import Weight
@@ -115,7 +115,7 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def resolve_dtype(requested: DType, fields: dict[str, Any], *, is_cpu: bool) -> np.dtype:
+def resolve_dtype(requested: DTypeName, fields: dict[str, Any], *, is_cpu: bool) -> np.dtype:
     """The dtype of weights, activations and KV.
 
     "auto" is float32 on CPU, where narrower types are slower, else the checkpoint's (`dtype` in config.json, or

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.types import Scope
@@ -34,10 +34,11 @@ MAX_PREPARING = 4
 
 @dataclasses.dataclass(kw_only=True)
 class ServerState:
-    """`model` is the model's name in the API. `request_timeout` is in seconds, None for no limit."""
+    """What the routes share. `request_timeout`: seconds a request may take, None for any number."""
 
     frontend: Frontend
-    model: str
+    names: Sequence[str]
+    """Names of the model in the API; answers have the first one."""
     metrics: Metrics
     request_timeout: float | None = None
     tracing: Tracing | None = None
@@ -81,6 +82,11 @@ class ServerState:
         lengths = (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.max_token_id + 1))
         self.max_token_length = max(1, max(lengths, default=1))
 
+    @property
+    def model(self) -> str:
+        """The model's name in answers."""
+        return self.names[0]
+
     def why_closed(self) -> Unavailable | None:
         """Return the reason to accept no new request, or None."""
         if not self.frontend.client.is_alive():
@@ -99,8 +105,8 @@ class ServerState:
             self.num_inside -= 1
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless `name` is served here. None means whatever is served."""
-        if name is not None and name != self.model:
+        """Raise ModelNotFound unless `name` is served here. None is whatever is served."""
+        if name is not None and name not in self.names:
             raise ModelNotFound(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
 
 

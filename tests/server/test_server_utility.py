@@ -27,6 +27,16 @@ def test_models_with_the_openai_client(server):
             client.models.retrieve("other")
 
 
+def test_a_model_is_served_under_each_of_its_names(tokenizer):
+    with running(tokenizer, served_model_name=("first", "org/second")) as server:
+        assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["first", "org/second"]
+        assert server.get("/v1/models/org/second").json()["id"] == "org/second"
+        for name in ("first", "org/second", None):
+            body = {"prompt": "a", "max_tokens": 1} | ({} if name is None else {"model": name})
+            assert server.post("/v1/completions", body).json()["model"] == "first"
+        assert server.post("/v1/completions", {"prompt": "a", "model": "third"}).status_code == 404
+
+
 def test_served_model_name(tokenizer):
     with running(tokenizer, served_model_name="org/model") as server:
         assert server.get("/v1/models").json()["data"][0]["id"] == "org/model"

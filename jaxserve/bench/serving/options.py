@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxserve.errors import InvalidRequest
 
 
-def _option(default: Any, group: str, text: str) -> Any:
-    """Declare a field that is also a flag."""
-    metadata = {"group": group, "help": text, "is_size": False, "alias": None}
+def _option(
+    default: Any, group: str, text: str, *, aliases: Sequence[str] = (), words: Mapping[str, Any] | None = None
+) -> Any:
+    """Declare a field that is a flag; `aliases` and `words` are names that `vllm bench serve` has for the same."""
+    metadata = {"group": group, "help": text, "is_size": False, "aliases": aliases, "words": words}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -18,8 +21,15 @@ def _option(default: Any, group: str, text: str) -> Any:
 class ServingOptions:
     """One run against one server. None means: asked from the server, or no limit. Raises InvalidRequest."""
 
-    url: str = _option("http://127.0.0.1:8000", "server", "address of the server, with or without /v1")
-    endpoint: Literal["completions", "chat"] = _option("completions", "server", "route to load")
+    url: str = _option(
+        "http://127.0.0.1:8000", "server", "address of the server, with or without /v1", aliases=("--base-url",)
+    )
+    endpoint: Literal["completions", "chat"] = _option(
+        "completions",
+        "server",
+        "route to load",
+        words={"/v1/completions": "completions", "/v1/chat/completions": "chat"},
+    )
     model: str | None = _option(None, "server", "name of the model; default: the first of /v1/models")
     api_key: str | None = _option(None, "server", "bearer token; default: $OPENAI_API_KEY")
     tokenizer: str | None = _option(
@@ -34,22 +44,46 @@ class ServingOptions:
     extra_body: str = _option("", "server", "JSON object of further fields of every request")
 
     workload: Literal["random", "sonnet", "sharegpt", "azure", "mooncake"] = _option(
-        "random", "workload", "what is asked"
+        "random", "workload", "what is asked", aliases=("--dataset-name",)
     )
-    file: str | None = _option(None, "workload", "file of sonnet, sharegpt, azure (.csv) or mooncake (.jsonl)")
-    num_requests: int | None = _option(None, "workload", "requests; default: 100, or all of a trace")
+    file: str | None = _option(
+        None, "workload", "file of sonnet, sharegpt, azure (.csv) or mooncake (.jsonl)", aliases=("--dataset-path",)
+    )
+    num_requests: int | None = _option(
+        None, "workload", "requests; default: 100, or all of a trace", aliases=("--num-prompts",)
+    )
     seed: int = _option(0, "workload", "seed of lengths, tokens, order and arrivals")
-    input_len: int = _option(256, "workload", "prompt tokens (random, sonnet), prefix included")
-    output_len: int | None = _option(None, "workload", "output tokens; default: 128, or what the file says")
-    range_ratio: float = _option(0.0, "workload", "random: lengths vary by this share, up and down, uniformly")
-    prefix_len: int = _option(0, "workload", "prompt tokens that all requests share (random, sonnet)")
+    input_len: int = _option(
+        256,
+        "workload",
+        "prompt tokens (random, sonnet), prefix included",
+        aliases=("--random-input-len", "--sonnet-input-len"),
+    )
+    output_len: int | None = _option(
+        None,
+        "workload",
+        "output tokens; default: 128, or what the file says",
+        aliases=("--random-output-len", "--sonnet-output-len", "--sharegpt-output-len"),
+    )
+    range_ratio: float = _option(
+        0.0, "workload", "random: lengths vary by this share, up and down, uniformly", aliases=("--random-range-ratio",)
+    )
+    prefix_len: int = _option(
+        0,
+        "workload",
+        "prompt tokens that all requests share (random, sonnet)",
+        aliases=("--random-prefix-len", "--sonnet-prefix-len"),
+    )
     length_scale: float = _option(1.0, "workload", "factor on all lengths of a trace, blocks of hash ids included")
     prompts: Literal["ids", "text"] | None = _option(
         None, "workload", "send token ids or text; default: ids for random and traces on completions, else text"
     )
 
     request_rate: float | None = _option(
-        None, "load", "requests a second on average; default: a trace's own times, else all at once"
+        None,
+        "load",
+        "requests a second on average; default: a trace's own times, else all at once",
+        words={"inf": None},
     )
     burstiness: float = _option(
         1.0, "load", "shape of the gamma-distributed gaps: 1 is a Poisson process, less is burstier"
@@ -61,7 +95,7 @@ class ServingOptions:
     timeout: float = _option(600.0, "load", "seconds a request may take before it counts as failed")
 
     save_json: str | None = _option(None, "report", "file for the summary as JSON")
-    per_request: bool = _option(False, "report", "each request's times in the JSON, too")
+    per_request: bool = _option(False, "report", "each request's times in the JSON, too", aliases=("--save-detailed",))
     save_plot: str | None = _option(None, "report", "file for the plots, PNG")
     progress: bool = _option(True, "report", "show a progress bar")
 

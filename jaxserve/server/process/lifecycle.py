@@ -111,9 +111,9 @@ def make_state(
     place: str = "",
 ) -> ServerState:
     """Make the state of the routes, for a server or for a batch; arguments are as in `Server`. Raises ConfigError."""
-    model = config.served_model_name or frontend.client.info.model
+    names = tuple(config.served_model_name) or (frontend.client.info.model,)
     metrics = Metrics(
-        model=model,
+        model=names[0],
         stats=frontend.client.stats,
         cache_config=frontend.client.info.cache_labels(),
         names=config.metrics_names,
@@ -121,7 +121,7 @@ def make_state(
     )
     return ServerState(
         frontend=frontend,
-        model=model,
+        names=names,
         metrics=metrics,
         request_timeout=config.request_timeout,
         tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),

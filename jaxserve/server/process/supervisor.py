@@ -104,7 +104,7 @@ class Supervisor:
                 if not await self._all_ready(engine, workers):
                     return 128 + self._signals[0]
                 await _open(workers)  # a signal from now on is for a running server
-                logger.info("serving %s at %s/v1", self._config.served_model_name, url)
+                logger.info("serving %s at %s/v1", " ".join(self._config.served_model_name), url)
                 self.serving.set()
                 return await self._watch(engine, workers)
             finally:

@@ -29,17 +29,18 @@ class ModelList(msgspec.Struct):
 
 
 async def index(request: Request) -> Response:
-    """Return the served models."""
-    return json_response(ModelList([_model(server_state(request.scope))]))
+    """Answer with the served model, once under each of its names."""
+    state = server_state(request.scope)
+    return json_response(ModelList([_model(state, name) for name in state.names]))
 
 
 async def show(request: Request) -> Response:
-    """Return one model by its name. Raises ModelNotFound."""
-    state = server_state(request.scope)
-    state.check_model(request.path_params["model"])
-    return json_response(_model(state))
+    """Answer with one model by its name. Raises ModelNotFound."""
+    state, name = server_state(request.scope), request.path_params["model"]
+    state.check_model(name)
+    return json_response(_model(state, name))
 
 
-def _model(state: ServerState) -> Model:
+def _model(state: ServerState, name: str) -> Model:
     info = state.frontend.client.info
-    return Model(id=state.model, created=state.created, root=info.model, max_model_len=info.max_model_len)
+    return Model(id=name, created=state.created, root=info.model, max_model_len=info.max_model_len)
