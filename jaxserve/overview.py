@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxserve.config import DType, EngineConfig
 from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.execution.programs.builder import StepSpec, build
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers.params import abstract_params, shard_bytes
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
@@ -167,10 +168,10 @@ def _paths(fields: dict[str, Any], *, dtype: str, block_size: int, context: int,
         max_model_len=context,
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=MAX_CHUNK,
-        has_special_steps=True,
+        traits=ON_GPU,
         has_peers=True,
     )
-    return tuple(build(spec, mesh).describe_paths())
+    return tuple(StepBuilder(spec, mesh).describe_paths())
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:

@@ -20,13 +20,14 @@ from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY, choose_num_blocks
-from jaxserve.execution.programs.builder import StepSpec, build, reaches_peers
+from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, schemes_of, shard_bytes
-from jaxserve.layers.sharding import check_mesh, with_explicit_axes
+from jaxserve.layers.sharding import check_mesh, mesh_axis, with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
@@ -36,6 +37,7 @@ from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.structured.matchers import Matchers
 from jaxserve.tokenizer import Tokenizer
+from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
 
@@ -115,16 +117,16 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        has_special_steps=not is_cpu,
-        has_peers=kernels != "xla" and reaches_peers(mesh),
+        traits=ON_CPU if is_cpu else ON_GPU,
+        has_peers=kernels != "xla" and _reaches_peers(mesh),
         schemes=schemes_of(specs),
     )
-    builder = build(spec, mesh)
+    builder = StepBuilder(spec, mesh)
     if kernels != "xla":
         logger.info("layers: " + "; ".join(builder.describe_paths()))
     weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
     _check_room_for(weights, path, dtype=dtype, mesh=mesh)
-    windows, bytes_per_block = builder.layout.windows, builder.bytes_per_block
+    windows, bytes_per_block = builder.model.layout.windows, builder.model.bytes_per_block
     needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else None)
     is_measured = memory is None
@@ -135,7 +137,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     lowering = None
     with contextlib.ExitStack() as on_error:
         if kernels != "xla" and config.warmup:
-            lowering = Lowering(builder, spec, folder=cache and cache / "steps")
+            lowering = Lowering(builder, folder=cache and cache / "steps")
             on_error.callback(lowering.close)
             for program in builder.shapes.programs:  # meanwhile, in other processes
                 lowering.prepare(program, num_blocks)
@@ -262,6 +264,14 @@ def _make_mesh(tensor_parallel_size: int) -> Mesh:
             + (more if devices[0].platform == "cpu" else "")
         )
     return jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=devices[:tensor_parallel_size])
+
+
+def _reaches_peers(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh reach each other's memory, if they add up partial sums. Warns if they do not."""
+    if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
+        return True
+    logger.warning("these devices do not reach each other's memory: XLA adds up partial sums, which takes longer")
+    return False
 
 
 def _max_model_len(config: EngineConfig, model_config: Any) -> int:

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
@@ -16,22 +13,23 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxserve.execution.batch import pack, pack_nothing, wants_prompt_logprobs
+from jaxserve.execution.batch import pack, wants_prompt_logprobs
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
+from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.parts import Compiled, Lowered, parts_of
-from jaxserve.execution.programs.shapes import Draw, Embed, Forward, PlainDecode, Program, PromptLogprobs, Step
-from jaxserve.execution.slots import ADMISSION_ROWS, Masks, Slots, admit, allow, pack_admissions, pack_masks
+from jaxserve.execution.programs.shapes import Step
+from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
-from jaxserve.layers.batch import KVCache
-from jaxserve.layers.peers import Peers, allocate_peers
+from jaxserve.layers.peers import allocate_peers
 from jaxserve.request import Request, TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
-from jaxserve.sampling.state import Extras, admit_extras, pack_extras
+from jaxserve.sampling.state import pack_extras
 from jaxserve.scheduling.plan import StepPlan
 
 _LAUNCHING = threading.Lock()
@@ -113,20 +111,18 @@ class Runner:
     def __init__(self, builder: StepBuilder, params: Any, *, lowering: Lowering | None = None):
         """`lowering` lowers what `warm_up` compiles, until `allocate` closes it; without it this process does."""
         self.builder = builder
-        self.params = params
-        self.mesh = builder.mesh
-        self.block_size = builder.block_size
-        self.layout = builder.layout
-        self.bytes_per_block = builder.bytes_per_block
+        self.model = builder.model
+        self.mesh = builder.model.mesh
+        self.block_size = builder.model.block_size
+        self.layout = builder.model.layout
+        self.bytes_per_block = builder.model.bytes_per_block
+        self.state: dict[State, Any] = {"params": params}
+        self.steps = CompiledSteps(
+            self._lower, compiler_options=lambda program: program.compiler_options(builder.model)
+        )
         self._lowering = lowering
-        self._features = np.zeros(builder.max_num_seqs, np.int32)
-        self._may_want_prompt_logprobs = np.zeros(builder.max_num_seqs, bool)
-        self._mask_sizes = [size for size in (1, 8, 64) if size < builder.max_num_seqs] + [builder.max_num_seqs]
-        self.steps = CompiledSteps(self._lower_program, compiler_options=builder.compiler_options)
-        self._admissions = CompiledSteps(self._lower_admission)
-        self._kv_cache: KVCache | None = None
-        self._slots: Slots | None = None
-        self._peers: Peers | None = None
+        self._features = np.zeros(self.model.max_num_seqs, np.int32)
+        self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
         self._no_admissions: jax.Array | None = None
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
@@ -134,12 +130,12 @@ class Runner:
     @property
     def num_compiles(self) -> int:
         """Executables compiled since the runner was made."""
-        return self.steps.num_compiles + self._admissions.num_compiles
+        return self.steps.num_compiles
 
     @property
     def num_recompiles_after_warmup(self) -> int:
         """Executables that a request had to wait for although warm-up was done: 0 unless there is a bug."""
-        return self.steps.num_recompiles_after_warmup + self._admissions.num_recompiles_after_warmup
+        return self.steps.num_recompiles_after_warmup
 
     def step_memory(self) -> int:
         """Bytes that steps take per device besides weights and KV: slots, peers' rows, and what the largest of them
@@ -157,11 +153,11 @@ class Runner:
             forward, *rest = map(_memory, pool.map(self.steps.__getitem__, filter(None, step)))
         # Logits and hidden states are there until the others have run, one after the other.
         used = max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
-        return self.builder.state_bytes + forward.made + used
+        return self.model.state_bytes + forward.made + used
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """How many blocks the KV pools will have, for which steps are compiled. Before `allocate`."""
-        assert self._kv_cache is None
+        assert "kv_cache" not in self.state
         if num_blocks != self.num_blocks:
             self.num_blocks = num_blocks
             self.steps.clear()
@@ -175,22 +171,24 @@ class Runner:
         decode = shapes.step_for(1, is_plain=True, is_decode_only=True, **nothing).forward
         for program in (shapes.largest, decode):
             if program not in self.steps:
-                self._lower_program(program)
+                self._lower(program)
 
     def allocate(self) -> None:
         """Make the KV pools, of `num_blocks`, and the slots, and wait for them: what has no room shows here, not in the
         first step. Before the first step, once.
         """
         self._close_lowering()
-        with self.builder.on_mesh():
-            self._kv_cache = init_kv_cache(self.builder.kv_cache(num_blocks=self.num_blocks))
-            # By jit: never two of them at once.
-            self._slots = jax.jit(self.builder.init_slots, out_shardings=self.builder.replicated)()
-            if self.builder.peers is not None:
-                self._peers = allocate_peers(self.builder.peers)
-            nobody = pack_admissions([], **self.builder.table_sizes)
-            self._no_admissions = jax.device_put(nobody, self.builder.replicated)
-        jax.block_until_ready((self._kv_cache, self._slots))
+        model = self.model
+        with model.on_mesh():
+            self.state |= {
+                "kv_cache": init_kv_cache(model.kv_cache(self.num_blocks)),
+                # Inside jit, so that two copies of the slots never exist at the same time.
+                "slots": jax.jit(model.init_slots, out_shardings=model.replicated)(),
+                "peers": None if model.peers is None else allocate_peers(model.peers),
+            }
+            nobody = pack_admissions([], **model.table_sizes)
+            self._no_admissions = jax.device_put(nobody, model.replicated)
+        jax.block_until_ready((self.state["kv_cache"], self.state["slots"]))
 
     def warm_up(self, *, progress: bool) -> WarmUp:
         """Compile every program that a plan can ask for; the number of blocks must be set.
@@ -198,7 +196,6 @@ class Runner:
         Before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for that.
         """
         assert isinstance(self.mesh, Mesh)
-        self._admissions.warm_up(self._admission_keys, progress=False)
         return self.steps.warm_up(
             self.builder.shapes.programs,
             num_lowered_elsewhere=0 if self._lowering is None else self._lowering.num_workers,
@@ -213,10 +210,8 @@ class Runner:
         On a GPU the first runs of a program record its command buffers, which no request should wait for.
         """
         for _ in range(times):
-            for key, executable in self._admissions.items():
-                self._slots = executable(self._slots, *self._empty_admission(key))
             for program, _ in self.steps.items():
-                jax.block_until_ready(self._run(program, *self._empty_arguments(program)))
+                jax.block_until_ready(self._run(program, *program.nothing(self.model)))
 
     def dispatch(self, plan: StepPlan, *, masks: Callable[[], Masks] | None = None) -> PendingStep:
         """Start a step; returns before the device has finished it.
@@ -233,7 +228,7 @@ class Runner:
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
         step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
         admissions = self._admit(plan.admitted, step.forward)
-        packed = pack(plan, step.forward.bucket, **self.builder.table_sizes, features=needed)
+        packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
         built = time.perf_counter()
         forwarded = self._run(step.forward, packed, *admissions)
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
@@ -244,7 +239,7 @@ class Runner:
             self._write_masks(masks())
         masked = time.perf_counter()
         drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
-        if not self.builder.has_tokens_on_host:  # else the program copies them
+        if not self.model.traits.leaves_tokens_on_host:  # else the program copies them
             drawn.token_ids.copy_to_host_async()
         self.seconds["build"] += built - start
         self.seconds["dispatch"] += launched - built + time.perf_counter() - masked
@@ -259,7 +254,7 @@ class Runner:
     def step_for(self, plan: StepPlan, needed: int, *, has_prompt_logprobs: bool) -> Step:
         """The smallest step that holds the plan and does what its rows need: `needed` are bits of `Feature`."""
         return self.builder.shapes.step_for(
-            max(plan.num_tokens, min(plan.padded_tokens, self.builder.buckets[-1].num_tokens)),
+            max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
             is_decode_only=plan.num_decode_rows == len(plan.rows),
             has_logprobs=bool(needed & Feature.LOGPROBS),
@@ -268,26 +263,18 @@ class Runner:
         )
 
     def _run(self, program: Program, *arguments: Any) -> Any:
-        """Start a program, on these besides weights, KV and slots. Returns what it makes besides KV and slots."""
+        """Start a program, on these besides the state. Returns what it makes besides the state."""
         executable = self.steps[program]
         with _LAUNCHING if self.mesh.size > 1 else contextlib.nullcontext():
-            match program:
-                case Draw() | Embed():
-                    self._slots, made = executable(self._slots, *arguments)
-                    return made
-                case PromptLogprobs():
-                    return executable(self.params, *arguments)
-                case _:
-                    state = self._kv_cache, self._slots
-                    self._kv_cache, self._slots, made = executable(self.params, *state, self._peers, *arguments)
-                    return made
+            *state, made = executable(*(self.state[name] for name in program.takes), *arguments)
+        self.state.update(zip(program.gives, state, strict=True))
+        return made
 
     def close(self) -> None:
         """Free the device memory and the programs now instead of when the last reference goes."""
         self._close_lowering()
         self.steps.clear()
-        self._admissions.clear()
-        for leaf in jax.tree.leaves((self.params, self._kv_cache, self._slots, self._peers, self._no_admissions)):
+        for leaf in jax.tree.leaves((self.state, self._no_admissions)):
             leaf.delete()
 
     def _close_lowering(self) -> None:
@@ -297,77 +284,34 @@ class Runner:
 
     def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[Any, ...]:
         """Write the slots of new requests, but for what it returns: the forward pass takes that along."""
-        carried = self.builder.carries_admissions(forward)
+        carried = forward.carries_admissions(self.model)
         rest = requests[ADMISSION_ROWS:] if carried else requests
         for some in itertools.batched(rest, ADMISSION_ROWS):
-            packed = pack_admissions(some, **self.builder.table_sizes)
-            self._slots = self._admissions["scalars"](self._slots, packed)
+            self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
         for request in requests:
             if has_extras(request.request):
                 extras = pack_extras(
-                    request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.builder.vocab_size
+                    request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
-                self._slots = self._admissions["extras"](self._slots, np.int32(request.slot), extras)
+                self._run(AdmitExtras(), np.int32(request.slot), extras)
         if not carried:
             return ()
         if not requests:  # the block tables of eight rows may be megabytes
             return (self._no_admissions,)
-        return (pack_admissions(requests[:ADMISSION_ROWS], **self.builder.table_sizes),)
+        return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
-        num_rows = next(size for size in self._mask_sizes if size >= len(masks.slots))
-        packed = pack_masks(masks, num_rows=num_rows, num_slots=self.builder.max_num_seqs)
-        self._slots = self._admissions[num_rows](self._slots, packed)
+        program = self.builder.shapes.masks_for(len(masks.slots))
+        self._run(program, pack_masks(masks, num_rows=program.num_rows, num_slots=self.model.max_num_seqs))
 
-    @property
-    def _admission_keys(self) -> list[str | int]:
-        """What is written into slots: "scalars" or "extras" of new requests, or so many rows of masks."""
-        return ["scalars", "extras", *self._mask_sizes]
-
-    def _lower_program(self, program: Program) -> Lowered:
+    def _lower(self, program: Program) -> Lowered:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowered: Lowered) -> Set[MosaicKernel]:
         """What to compile before a program. Nothing if programs were found lowered: they are found compiled, too."""
-        if not self.builder.has_kernels or (self._lowering is not None and not self._lowering.num_made):
+        if not self.model.has_kernels or (self._lowering is not None and not self._lowering.num_made):
             return frozenset()
         return frozenset().union(*map(kernels_of, parts_of(lowered)))
-
-    def _empty_arguments(self, program: Program) -> tuple[Any, ...]:
-        """Arguments of `_run` with which a program changes nothing: no row draws, nor has any tokens."""
-        match program:
-            case Draw():
-                _, *rest = self.builder.arguments(program, self.num_blocks)
-                return tuple(jax.tree.map(_zeros, rest))
-            case PromptLogprobs(bucket) | Embed(bucket):
-                _, hidden, _ = self.builder.arguments(program, self.num_blocks)
-                return _zeros(hidden), pack_nothing(bucket, **self.builder.table_sizes)
-            case _:
-                packed = pack_nothing(program.bucket, **self.builder.table_sizes)
-                return packed, *self._admit([], program)
-
-    def _lower_admission(self, key: str | int) -> jax.stages.Lowered:
-        function = {"scalars": admit, "extras": _admit_extras}[key] if isinstance(key, str) else allow
-        with self.builder.on_mesh():
-            # jax keeps what it compiles for a function as long as that lives: for one of this runner, not of a module.
-            return jax.jit(functools.partial(function), donate_argnums=0).lower(
-                self.builder.slots, *jax.tree.map(self.builder.replicate, self._empty_admission(key))
-            )
-
-    def _empty_admission(self, key: str | int) -> tuple[Any, ...]:
-        """What an admission writes besides, if it writes nothing: all of it goes to a slot that does not exist."""
-        num_slots = self.builder.max_num_seqs
-        if isinstance(key, int):
-            masks = Masks(np.zeros(0, np.int32), np.zeros((0, math.ceil(self.builder.vocab_size / 32)), np.uint32))
-            return (pack_masks(masks, num_rows=key, num_slots=num_slots),)
-        if key == "scalars":
-            return (pack_admissions([], **self.builder.table_sizes),)
-        held = self.builder.slots.sampling.extras
-        return np.int32(num_slots), jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), held)
-
-
-def _admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
-    return dataclasses.replace(slots, sampling=admit_extras(slots.sampling, slot, extras))
 
 
 def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
@@ -378,7 +322,3 @@ def _memory(compiled: Compiled) -> _Memory:
     memory = compiled.memory_analysis()
     assert memory is not None
     return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    return np.zeros(x.shape, x.dtype)

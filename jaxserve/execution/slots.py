@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jaxserve.request import Request
 from jaxserve.sampling import state as sampling_state
-from jaxserve.sampling.state import SamplingState
+from jaxserve.sampling.state import Extras, SamplingState
 
 
 class Masks(NamedTuple):
@@ -77,6 +77,11 @@ def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
         block_tables=slots.block_tables.at[:, slot_ids].set(tables, mode="drop"),
         sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, 1 + size :]),
     )
+
+
+def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
+    """Write what only processors need of a newly admitted request. In graph, `slots` donated."""
+    return dataclasses.replace(slots, sampling=sampling_state.admit_extras(slots.sampling, slot, extras))
 
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:

@@ -9,13 +9,14 @@ from naive import naive_hidden
 
 from jaxserve.engine.embedding import finish_embedding
 from jaxserve.errors import ContextLengthExceeded
+from jaxserve.execution.programs.spec import ON_GPU
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Model("llama_tied_llama3_rope", num_blocks=60, has_special_steps=True)
+    return Model("llama_tied_llama3_rope", num_blocks=60, traits=ON_GPU)
 
 
 @functools.cache

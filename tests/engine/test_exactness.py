@@ -7,6 +7,7 @@ from depths import quick_only
 from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
 
 from jaxserve.execution import runner, slots
+from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
 from jaxserve.request import SamplingParams
 
 
@@ -41,7 +42,7 @@ def test_mixed_lengths_in_chunks(llama, overlap, budget):
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])
 def test_every_bucket_boundary(llama, num_tokens):
     """Steps of one token less than a bucket, as many, and one more: as one prompt, and as that many rows."""
-    assert [bucket.num_tokens for bucket in llama.runner.builder.buckets] == [1, 4, 8, 16, 32]
+    assert [bucket.num_tokens for bucket in llama.runner.model.buckets] == [1, 4, 8, 16, 32]
     (prompt,) = prompts(llama, [num_tokens], seed=num_tokens)
     asked = {"one": (prompt, 4)}
     assert_naive(llama, run(llama.engine(), [request("one", *asked["one"])]), asked)
@@ -165,7 +166,7 @@ def test_static_scheduler(llama):
 )
 def test_every_family(name):
     # Chunks of at most 16 tokens: fewer shapes to compile. One family takes the steps without a sampler, as on a GPU.
-    model = Model(name, has_special_steps=name == "llama_untied")
+    model = Model(name, traits=ON_GPU if name == "llama_untied" else ON_CPU)
     asked = {f"r{i}": (prompt, 9) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=13))}
     requests = [request(name, *job) for name, job in asked.items()]
     assert_naive(model, run(model.engine(num_blocks=40, max_num_batched_tokens=16), requests), asked)
@@ -175,7 +176,7 @@ def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
     """A forward pass on a GPU admits at most ADMISSION_ROWS requests; some of these have parameters of their own."""
     for module in (slots, runner):
         monkeypatch.setattr(module, "ADMISSION_ROWS", 3)
-    model = Model("llama_untied", has_special_steps=True)
+    model = Model("llama_untied", traits=ON_GPU)
     asked = {
         f"r{i}": (prompt, 6) for i, prompt in enumerate(prompts(model, [2, 9, 5, 13, 3, 7, 11, 6, 4, 10, 8], seed=18))
     }
@@ -189,7 +190,7 @@ def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
 
 
 def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
-    model = Model("llama_untied", has_special_steps=True)
+    model = Model("llama_untied", traits=ON_GPU)
     packed = []
     pack = slots.pack_admissions
     monkeypatch.setattr(
@@ -204,7 +205,7 @@ def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
 
 def test_requests_that_decode_steps_admit():
     """Requests of which only the last prompt token is not cached: on a GPU their forward passes admit nobody."""
-    model = Model("llama_untied", has_special_steps=True)
+    model = Model("llama_untied", traits=ON_GPU)
     engine = model.engine()
     common, *last = prompts(model, [24, 1, 1, 1, 1], seed=19)
     run(engine, [request("first", common, 1)])

@@ -118,8 +118,9 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
         for output in engine.step():
             results[output.request_id].add(output)
     (running,) = (one for one in engine.scheduler._running if one.request_id == "clean")
-    given_back = gemma.runner._slots.block_tables[0, running.slot, : running.first_blocks[0]]  # as the device has it
-    assert np.isnan(gemma.runner._kv_cache.v[0][given_back]).any()
+    tables = gemma.runner.state["slots"].block_tables  # as the device has them
+    given_back = tables[0, running.slot, : running.first_blocks[0]]
+    assert np.isnan(gemma.runner.state["kv_cache"].v[0][given_back]).any()
     drain(engine, results)
     assert results.pop("clean").token_ids == tokens
     assert all(result.finish_reason == "error" for result in results.values())

@@ -122,7 +122,7 @@ def test_a_store_gives_the_weights_of_its_checkpoint(checkpoint, store, num_devi
 def test_memory_of_the_cache_is_what_is_counted(checkpoint):
     engine, info = start(checkpoint, 8)
     runner = engine.runner
-    pools = jax.tree.leaves(runner._kv_cache)
+    pools = jax.tree.leaves(runner.state["kv_cache"])
     shards = [shard.data for pool in pools for shard in pool.addressable_shards]
     assert {shard.shape for shard in shards} == {(info.num_blocks, 1, 4, 8)}
     assert sum(shard.nbytes for shard in shards) == runner.bytes_per_block * info.num_blocks <= 2**20

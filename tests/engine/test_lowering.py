@@ -15,9 +15,11 @@ from engine_harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
 from jaxserve.execution.programs import lowering as lowering_module
-from jaxserve.execution.programs.builder import StepBuilder, StepSpec, build
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kinds import Forward
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.parts import CompiledInTwo
+from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
@@ -33,7 +35,7 @@ SPEC = StepSpec(
     max_model_len=MAX_MODEL_LEN,
     max_num_seqs=4,
     max_num_batched_tokens=8,
-    has_special_steps=True,
+    traits=ON_GPU,
     has_peers=True,
 )
 NUM_BLOCKS = 60
@@ -47,7 +49,7 @@ KINDS = [
 
 def make_builder(spec=SPEC, num_devices=1):
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
-    return build(spec, with_explicit_axes(mesh))
+    return StepBuilder(spec, with_explicit_axes(mesh))
 
 
 def make_engine(num_devices=1, lowering=None):
@@ -83,7 +85,7 @@ def test_the_same_answers(tmp_path, num_devices, caplog):
     assert all(error is None for *_, error in expected.values())
     num_programs = len(make_builder().shapes.programs)
     for num_found in (0, num_programs):
-        lowering = Lowering(make_builder(num_devices=num_devices), SPEC, folder=tmp_path / "steps", num_workers=2)
+        lowering = Lowering(make_builder(num_devices=num_devices), folder=tmp_path / "steps", num_workers=2)
         engine, runner = make_engine(num_devices, lowering)
         assert lowering.num_found == num_found
         assert len(lowering._workers) == (0 if num_found else 2)
@@ -99,13 +101,13 @@ def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
     """From the bytes that a worker would send."""
     num_devices = 2
     expected = answers(make_engine(num_devices)[0])
-    monkeypatch.setattr(StepBuilder, "launch_of", lambda *_: "in programs")
+    monkeypatch.setattr(Forward, "launch", lambda *_: "in programs")
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
     monkeypatch.setitem(launch.CUTS, "in programs", (2, 1))
     builder = make_builder(num_devices=num_devices)
 
     monkeypatch.setattr(Lowering, "_make", lambda _, job: builder.export(job.program, job.num_blocks))
-    engine, runner = make_engine(num_devices, Lowering(builder, SPEC, folder=None, num_workers=1))
+    engine, runner = make_engine(num_devices, Lowering(builder, folder=None, num_workers=1))
     in_two = [isinstance(executable, CompiledInTwo) for _, executable in runner.steps.items()]
     assert any(in_two)
     assert not all(in_two)
@@ -116,7 +118,7 @@ def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
 def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
     builder = make_builder()
     program = builder.shapes.programs[-1]
-    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
     try:
         first = lowering.lower(program, NUM_BLOCKS).as_text()
         (path,) = tmp_path.iterdir()
@@ -142,7 +144,7 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
 
     def lower(*programs):
         """Returns how many were found, and the files of all that are left."""
-        lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=2)
+        lowering = Lowering(builder, folder=tmp_path, num_workers=2)
         try:
             for program in programs:
                 lowering.lower(program, NUM_BLOCKS)
@@ -151,7 +153,7 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
         return lowering.num_found, {path.name for path in tmp_path.iterdir()}
 
     def path(program):
-        return Lowering(builder, SPEC, folder=tmp_path)._path(lowering_module.Job(program, NUM_BLOCKS))
+        return Lowering(builder, folder=tmp_path)._path(lowering_module.Job(program, NUM_BLOCKS))
 
     paths = [path(program) for program in programs]
     assert lower(*programs) == (0, {path.name for path in paths})
@@ -173,7 +175,7 @@ def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog
 
     monkeypatch.setattr(lowering_module.os, "replace", fail)
     builder = make_builder()
-    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
     try:
         lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
     finally:
@@ -184,7 +186,7 @@ def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog
 
 def test_what_a_lowered_step_is_made_from(monkeypatch):
     def paths(spec=SPEC, folder=GOLDENS):
-        lowering = Lowering(make_builder(spec), spec, folder=folder)
+        lowering = Lowering(make_builder(spec), folder=folder)
         programs = make_builder().shapes.programs
         return {lowering._path(lowering_module.Job(program, size)) for program in programs for size in (50, 60)}
 
@@ -226,7 +228,7 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     program = builder.shapes.largest
 
     def lower():
-        lowering = Lowering(builder, spec, folder=tmp_path, num_workers=1)
+        lowering = Lowering(builder, folder=tmp_path, num_workers=1)
         try:
             return lowering.lower(program, NUM_BLOCKS).as_text().count("HIGHEST"), lowering.num_found
         finally:
@@ -246,7 +248,7 @@ def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering_module, "_versions", lambda: None)
     builder = make_builder()
     program = builder.shapes.programs[-1]
-    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
     try:
         lowering.lower(program, NUM_BLOCKS)
     finally:
@@ -259,14 +261,14 @@ def test_where_no_worker_starts_this_process_lowers(monkeypatch, caplog, executa
     builder = make_builder()
     program = builder.shapes.programs[-1]
     monkeypatch.setattr(sys, "executable", executable)
-    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    lowering = Lowering(builder, folder=None, num_workers=2)
     assert lowering.lower(program, NUM_BLOCKS).as_text() == builder.lower(program, NUM_BLOCKS).as_text()
     assert "lowered in this process: no worker can be started" in caplog.text
 
 
 def test_a_prepared_step_is_waited_for(tmp_path):
     builder = make_builder()
-    lowering = Lowering(builder, SPEC, folder=tmp_path, num_workers=1)
+    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
     try:
         lowering.prepare(builder.shapes.largest, 24)
         lowered = lowering.lower(builder.shapes.largest, 24)
@@ -280,7 +282,7 @@ def test_a_prepared_step_is_waited_for(tmp_path):
 def test_without_its_workers_this_process_lowers(caplog):
     builder = make_builder()
     program = builder.shapes.programs[-1]
-    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    lowering = Lowering(builder, folder=None, num_workers=2)
     lowering.prepare(program, NUM_BLOCKS)
     lowering.close()
     expected = builder.lower(program, NUM_BLOCKS).as_text()
@@ -291,7 +293,7 @@ def test_without_its_workers_this_process_lowers(caplog):
 def test_one_worker_that_is_killed_costs_one_step(caplog):
     builder = make_builder()
     programs = builder.shapes.programs[-3:]
-    lowering = Lowering(builder, SPEC, folder=None, num_workers=2)
+    lowering = Lowering(builder, folder=None, num_workers=2)
     try:
         lowering.lower(programs[0], NUM_BLOCKS)
         process = lowering._idle.queue[-1]._process  # the next to work
@@ -311,7 +313,7 @@ def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog,
     (tmp_path / "sitecustomize.py").write_text("import os; print('hello'); os.write(1, b'descriptor 1')")
     monkeypatch.syspath_prepend(tmp_path)
     builder = make_builder()
-    lowering = Lowering(builder, SPEC, folder=None, num_workers=1)
+    lowering = Lowering(builder, folder=None, num_workers=1)
     try:
         lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
     finally:
@@ -327,7 +329,7 @@ def test_a_step_that_cannot_be_lowered_is_an_error_here():
     """With the error of this process, whatever the worker has said."""
     spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits
     builder = make_builder(spec)
-    lowering = Lowering(builder, spec, folder=None, num_workers=1)
+    lowering = Lowering(builder, folder=None, num_workers=1)
     try:
         with pytest.raises(NotImplementedError, match="float32"):
             lowering.lower(builder.shapes.largest, NUM_BLOCKS)
@@ -342,7 +344,7 @@ import sys
 sys.path += {[str(GOLDENS.parent / "engine"), str(GOLDENS.parent)]!r}
 from test_lowering import SPEC, Lowering, make_builder
 if __name__ == "__main__":
-    lowering = Lowering(make_builder(), SPEC, folder=None, num_workers=2)
+    lowering = Lowering(make_builder(), folder=None, num_workers=2)
     lowering.lower(make_builder().shapes.programs[-1], 7)
     print("ready", flush=True)
     sys.stdin.read()
@@ -369,9 +371,9 @@ if __name__ == "__main__":
 def test_empty_steps_change_nothing():
     engine, runner = make_engine()
     expected = answers(engine)  # leaves KV and slots behind
-    state = jax.tree.map(np.asarray, (runner._kv_cache, runner._slots))
+    state = jax.tree.map(np.asarray, (runner.state["kv_cache"], runner.state["slots"]))
     num_compiles = runner.num_compiles
     runner.run_empty_steps()
-    jax.tree.map(np.testing.assert_array_equal, (runner._kv_cache, runner._slots), state)
+    jax.tree.map(np.testing.assert_array_equal, (runner.state["kv_cache"], runner.state["slots"]), state)
     assert runner.num_compiles == num_compiles
     assert {name: answer[0] for name, answer in expected.items()}

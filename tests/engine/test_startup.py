@@ -19,9 +19,10 @@ from jaxserve.engine import startup
 from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.kv_cache import choose_num_blocks
-from jaxserve.execution.programs.builder import StepBuilder, StepSpec
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kinds import Draw, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
-from jaxserve.execution.programs.shapes import Draw, PromptLogprobs
+from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -108,7 +109,7 @@ def test_a_start_that_fails_leaves_nothing_on_the_device(monkeypatch, where):
     allocate = Runner.allocate
 
     def fail(runner, *_):
-        assert jax.tree.leaves(runner.params)
+        assert jax.tree.leaves(runner.state["params"])
         if where == "allocate":
             allocate(runner)
         raise RuntimeError("no more")
@@ -178,7 +179,8 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
     caplog.set_level("INFO", logger="jaxserve")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
-    num_programs = 3 * 3 + 2  # forward passes, prompt logprobs and embeddings of 1, 2 and 4 tokens, draws of 1 and 2
+    # Forward passes, prompt logprobs and embeddings of 1, 2 and 4 tokens; draws and masks of 1 and 2 rows; admissions.
+    num_programs = 3 * 3 + 2 + 2 + 2
     for num_found in (0, num_programs):
         caplog.clear()
         engine, _ = startup.start_engine(config, mesh=None, progress=False)
@@ -192,16 +194,15 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     assert len(list((tmp_path / "steps").iterdir())) == num_programs
 
 
-def test_what_steps_take(monkeypatch):
+def test_what_steps_take():
     """Slots, what a forward pass leaves behind, and what is needed at a time to make that or to use it."""
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
-    slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
-    monkeypatch.setattr(runner, "_kv_cache", None)
+    slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state["slots"]))
     largest = runner.builder.shapes.largest
     others = [Draw(8, has_logprobs=True), PromptLogprobs(largest.bucket)]
-    forward, *rest = [runner._lower_program(program).compile().memory_analysis() for program in (largest, *others)]
+    forward, *rest = [runner._lower(program).compile().memory_analysis() for program in (largest, *others)]
     left = forward.output_size_in_bytes - forward.alias_size_in_bytes
-    assert left > 4 * 8 * runner.builder.vocab_size  # logits, and more
+    assert left > 4 * 8 * runner.model.vocab_size  # logits, and more
     needed = [
         forward.temp_size_in_bytes,
         *(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in rest),
@@ -226,7 +227,7 @@ def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
     runner = engine.runner
     needed = runner.step_memory()
     assert 0 < needed < 10**6
-    trials = 0 if warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
+    trials = 0 if warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.state["params"]))
     left = available - weights - trials - 1000 - max(needed, expected) - (1 if expected else 0)
     assert info.num_blocks == runner.num_blocks == left // runner.bytes_per_block
     assert ("compiling again" in caplog.text) == (expected == 0)

@@ -7,8 +7,9 @@ import pytest
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.programs.builder import StepSpec, build
-from jaxserve.execution.programs.shapes import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kinds import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
 
@@ -21,12 +22,12 @@ ONE_OF_EACH = {
 
 def make_builder(model="llama", num_devices=1, **changes):
     options = {"kernels": "xla", "max_num_seqs": 2, "max_num_batched_tokens": 4}
-    options |= {"has_special_steps": True, "has_peers": False} | changes
+    options |= {"traits": ON_GPU, "has_peers": False} | changes
     spec = StepSpec(
         model=load_config(GOLDENS / ONE_OF_EACH[model]), dtype="bfloat16", block_size=4, max_model_len=32, **options
     )
     mesh = with_explicit_axes(jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices]))
-    return build(spec, mesh)
+    return StepBuilder(spec, mesh)
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH)
@@ -34,8 +35,8 @@ def test_draws_take_what_forward_passes_make(model):
     builder = make_builder(model)
     forward = builder.shapes.largest
     _, _, forwarded = builder.lower(forward, 8).out_info
-    _, logits, rows = builder.arguments(Draw(2, has_logprobs=False), 8)
-    _, hidden, _ = builder.arguments(PromptLogprobs(forward.bucket), 8)
+    logits, rows = Draw(2, has_logprobs=False).arguments(builder.model)
+    hidden, _ = PromptLogprobs(forward.bucket).arguments(builder.model)
 
     def shapes(tree):
         return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -50,27 +51,27 @@ def test_draws_take_what_forward_passes_make(model):
 def test_who_has_peers(kernels, num_devices, has_peers, expected):
     """What they need of memory counts as slots do, on each device."""
     builder = make_builder(kernels=kernels, num_devices=num_devices, has_peers=has_peers)
-    assert (builder.peers is not None) == expected
-    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
-    sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(builder.peers)) // num_devices
-    assert builder.state_bytes - slots == sent
+    assert (builder.model.peers is not None) == expected
+    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.model.slots))
+    sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(builder.model.peers)) // num_devices
+    assert builder.model.state_bytes - slots == sent
     assert (sent > 0) == expected
 
 
-@pytest.mark.parametrize(("has_special_steps", "between"), [(True, [192, 768]), (False, [])])
-def test_sizes_lie_closer_on_a_gpu_only(has_special_steps, between):
-    builder = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, has_special_steps=has_special_steps)
-    sizes = [bucket.num_tokens for bucket in builder.buckets]
+@pytest.mark.parametrize(("traits", "between"), [(ON_GPU, [192, 768]), (ON_CPU, [])])
+def test_sizes_lie_closer_on_a_gpu_only(traits, between):
+    builder = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, traits=traits)
+    sizes = [bucket.num_tokens for bucket in builder.model.buckets]
     assert sizes == sorted([1, 4, 16, 32, 64, 128, 256, 512, 1024, *between])
 
 
 def test_xla_tries_out_matmuls_of_few_tokens_only():
     builder = make_builder(kernels="sm90", max_num_seqs=256, max_num_batched_tokens=1024)
-    programs = [program for program in builder.shapes.programs if not builder.compiler_options(program)]
+    programs = [program for program in builder.shapes.programs if not program.compiler_options(builder.model)]
     assert {type(program) for program in programs} == {PlainDecode, Forward}
     assert sorted({program.bucket.num_tokens for program in programs}) == [1, 4, 16, 32, 64]
     on_cpu = make_builder(max_num_seqs=256, max_num_batched_tokens=1024)
-    assert not any(map(on_cpu.compiler_options, on_cpu.shapes.programs))
+    assert not any(program.compiler_options(on_cpu.model) for program in on_cpu.shapes.programs)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,6 @@ def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_onl
     model = LLAMA_3_8B | {"head_dim": 128, "sliding_window": 512, "query_pre_attn_scalar": 128}
     spec = make_spec(model | fields)
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
-    builder = build(spec, with_explicit_axes(mesh))
-    bucket = next(bucket for bucket in builder.buckets if bucket.num_tokens == num_tokens)
-    assert builder.launch_of(Forward(bucket, is_decode_only=is_decode_only)) == expected
+    builder = StepBuilder(spec, with_explicit_axes(mesh))
+    bucket = next(bucket for bucket in builder.model.buckets if bucket.num_tokens == num_tokens)
+    assert Forward(bucket, is_decode_only=is_decode_only).launch(builder.model) == expected

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.mosaic import ask_ptxas_once, compile_kernel, kernels_of
 from jaxserve.layers.sharding import with_explicit_axes
@@ -57,7 +57,7 @@ def test_kernels_that_another_process_has_lowered():
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     spec = make_spec(LLAMA_3_8B | {"num_hidden_layers": 1}, **sizes)
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
-    builder = build(spec, mesh)
+    builder = StepBuilder(spec, mesh)
     lowering = Lowering(builder, spec, folder=None, num_workers=1)
     try:
         programs = [lowering.lower(program, 1000) for program in builder.shapes.programs[:2]]

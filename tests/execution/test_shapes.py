@@ -5,20 +5,30 @@ import itertools
 import pytest
 
 from jaxserve.execution.batch import make_buckets
+from jaxserve.execution.programs.kinds import (
+    Admit,
+    AdmitExtras,
+    Allow,
+    Draw,
+    Embed,
+    Forward,
+    PlainDecode,
+    PromptLogprobs,
+)
 from jaxserve.execution.programs.lowering import MAX_WORKERS
-from jaxserve.execution.programs.shapes import Draw, Embed, Forward, PlainDecode, PromptLogprobs, Step, StepShapes
+from jaxserve.execution.programs.shapes import Step, StepShapes
 
 NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
 
 
-def make_shapes(budget, max_num_seqs, *, has_special_steps=True):
+def make_shapes(budget, max_num_seqs, *, has_lean_programs=True):
     buckets = make_buckets(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         block_size=16,
-        has_finer_sizes=has_special_steps,
+        has_finer_sizes=has_lean_programs,
     )
-    return StepShapes(buckets, has_special_steps=has_special_steps)
+    return StepShapes(buckets, has_lean_programs=has_lean_programs)
 
 
 def sizes(shapes, kind, **fields):
@@ -43,7 +53,9 @@ def test_few_programs_on_a_gpu():
     with_layers = shapes.programs[: len(plain + decode + mixed)]
     assert all(isinstance(program, PlainDecode | Forward) for program in with_layers)
     assert len(with_layers) == MAX_WORKERS
-    assert len(shapes.programs) == 43
+    on_slots = [Admit(), AdmitExtras(), *map(Allow, (1, 8, 64, 256))]
+    assert shapes.programs[-len(on_slots) :] == on_slots
+    assert len(shapes.programs) == 43 + len(on_slots)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_a_step_has_little_padding(num_tokens, is_decode_only, expected):
 
 
 def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
-    shapes = make_shapes(512, 64, has_special_steps=False)
+    shapes = make_shapes(512, 64, has_lean_programs=False)
     assert sizes(shapes, Forward) == [512, 256, 128, 64, 32, 16, 4, 1]
     assert [program for program in shapes.programs if isinstance(program, Draw)] == [
         Draw(num_rows, has_logprobs=True) for num_rows in (64, 32, 16, 4, 1)
@@ -86,15 +98,18 @@ def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
         assert step == Step(Forward(bucket, is_decode_only=False), Draw(4, has_logprobs=True))
 
 
-@pytest.mark.parametrize("has_special_steps", [True, False])
+@pytest.mark.parametrize("has_lean_programs", [True, False])
 @pytest.mark.parametrize(
     ("budget", "max_num_seqs"),
     [(1, 1), (2, 1), (5, 4), (32, 8), (64, 100), (100, 100), (300, 100), (1000, 300), (1000, 1000)],
 )
-def test_every_plan_has_a_step(budget, max_num_seqs, has_special_steps):
-    shapes = make_shapes(budget, max_num_seqs, has_special_steps=has_special_steps)
-    unused = set(shapes.programs)
-    assert len(unused) == len(shapes.programs)
+def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
+    shapes = make_shapes(budget, max_num_seqs, has_lean_programs=has_lean_programs)
+    of_steps = [program for program in shapes.programs if not isinstance(program, Admit | AdmitExtras | Allow)]
+    masks = {shapes.masks_for(size) for size in range(1, min(budget, max_num_seqs) + 1)}
+    assert masks | {Admit(), AdmitExtras()} == set(shapes.programs) - set(of_steps)
+    unused = set(of_steps)
+    assert len(unused) == len(of_steps)
     assert shapes.largest in unused
     assert shapes.largest.bucket.num_tokens == budget
     programs = frozenset(unused)

@@ -11,10 +11,10 @@ from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
 from jaxserve.execution.programs import builder as builder_module
-from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kinds import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.parts import parts_of
-from jaxserve.execution.programs.shapes import Draw, Forward, PlainDecode, PromptLogprobs
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
@@ -31,11 +31,11 @@ FEW = 8
 
 
 def make_builder(fields, num_devices=1):
-    return build(make_spec(fields), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
+    return StepBuilder(make_spec(fields), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
 
 
 def bucket_of(builder, num_tokens):
-    return next(bucket for bucket in builder.buckets if bucket.num_tokens == num_tokens)
+    return next(bucket for bucket in builder.model.buckets if bucket.num_tokens == num_tokens)
 
 
 def bytes_in_place(program):
@@ -50,7 +50,7 @@ def llama(num_layers, num_devices=1):
 def compile_program(builder, program):
     """Compile a program as the engine does."""
     return compile_lowered(
-        lambda: builder.lower(program, NUM_BLOCKS), compiler_options=builder.compiler_options(program)
+        lambda: builder.lower(program, NUM_BLOCKS), compiler_options=program.compiler_options(builder.model)
     )
 
 
@@ -124,7 +124,7 @@ def compile_parts(builder, program):
     """Compile both programs of a forward pass that is cut in two, as the engine does."""
     parts = parts_of(builder.lower(program, NUM_BLOCKS))
     assert len(parts) == 2
-    options = builder.compiler_options(program)
+    options = program.compiler_options(builder.model)
     return [compile_lowered(lambda part=part: part, compiler_options=options) for part in parts]
 
 
@@ -242,10 +242,10 @@ def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
     builder, program = llama(num_layers=1), compile_llama(make, num_layers=1)
     assert program.thunks == expected
     assert program.spill_bytes == 0
-    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.slots))
+    slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.model.slots))
     pools = 2 * 2 * math.prod(POOL) if isinstance(make(builder), Forward) else 0
     assert bytes_in_place(program) >= pools + slots
-    for shape in (POOL, *{leaf.shape for leaf in jax.tree.leaves(builder.slots) if leaf.size > 2**20}):
+    for shape in (POOL, *{leaf.shape for leaf in jax.tree.leaves(builder.model.slots) if leaf.size > 2**20}):
         assert program.copies_of(shape) == []
 
 
@@ -261,14 +261,14 @@ def test_steps_take_no_more_than_expected(fields):
         memory = compile_program(builder, program).compiled.memory_analysis()
         made.append(memory.output_size_in_bytes - memory.alias_size_in_bytes)
         temporary.append(memory.temp_size_in_bytes)
-    needed = builder.state_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
+    needed = builder.model.state_bytes + made[0] + max(temporary[0], temporary[1] + made[1], temporary[2] + made[2])
     assert needed < builder.expected_step_memory < needed + 2**30
 
 
 def test_steps_of_few_tokens_are_expected_to_sort_logits():
     """They took 0.46 GiB on two H200s, which have scratch for sorting that is not known here."""
     spec = make_spec(LLAMA_3_70B, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
-    builder = build(spec, with_explicit_axes(h200_mesh((2,), ("tensor",))))
+    builder = StepBuilder(spec, with_explicit_axes(h200_mesh((2,), ("tensor",))))
     assert 0.465 * 2**30 < builder.expected_step_memory < 2**30
 
 
@@ -282,12 +282,12 @@ def test_a_program_lowered_by_a_worker(make, num_layers, num_devices, caplog):
     """A worker's program equals this process's, and changes KV and slots in place."""
     builder = llama(num_layers, num_devices)
     to_lower = make(builder)
-    lowering = Lowering(builder, make_spec(LLAMA_3_8B | {"num_hidden_layers": num_layers}), folder=None, num_workers=1)
+    lowering = Lowering(builder, folder=None, num_workers=1)
     try:
         lowered = lowering.lower(to_lower, NUM_BLOCKS)
     finally:
         lowering.close()
-    program = compile_lowered(lambda: lowered, compiler_options=builder.compiler_options(to_lower))
+    program = compile_lowered(lambda: lowered, compiler_options=to_lower.compiler_options(builder.model))
     expected = compile_llama(make, num_layers, num_devices)
     assert "in this process" not in caplog.text
     assert program.thunks == expected.thunks

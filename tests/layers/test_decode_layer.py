@@ -13,7 +13,8 @@ from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.programs.builder import StepSpec, build
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers import paths
 from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import KVCache
@@ -276,11 +277,11 @@ def test_layers_of_codes_are_one_kernel_between_attentions(num_devices, without,
         max_model_len=64,
         max_num_seqs=16,
         max_num_batched_tokens=64,
-        has_special_steps=True,
+        traits=ON_GPU,
         has_peers=True,
         schemes={name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)},
     )
-    line = build(spec, mesh).describe_paths()[0]
+    line = StepBuilder(spec, mesh).describe_paths()[0]
     if reason is None:
         assert line == "decode of 1 to 16 rows: one kernel that converts codes between two attentions"
     else:
@@ -303,9 +304,9 @@ def test_every_model_has_a_table_of_paths(golden):
         max_model_len=64,
         max_num_seqs=16,
         max_num_batched_tokens=64,
-        has_special_steps=True,
+        traits=ON_GPU,
         has_peers=True,
     )
-    lines = build(spec, mesh).describe_paths()
+    lines = StepBuilder(spec, mesh).describe_paths()
     assert any(line.startswith(("decode of 1", "all steps")) for line in lines)
     assert (lines == [f"all steps: one operation after the other (no fused layer has {own})"]) == (own is not None)

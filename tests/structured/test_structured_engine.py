@@ -17,6 +17,7 @@ from waiting import PATIENCE
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.programs.kinds import Draw, Forward
 from jaxserve.execution.runner import PendingStep
 from jaxserve.request import SamplingParams, StructuredOutputs
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
@@ -185,7 +186,8 @@ class RecordedPrograms:
         executable = self._programs[program]
 
         def start(*arguments):
-            self._events.append(type(program).__name__[0])
+            if isinstance(program, Forward | Draw):
+                self._events.append(type(program).__name__[0])
             return executable(*arguments)
 
         return start

@@ -10,10 +10,11 @@ from naive import naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.spec import ON_CPU, StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
-from jaxserve.models import get_family
+from jaxserve.models import get_family, with_context
 from jaxserve.request import EngineRequest, SamplingParams
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 
@@ -35,37 +36,35 @@ class Model:
         tensor_parallel_size=1,
         corrupt_token=None,
         num_blocks=400,
-        has_special_steps=False,
+        traits=ON_CPU,
         changes=None,
     ):
         path = GOLDENS / name
         fields = load_config(path) | (changes or {})
         self.family = get_family(fields)
-        self.config = self.family.Config.from_hf(fields)
+        config = self.family.Config.from_hf(fields)
+        self.config = with_context(config, MAX_MODEL_LEN)
         self.vocab_size = self.config.vocab_size
         mesh = jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size])
-        specs = self.family.param_specs(self.config)
+        specs = self.family.param_specs(config)
         if changes:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
         else:
             self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
         if corrupt_token is not None:
             self.params["embed"] = corrupted(self.params["embed"], corrupt_token)
-        builder = StepBuilder(
-            family=self.family,
-            model_config=self.config,
-            params=self.params,
-            dtype=np.dtype("float32"),
-            mesh=mesh,
+        spec = StepSpec(
+            model=fields,
+            dtype="float32",
             block_size=4,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
             max_num_batched_tokens=32,
             kernels="xla",
-            has_special_steps=has_special_steps,
+            traits=traits,
             has_peers=False,
         )
-        self.runner = Runner(builder, self.params)
+        self.runner = Runner(StepBuilder(spec, mesh), self.params)
         self.runner.set_num_blocks(num_blocks)
         self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)

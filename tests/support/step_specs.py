@@ -1,6 +1,6 @@
 """What steps of large models are built from, in tests that compile them for an H200 that is not there."""
 
-from jaxserve.execution.programs.builder import StepSpec
+from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 
 
 def make_spec(model, **sizes):
@@ -11,7 +11,7 @@ def make_spec(model, **sizes):
         dtype="bfloat16",
         kernels="sm90",
         block_size=16,
-        has_special_steps=True,
+        traits=ON_GPU,
         has_peers=True,
         **sizes,
     )

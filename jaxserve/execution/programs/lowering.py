@@ -24,12 +24,13 @@ from typing import IO, Any
 
 import jax
 import msgspec
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxserve.cpus import num_usable_cpus
-from jaxserve.execution.programs.builder import StepBuilder, StepSpec
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.parts import Lowered
-from jaxserve.execution.programs.shapes import Program
+from jaxserve.execution.programs.spec import MeshSpec, StepSpec
 
 logger = logging.getLogger(__name__)
 
@@ -70,33 +71,6 @@ JAX_OPTIONS = (
 """Of `jax.config`, what decides how a step is lowered."""
 
 
-class MeshSpec(msgspec.Struct, frozen=True):
-    """A mesh without its devices: axes, all explicit, and of which kind the devices are."""
-
-    axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
-    device_kind: str
-    platform: str
-    num_cores: int | None
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> "MeshSpec":
-        """The description of a mesh of equal devices."""
-        device = mesh.abstract_mesh.abstract_device
-        return cls(mesh.axis_names, mesh.axis_sizes, device.device_kind, device.platform, device.num_cores)
-
-    def mesh(self) -> AbstractMesh:
-        """What steps can be traced for."""
-        return AbstractMesh(
-            self.axis_sizes,
-            self.axis_names,
-            axis_types=(AxisType.Explicit,) * len(self.axis_names),
-            abstract_device=AbstractDevice(
-                device_kind=self.device_kind, platform=self.platform, num_cores=self.num_cores
-            ),
-        )
-
-
 class WorkerSettings(msgspec.Struct, frozen=True):
     """The first message to a worker."""
 
@@ -129,16 +103,14 @@ class Lowering:
         num_made: those that were not.
     """
 
-    def __init__(
-        self, builder: StepBuilder, spec: StepSpec, *, folder: pathlib.Path | None, num_workers: int | None = None
-    ):
+    def __init__(self, builder: StepBuilder, *, folder: pathlib.Path | None, num_workers: int | None = None):
         """`folder`: where lowered steps are kept, if they are."""
-        assert isinstance(builder.mesh, Mesh)
+        assert isinstance(builder.model.mesh, Mesh)
         self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus() * 8 // 5)
         self.num_found = 0
         self.num_made = 0
         self._builder = builder
-        self._settings = WorkerSettings(spec, MeshSpec.of(builder.mesh), _jax_options())
+        self._settings = WorkerSettings(builder.spec, MeshSpec.of(builder.model.mesh), _jax_options())
         self._folder = folder
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []

@@ -11,7 +11,7 @@ import threading
 
 import jax
 
-from jaxserve.execution.programs.builder import build
+from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Answer, Job, WorkerSettings, read_message, write_message
 from jaxserve.execution.programs.mosaic import ask_ptxas_once, name_kernels_by_content
 
@@ -29,7 +29,7 @@ def main() -> None:
     ask_ptxas_once()
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
-    builder = build(settings.spec, settings.mesh.mesh())
+    builder = StepBuilder(settings.spec, settings.mesh.mesh())
     while True:
         job = jobs.get()
         try:

@@ -10,9 +10,18 @@ many steps run lie closer.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
-
 from jaxserve.execution.batch import Bucket
+from jaxserve.execution.programs.kinds import (
+    Admit,
+    AdmitExtras,
+    Allow,
+    Draw,
+    Embed,
+    Forward,
+    PlainDecode,
+    Program,
+    PromptLogprobs,
+)
 
 SMALLEST_GENERAL = 16
 """Tokens of the smallest forward pass of decode steps that do more than draw from filtered distributions."""
@@ -21,42 +30,6 @@ MIXED = (64, 128, 256)
 """Tokens of the smaller forward passes in which rows may have several tokens. Above them there are all buckets, except
 those between powers of two that have fewer rows than there may be: they would need a draw of their own.
 """
-
-
-class PlainDecode(msgspec.Struct, frozen=True, tag=True):
-    """`step.step`: each row has one token, and needs no more than a draw from a filtered distribution."""
-
-    bucket: Bucket
-
-
-class Forward(msgspec.Struct, frozen=True, tag=True):
-    """`step.forward`, of rows that may need anything; `is_decode_only`: each has one token."""
-
-    bucket: Bucket
-    is_decode_only: bool
-
-
-class Draw(msgspec.Struct, frozen=True, tag=True):
-    """`step.draw`, of rows that may need anything, or anything but log probabilities."""
-
-    num_rows: int
-    has_logprobs: bool
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
-    """`step.prompt_logprobs`."""
-
-    bucket: Bucket
-
-
-class Embed(msgspec.Struct, frozen=True, tag=True):
-    """`step.embed`."""
-
-    bucket: Bucket
-
-
-Program = PlainDecode | Forward | Draw | PromptLogprobs | Embed
-"""What distinguishes one compiled program from another: a function of `step`, its shapes and its static arguments."""
 
 
 class Step(NamedTuple):
@@ -69,16 +42,18 @@ class Step(NamedTuple):
 
 
 class StepShapes:
-    """The compiled programs of a runner. Without `has_special_steps` there is one forward pass a bucket and one draw a
+    """The compiled programs of a runner. Without `has_lean_programs` there is one forward pass a bucket and one draw a
     number of rows, for steps of all kinds: on a CPU branches and loops not taken cost nothing.
     """
 
-    def __init__(self, buckets: list[Bucket], *, has_special_steps: bool):
-        self._has_special_steps = has_special_steps
+    def __init__(self, buckets: list[Bucket], *, has_lean_programs: bool):
+        self._has_lean_programs = has_lean_programs
+        max_num_rows = buckets[-1].num_rows
+        self._masks = [Allow(size) for size in (1, 8, 64) if size < max_num_rows] + [Allow(max_num_rows)]
         self._plain: list[Bucket] = []
         self._decode: list[Bucket] = []
         self._mixed = self._with_hidden = buckets
-        if has_special_steps:
+        if has_lean_programs:
             self._plain = [bucket for bucket in buckets if bucket.num_rows == bucket.num_tokens]
             general = [bucket for bucket in self._plain if bucket.num_tokens >= SMALLEST_GENERAL] or self._plain[-1:]
             self._decode = list(_sparse(general))
@@ -109,6 +84,9 @@ class StepShapes:
             *map(PromptLogprobs, reversed(self._with_hidden)),
             *map(Embed, reversed(self._with_hidden)),
             *dict.fromkeys(self._draw(size, has_logprobs) for size in num_rows for has_logprobs in (True, False)),
+            Admit(),
+            AdmitExtras(),
+            *self._masks,
         ]
 
     @property
@@ -146,8 +124,12 @@ class StepShapes:
             Embed(bucket) if has_embeddings else None,
         )
 
+    def masks_for(self, num_rows: int) -> Allow:
+        """Return the program that writes the masks of so many rows."""
+        return next(masks for masks in self._masks if masks.num_rows >= num_rows)
+
     def _draw(self, num_rows: int, has_logprobs: bool) -> Draw:
-        return Draw(num_rows, has_logprobs=has_logprobs or not self._has_special_steps)
+        return Draw(num_rows, has_logprobs=has_logprobs or not self._has_lean_programs)
 
 
 def _smallest(buckets: list[Bucket], num_tokens: int) -> Bucket | None:

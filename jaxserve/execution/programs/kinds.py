@@ -1,0 +1,304 @@
+"""The kinds of programs, a class each: what they run, take and give back, and with what they change nothing.
+
+An instance is plain data that tells a program apart from every other one of the same model: it goes to the processes
+that lower programs, and into the keys of what is kept on disk.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, override
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxserve.execution.batch import Bucket, pack_nothing
+from jaxserve.execution.programs.model import State, StepModel
+from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, allow, pack_admissions, pack_masks
+from jaxserve.execution.step import DrawingRows, Drawn, Forwarded, draw, embed, forward, prompt_logprobs, step
+from jaxserve.layers.batch import Launch
+from jaxserve.sampling.logprobs import Logprobs
+
+CUBLAS_TOKENS = 128
+"""Tokens from which on matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
+tries out all, for seconds, but where rows are many it finds nothing better.
+"""
+
+MAX_TOKENS_IN_PROGRAMS = 512
+"""Tokens of the largest forward pass of prompts that is launched as two programs: larger ones keep the GPU longer than
+the host.
+"""
+
+_LEAF: Any = 0
+"""Stands in for an array where only the structure of a tree matters."""
+
+_ROWS = DrawingRows(slots=_LEAF, draws=_LEAF, num_output_tokens=_LEAF, features=_LEAF)
+_LOGPROBS = Logprobs(*[_LEAF] * len(Logprobs._fields))
+
+
+class Kind(msgspec.Struct, frozen=True, tag=True):
+    """What every kind of program says of itself.
+
+    Attributes:
+        takes: the state of the device that a program takes, in this order, before its own arguments.
+        gives: the part of it that the program replaces, and returns before whatever else it makes; the program is
+            donated what it replaces.
+    """
+
+    takes: ClassVar[tuple[State, ...]]
+    gives: ClassVar[tuple[State, ...]]
+
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        """Return what is traced: from the state and its own arguments to a tuple of the state and what it makes."""
+        raise NotImplementedError
+
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        """Return the shapes of its own arguments."""
+        raise NotImplementedError
+
+    def made(self, model: StepModel) -> Any:
+        """Return a tree like that of what it makes besides the state."""
+        raise NotImplementedError
+
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        """Return values of its own arguments with which it changes nothing: no row draws, nor has any tokens."""
+        return tuple(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.arguments(model)))
+
+    def compiler_options(self, model: StepModel) -> dict[str, Any]:
+        """Return XLA's options. Few steps run a program with a matrix product that has no layers."""
+        return _LEFT_TO_CUBLAS if model.has_kernels else {}
+
+
+_LEFT_TO_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+
+
+class _WithLayers(Kind, frozen=True):
+    takes: ClassVar[tuple[State, ...]] = ("params", "kv_cache", "slots", "peers")
+    gives: ClassVar[tuple[State, ...]] = ("kv_cache", "slots")
+
+    bucket: Bucket
+
+    @override
+    def compiler_options(self, model: StepModel) -> dict[str, Any]:
+        return super().compiler_options(model) if self.bucket.num_tokens >= CUBLAS_TOKENS else {}
+
+    def carries_admissions(self, model: StepModel) -> bool:  # noqa: ARG002
+        """Whether it also admits requests, as many as one upload has room for."""
+        return False
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        packed = model.packed(self.bucket)
+        return (packed, model.replicate(_no_admissions(model))) if self.carries_admissions(model) else (packed,)
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        packed = pack_nothing(self.bucket, **model.table_sizes)
+        return (packed, _no_admissions(model)) if self.carries_admissions(model) else (packed,)
+
+
+class PlainDecode(_WithLayers, frozen=True, tag=True):
+    """`step.step`: each row has one token, and needs no more than a draw from a filtered distribution."""
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(
+            step,
+            family=model.family,
+            config=model.config,
+            kernels=model.kernels,
+            group_of_layer=model.layout.group_of_layer,
+            bucket=self.bucket,
+            has_tokens_on_host=model.traits.leaves_tokens_on_host,
+        )
+
+    @override
+    def made(self, model: StepModel) -> Drawn:
+        return _drawn(has_logprobs=False)
+
+
+class Forward(_WithLayers, frozen=True, tag=True):
+    """`step.forward`, of rows that may need anything; `is_decode_only`: each has one token."""
+
+    is_decode_only: bool
+
+    @override
+    def carries_admissions(self, model: StepModel) -> bool:
+        return model.traits.admits_in_forward and not self.is_decode_only
+
+    def launch(self, model: StepModel) -> Launch:
+        """Return how it is launched. In parts, if others wait for it: steps of prompts, and those that draw by a
+        program of their own.
+        """
+        if not model.has_kernels:
+            return "at once"
+        is_short = not self.is_decode_only and self.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
+        return "in programs" if is_short and model.may_be_two_programs else "in parts"
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(
+            forward,
+            family=model.family,
+            config=model.config,
+            kernels=model.kernels,
+            group_of_layer=model.layout.group_of_layer,
+            bucket=self.bucket,
+            is_decode_only=self.is_decode_only,
+            launch=self.launch(model),
+        )
+
+    @override
+    def made(self, model: StepModel) -> Forwarded:
+        return Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if self.is_decode_only else _LEAF)
+
+
+class Draw(Kind, frozen=True, tag=True):
+    """`step.draw`, of rows that may need anything, or anything but log probabilities."""
+
+    takes: ClassVar[tuple[State, ...]] = ("slots",)
+    gives: ClassVar[tuple[State, ...]] = ("slots",)
+
+    num_rows: int
+    has_logprobs: bool
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(
+            draw,
+            kernels=model.kernels,
+            is_plain=False,
+            has_logprobs=self.has_logprobs,
+            has_tokens_on_host=model.traits.leaves_tokens_on_host,
+        )
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        each = functools.partial(model.array, (self.num_rows,))
+        rows = DrawingRows(
+            slots=each(jnp.int32),
+            draws=each(jnp.bool),
+            num_output_tokens=each(jnp.int32),
+            features=model.array((), jnp.int32),
+        )
+        return model.array((self.num_rows, model.vocab_size), jnp.float32), rows
+
+    @override
+    def made(self, model: StepModel) -> Drawn:
+        return _drawn(has_logprobs=self.has_logprobs)
+
+
+class _OfHidden(Kind, frozen=True):
+    bucket: Bucket
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        return model.hidden(self.bucket), model.packed(self.bucket)
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        hidden = model.hidden(self.bucket)
+        return np.zeros(hidden.shape, hidden.dtype), pack_nothing(self.bucket, **model.table_sizes)
+
+
+class PromptLogprobs(_OfHidden, frozen=True, tag=True):
+    """`step.prompt_logprobs`."""
+
+    takes: ClassVar[tuple[State, ...]] = ("params",)
+    gives: ClassVar[tuple[State, ...]] = ()
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        def of_prompts(*arguments: Any) -> tuple[Logprobs]:
+            return (prompt_logprobs(*arguments, family=model.family, config=model.config, bucket=self.bucket),)
+
+        return of_prompts
+
+    @override
+    def made(self, model: StepModel) -> Logprobs:
+        return _LOGPROBS
+
+
+class Embed(_OfHidden, frozen=True, tag=True):
+    """`step.embed`."""
+
+    takes: ClassVar[tuple[State, ...]] = ("slots",)
+    gives: ClassVar[tuple[State, ...]] = ("slots",)
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(embed, bucket=self.bucket)
+
+    @override
+    def made(self, model: StepModel) -> Any:
+        return _LEAF
+
+
+class _WritesSlots(Kind, frozen=True):
+    takes: ClassVar[tuple[State, ...]] = ("slots",)
+    gives: ClassVar[tuple[State, ...]] = ("slots",)
+    write: ClassVar[Callable[..., Slots]]
+    """From slots and its own arguments to new slots."""
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        def write_slots(slots: Slots, *arguments: Any) -> tuple[Slots, None]:
+            return self.write(slots, *arguments), None
+
+        return write_slots
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        return tuple(jax.tree.map(model.replicate, self.nothing(model)))
+
+    @override
+    def made(self, model: StepModel) -> None:
+        return None
+
+
+class Admit(_WritesSlots, frozen=True, tag=True):
+    """`slots.admit`: block tables and sampling parameters of new requests."""
+
+    write: ClassVar[Callable[..., Slots]] = staticmethod(admit)
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        return (_no_admissions(model),)
+
+
+class AdmitExtras(_WritesSlots, frozen=True, tag=True):
+    """`slots.admit_extras`: what only processors need of one new request."""
+
+    write: ClassVar[Callable[..., Slots]] = staticmethod(admit_extras)
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        held = model.slots.sampling.extras
+        return np.int32(model.max_num_seqs), jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), held)
+
+
+class Allow(_WritesSlots, frozen=True, tag=True):
+    """`slots.allow`: masks of the tokens that so many rows may draw."""
+
+    write: ClassVar[Callable[..., Slots]] = staticmethod(allow)
+
+    num_rows: int
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        masks = Masks(np.zeros(0, np.int32), np.zeros((0, math.ceil(model.vocab_size / 32)), np.uint32))
+        return (pack_masks(masks, num_rows=self.num_rows, num_slots=model.max_num_seqs),)
+
+
+Program = PlainDecode | Forward | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | Allow
+"""One compiled program: a function, its shapes and its static arguments."""
+
+
+def _drawn(*, has_logprobs: bool) -> Drawn:
+    return Drawn(token_ids=_LEAF, logprobs=_LOGPROBS if has_logprobs else None)
+
+
+def _no_admissions(model: StepModel) -> np.ndarray:
+    return pack_admissions([], **model.table_sizes)

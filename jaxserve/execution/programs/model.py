@@ -1,0 +1,140 @@
+"""StepModel: a model as its programs see it, in shapes: weights, KV cache, slots and peers, spread over a mesh."""
+
+import contextlib
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.execution.batch import Bucket, make_buckets
+from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
+from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.execution.programs.spec import StepSpec
+from jaxserve.execution.slots import Slots, init_slots
+from jaxserve.layers import launch
+from jaxserve.layers.batch import Kernels, KVCache
+from jaxserve.layers.params import abstract_params, shard_bytes, with_schemes
+from jaxserve.layers.peers import abstract_peers
+from jaxserve.models import get_family, with_context
+
+MIN_BYTES_IN_PROGRAMS = 6e9
+"""Smallest weights of a device for which a forward pass is launched as two programs, in bytes: fewer are read in the
+time that the host needs to launch a program.
+"""
+
+type State = Literal["params", "kv_cache", "slots", "peers"]
+"""What stays on the device from step to step."""
+
+
+class StepModel:
+    """A model, and the sizes of its engine, in shapes. No device is touched.
+
+    Attributes:
+        layout: which layers share blocks and pools.
+        buckets: the sizes of steps, smallest first.
+        table_sizes: of the block tables in slots, as `pack` and `init_slots` take them.
+        peers: rows that devices send each other, None where no kernel adds up partial sums.
+    """
+
+    def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):
+        """Raises CheckpointError or ConfigError for a model that cannot be had on this mesh."""
+        family = get_family(spec.model)
+        config = family.Config.from_hf(spec.model)
+        self.family = family
+        self.dtype = jnp.dtype(spec.dtype)
+        # Weights are declared for the context that the model was made for; from here on it is the one that is served,
+        # which decides how some rotations stretch.
+        specs = with_schemes(family.param_specs(config), spec.schemes, dtype=self.dtype)
+        self.params = abstract_params(specs, dtype=self.dtype, mesh=mesh)
+        self.config = with_context(config, spec.max_model_len)
+        self.mesh = mesh
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.kernels: Kernels = spec.kernels
+        self.traits = spec.traits
+        self.block_size = spec.block_size
+        self.max_num_seqs = spec.max_num_seqs
+        self.vocab_size: int = self.config.vocab_size
+        self.hidden_size: int = self.config.hidden_size
+        self.layout = kv_layout(family.kv_specs(self.config), max_model_len=spec.max_model_len)
+        num_groups = len(self.layout.windows)
+        max_blocks = math.ceil(spec.max_model_len / spec.block_size)
+        self.table_sizes = {"num_slots": spec.max_num_seqs, "max_blocks": max_blocks, "num_groups": num_groups}
+        self.buckets = make_buckets(
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_num_seqs=spec.max_num_seqs,
+            block_size=spec.block_size,
+            num_groups=num_groups,
+            has_finer_sizes=spec.traits.has_finer_buckets,
+        )
+        pools = {"block_size": spec.block_size, "dtype": self.dtype, "mesh": mesh}
+        self.bytes_per_block = block_bytes(self.layout.pool_specs, **pools)
+        self._kv_cache = functools.partial(
+            abstract_kv_cache, self.layout.pool_specs, pool_of_layer=self.layout.pool_of_layer, **pools
+        )
+        self.peers = None
+        if self.has_kernels and spec.has_peers:
+            self.peers = abstract_peers(
+                mesh,
+                hidden_size=self.hidden_size,
+                vocab_size=self.vocab_size,
+                dtype=self.dtype,
+                max_num_tokens=self.buckets[-1].num_tokens,
+                max_num_rows=spec.max_num_seqs,
+            )
+        self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels of our own for the devices."""
+        return self.kernels != "xla"
+
+    @property
+    def may_be_two_programs(self) -> bool:
+        """Whether a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
+        and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
+        """
+        pools = self.layout.pool_of_layer
+        weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
+        return len(pools) >= launch.MIN_LAYERS and len(set(pools)) == len(pools) and weights >= MIN_BYTES_IN_PROGRAMS
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the slots take on a device, and what its peers send it."""
+        return sum(map(shard_bytes, jax.tree.leaves((self.slots, self.peers))))
+
+    def state(self, name: State, num_blocks: int) -> Any:
+        """Return the shapes of what stays on the device, for a KV pool of so many blocks."""
+        if name == "kv_cache":
+            return self.kv_cache(num_blocks)
+        return {"params": self.params, "slots": self.slots, "peers": self.peers}[name]
+
+    def kv_cache(self, num_blocks: int) -> KVCache:
+        """Return the shapes of the KV pools, with so many blocks."""
+        return self._kv_cache(num_blocks=num_blocks)
+
+    def init_slots(self) -> Slots:
+        """Make empty slots."""
+        return init_slots(**self.table_sizes, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+
+    def replicate(self, x: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape of an array that every device has a copy of."""
+        return self.array(x.shape, x.dtype)
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a shape that stands in for an array that every device has a copy of."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def hidden(self, bucket: Bucket) -> Any:
+        """Return the shape of the hidden states that a forward pass leaves."""
+        return self.array((bucket.num_tokens, self.hidden_size), self.dtype)
+
+    def packed(self, bucket: Bucket) -> Any:
+        """Return the shape of a packed plan."""
+        return self.array((bucket.packed_size,), jnp.int32)
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which steps are traced."""
+        return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)

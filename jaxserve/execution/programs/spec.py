@@ -1,0 +1,81 @@
+"""What identifies the programs of a model's steps, as plain data: it goes to the processes that lower them and into the
+keys of what is kept on disk.
+"""
+
+from typing import Any
+
+import msgspec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from jaxserve.layers.batch import Kernels
+from jaxserve.quantization.scheme import Scheme
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the device is like, as far as it decides how steps are divided into programs.
+
+    Attributes:
+        has_finer_buckets: buckets lie closer where steps are bound by arithmetic, because padding costs time there.
+        has_lean_programs: rows that need little have programs without the branches that other rows need. On a GPU a
+            branch that sorts or loops breaks a program's command buffer even where it is not taken.
+        admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
+        leaves_tokens_on_host: programs that draw end with a copy of the tokens to pinned memory of the host.
+    """
+
+    has_finer_buckets: bool
+    has_lean_programs: bool
+    admits_in_forward: bool
+    leaves_tokens_on_host: bool
+
+
+ON_CPU = Traits(has_finer_buckets=False, has_lean_programs=False, admits_in_forward=False, leaves_tokens_on_host=False)
+"""On a CPU branches and loops that are not taken cost nothing, and neither does a launch."""
+
+ON_GPU = Traits(has_finer_buckets=True, has_lean_programs=True, admits_in_forward=True, leaves_tokens_on_host=True)
+
+
+class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What steps are built from: the model's config.json, and the sizes of the engine.
+
+    Attributes:
+        has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
+        schemes: how weights are stored that are not stored as their values, by path in the tree of weights.
+    """
+
+    model: dict[str, Any]
+    dtype: str
+    kernels: Kernels
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    traits: Traits
+    has_peers: bool
+    schemes: dict[str, Scheme] = {}
+
+
+class MeshSpec(msgspec.Struct, frozen=True):
+    """A mesh without its devices: axes, all explicit, and the kind of the devices."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    device_kind: str
+    platform: str
+    num_cores: int | None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "MeshSpec":
+        """Describe a mesh of equal devices."""
+        device = mesh.abstract_mesh.abstract_device
+        return cls(mesh.axis_names, mesh.axis_sizes, device.device_kind, device.platform, device.num_cores)
+
+    def mesh(self) -> AbstractMesh:
+        """Return a mesh that steps can be traced for without any device."""
+        return AbstractMesh(
+            self.axis_sizes,
+            self.axis_names,
+            axis_types=(AxisType.Explicit,) * len(self.axis_names),
+            abstract_device=AbstractDevice(
+                device_kind=self.device_kind, platform=self.platform, num_cores=self.num_cores
+            ),
+        )
