@@ -1,8 +1,9 @@
-"""Read PTX for a hazard that neither compiler reports: accumulators that are used while a wgmma still writes them.
+"""Find a hazard in PTX that no compiler reports: accumulators that are used while a wgmma still writes them.
 
-`wgmma.mma_async` returns at once; `wgmma.wait_group` says when its sums are there. To LLVM that wait touches no
-register, so that it may move what reads the sums, a conversion say, above it, and ptxas lets it stand: what is read
-then is some of the sum, the same in each run. `used_in_flight` finds such instructions, on all paths through a kernel.
+`wgmma.mma_async` returns at once; `wgmma.wait_group` waits for its sums. For LLVM that wait touches no register, so it
+may move an instruction that reads the sums, such as a conversion, above the wait, and ptxas accepts that: the
+instruction then reads part of the sum, the same part in each run. `used_in_flight` finds such instructions, on all
+paths through a kernel.
 """
 
 import re
@@ -18,7 +19,7 @@ _WAIT = re.compile(r"wgmma\.wait_group\S* (\d+)")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
 MAX_GROUPS = 8
-"""Of commit groups in flight; Mosaic's waits name fewer."""
+"""Maximum number of commit groups in flight; Mosaic's waits use fewer."""
 
 
 class _Flight(NamedTuple):
@@ -33,12 +34,12 @@ class _Flight(NamedTuple):
         return self.uncommitted.union(*self.groups)
 
     def union(self, other: "_Flight") -> "_Flight":
-        """Of two paths that meet."""
+        """Return the state where two paths meet."""
         groups = tuple(a | b for a, b in zip(self.groups, other.groups, strict=True))
         return _Flight(self.uncommitted | other.uncommitted, groups)
 
     def after(self, line: str) -> "_Flight":
-        """Behind an instruction."""
+        """Return the state after an instruction."""
         if match := _WGMMA.search(line):
             return self._replace(uncommitted=self.uncommitted.union(_REGISTER.findall(match[1])))
         if "wgmma.commit_group" in line:
@@ -57,9 +58,9 @@ def entries(ptx: str) -> Iterator[tuple[str, str]]:
 
 
 def used_in_flight(entry: str) -> list[str]:
-    """The instructions of a kernel that read or change a register which a wgmma may still write, in their order.
+    """Return the instructions of a kernel, in order, that read or change a register which a wgmma may still write.
 
-    Other wgmmas may add to it. Raises ValueError if no path is seen that leads to one of the wgmmas.
+    Other wgmmas may accumulate into it. Raises ValueError if one of the wgmmas is not reached by any path.
     """
     lines = [line.strip() for line in entry.splitlines()]
     labels = {match[1]: index for index, line in enumerate(lines) if (match := _LABEL.match(line))}

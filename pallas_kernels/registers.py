@@ -9,15 +9,15 @@ from jax.experimental.mosaic import gpu as mgpu
 
 
 def written[Sums](sums: Sums) -> Sums:
-    """The sums of wgmmas, right after a wait for them, so that nothing reads them before.
+    """Return the sums of wgmmas right after a wait for them, such that nothing reads them before.
 
-    The wait touches no register: without this LLVM may move above it what follows, as `ptx.used_in_flight` explains.
+    The wait touches no register: without this LLVM may move later reads above it, as `ptx.used_in_flight` explains.
     """
     return lax.optimization_barrier(sums)
 
 
 def row_and_quarter() -> tuple[Any, Any]:
-    """A lane's first row, and which of the four of a row it is.
+    """Return a lane's first row, and which quarter of a row it has.
 
     A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
     """

@@ -1,6 +1,7 @@
-"""Bench rows of a decode layer's kernels run for seconds without a pause: what the GPU draws is its limit then.
+"""Benchmark of a decode layer's kernels run for seconds without a pause, in which the GPU's power is the limit.
 
-An H200 may draw 700 W and lowers its clock to stay below. `measure` of the other benches takes a fraction of a second.
+An H200 may draw 700 W and lowers its clock to stay below. `measure` of the other benchmarks takes a fraction of a
+second.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ _NVML_CLOCK_SM = 1
 
 
 class _Meter:
-    """What the first GPU has drawn since the beginning of the `with`, and its clock every 20 ms; by NVML."""
+    """Context manager that records the first GPU's mean power, and its clock every 20 ms, by NVML."""
 
     watts: float
     megahertz: float
@@ -62,7 +63,9 @@ class _Meter:
 
 
 def sustained_rows() -> Iterator[Row]:
-    """Attention and the matmuls of a Llama-3-8B layer with 256 rows of 1,024 tokens, apart and together."""
+    """Yield rows for attention and the matmuls of a Llama-3-8B layer with 256 rows of 1,024 tokens, apart and
+    together.
+    """
     rows, context, hidden, inner, heads, kv_heads, head_dim = (
         (256, 1024, 4096, 14_336, 32, 8, 128) if on_gpu() else (4, 64, 64, 128, 4, 2, 16)
     )
@@ -118,7 +121,7 @@ def _normed(x: jax.Array) -> jax.Array:
 
 
 def _sustain(function: Callable[..., jax.Array], inputs: Sequence[Any], x: jax.Array) -> tuple[float, str]:
-    """Microseconds of a call, and on a GPU what it drew."""
+    """Return the microseconds of a call, and on a GPU the power that it drew."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(x: jax.Array, inputs: Sequence[Any]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How the bench rows of every operation are timed: `measure`, and the peaks that floors are reckoned from."""
+"""Timing of all benchmarks: `measure`, and the peak rates that lower bounds are computed from."""
 
 import statistics
 import time
@@ -7,32 +7,32 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Of one H200: a copy through its memory, and a bf16 matrix product of 8192^3 on random data.
+# Measured on one H200: a copy through its memory, and a bf16 matrix product of 8192^3 on random data.
 PEAK_BYTES_PER_SECOND = 4.3e12
 PEAK_FLOPS_PER_SECOND = 760e12
 
 L2_BYTES = 60 * 2**20
 
 MIN_CALLS = 16
-"""Of a kernel whose program makes a plan of the step, once for all calls as for the layers of a model: so little of a
-call's time is the plan's that it need not be told apart.
+"""Minimum calls of a kernel in a program that makes a plan of the step once for all calls, as for the layers of a
+model: the plan's part of a call's time is then negligible.
 """
 
 
 class Row(NamedTuple):
-    """One line of a bench table: what a case costs in one implementation, ours or a peer's."""
+    """One line of a benchmark's table: the cost of a case in one implementation, ours or another."""
 
     case: str
     implementation: str
     microseconds: float | None
     """None if it does not run here; `note` says why."""
     floor_microseconds: float | None = None
-    """What an H200 would need for the bytes or the operations alone; None on other devices."""
+    """Time an H200 needs for the bytes or the operations alone; None on other devices."""
     note: str = ""
 
 
 def on_gpu() -> bool:
-    """Whether jax's default device is a GPU: else the cases are small, and nobody has a floor."""
+    """Return true if jax's default device is a GPU; otherwise cases are small, and have no lower bound."""
     return jax.default_backend() == "gpu"
 
 
@@ -44,26 +44,26 @@ def floor(*, num_bytes: float = 0.0, flops: float = 0.0) -> float | None:
 
 
 def num_rotations(bytes_per_call: int) -> int:
-    """How many sets of inputs `measure` needs so that none is left in the L2 when its turn comes again.
+    """Return how many sets of inputs `measure` needs so that none is left in the L2 cache when it is used again.
 
-    At most 32: what is that small comes from the L2 in real life too.
+    At most 32: inputs that small are read from the L2 cache in real use too.
     """
     return min(32, max(2, -(-3 * L2_BYTES // max(bytes_per_call, 1)))) if on_gpu() else 2
 
 
 def with_plan(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The inputs again and again until they are for `MIN_CALLS` calls, for `measure` with a carry."""
+    """Repeat the inputs until there are at least `MIN_CALLS`, for `measure` with a carry."""
     return [*inputs] * (-(-MIN_CALLS // len(inputs)) if on_gpu() else 1)
 
 
 def measure(
     function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, carry: Any = None, repeats: int = 10
 ) -> float:
-    """Median microseconds of one call of `function(*args)`, where `inputs` has the args of several calls.
+    """Return the median microseconds of one call of `function(*args)`, where `inputs` has the args of several calls.
 
-    All of them are one jitted program, so that the host's launches are not measured; they must all differ, for XLA does
-    the same thing only once. With a `carry`, for an operation that works in place, it is `carry = function(carry,
-    *args)`, donated, and gone afterwards; then inputs may come again.
+    All of them are one jitted program, so that launches are not measured; they must all differ, because XLA computes
+    equal calls only once. With a `carry`, for an operation that works in place, a call is `carry = function(carry,
+    *args)`, and the carry is donated; then inputs may repeat.
     """
 
     def program(carry: Any, inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, Any]:
@@ -76,7 +76,7 @@ def measure(
         return carry, outputs
 
     run = jax.jit(program, donate_argnums=0).lower(carry, inputs).compile()
-    # A GPU runs a program that waits while it runs another: what the host needs to start it is hidden.
+    # While a GPU runs one program, the next one waits in its queue, which hides the host's time to launch it.
     programs = 8 if on_gpu() else 1
     seconds = []
     for repeat in range(repeats + 2):

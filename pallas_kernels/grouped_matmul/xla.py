@@ -44,7 +44,7 @@ def _precision(x: Array) -> lax.Precision | None:
 def ragged_dot(
     x: Float[Array, "M K"], weight: Float[Array, "X N K"], group_sizes: Int[Array, " X"]
 ) -> Float[Array, "M N"]:
-    """What XLA has for it; on a CPU it multiplies every row by every group's weight."""
+    """Run XLA's own operation, which multiplies every row by every group's weight on a CPU."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
@@ -56,7 +56,7 @@ def ragged_dot(
 def _loop(x: Array, weight: Array, group_sizes: Array) -> Array:
     num_rows, num_outputs = x.shape[0], weight.shape[1]
     ends = jnp.cumsum(group_sizes)
-    # A tile may run past its group: the groups come in order, and the next one writes its own rows over what is wrong.
+    # A tile may run past its group: groups are processed in order, and the next one overwrites the wrong rows.
     x = jnp.pad(x, ((0, TILES[-1]), (0, 0)))
 
     def multiply(tile: int, y: Array, row: Array, group: Array) -> Array:

@@ -1,8 +1,8 @@
 """`paged_attention` for Hopper (sm_90a), in Mosaic GPU: persistent CTAs that each stream their share of all contexts.
 
-A tile is what a row's queries of one KV head have to do. A tile that is cut into several shares (see `plan`) is put
-together by the one that has its first block: the others leave their parts in global memory and count up its `arrivals`.
-It waits for shares that were started before it only, so that this ends even if not all of them fit onto the GPU at
+A tile is the work for a row's queries of one KV head. A tile that is cut between shares (see `plan`) is combined by the
+share with its first block: the others store their partial results in global memory and increment its `arrivals`. It
+only waits for shares that were started before it, so the kernel terminates even if not all of them fit onto the GPU at
 once.
 """
 
@@ -28,10 +28,10 @@ MAX_COLUMNS = 16
 
 
 def heuristic(head_dim: int, num_tiles: int) -> Config:
-    """The first of the configurations, from fast to slow, that fits. `num_tiles` are those of all rows.
+    """Return the first of the configurations, from fast to slow, that fits. `num_tiles` counts those of all rows.
 
-    Two streams hide the time in which a CTA computes and does not copy. With few tiles, so that each is cut into many
-    parts, it is better to have fewer parts and blocks.
+    With two streams, one computes while the other copies. With few tiles, each of which is cut into many parts, fewer
+    parts and blocks are better.
     """
     few = ((1, 128, 4), (1, 128, 2)) if num_tiles <= 16 else ()
     for streams, block_kv, stages in (*few, (2, 64, 4), (2, 64, 3), (2, 64, 2), (1, 64, 2)):
@@ -58,9 +58,9 @@ def paged_attention_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
-    """See `paged_attention`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernel, see `paged_attention`. Raises NotImplementedError for what it does not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     num_rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_pages.shape[1:3]
@@ -97,7 +97,7 @@ def paged_attention_sm90(
         block_kv=config.block_kv,
         sliding_window=sliding_window,
     )
-    # [B * K * tile rows, D]; for one query this is q as it lies.
+    # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
     padded_rows = tiles_per_head * problem.tile_rows
@@ -105,7 +105,7 @@ def paged_attention_sm90(
     tiles = jnp.pad(tiles, ((0, max(0, 4 - tiles.shape[0])), (0, 0)))  # a copy is 4 rows or more
 
     def by_row(of_heads: Float[Array, " H"] | None) -> Float[Array, "tiles rows"] | None:
-        """What each head has one of, for each row of a tile."""
+        """Return a per-head value for each row of a tile."""
         if of_heads is None:
             return None
         rows = jnp.tile(of_heads.astype(jnp.float32).reshape(num_kv_heads, -1), (1, num_queries))
@@ -127,7 +127,7 @@ def paged_attention_sm90(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call(problem, num_items, num_places, dtype, operands):
-    """Jitted, so that the layers of a model share one lowering of the kernel."""
+    """Run the kernel. Jitted, so that the layers of a model use one lowering."""
     config, head_dim = problem.config, problem.head_dim
     given = [operand for operand in operands if operand is not None]
 
@@ -159,8 +159,8 @@ def _call(problem, num_items, num_places, dtype, operands):
             pl.when(warpgroup < config.streams)(lambda: computing(share))
             pl.when(warpgroup >= config.streams)(lambda: copying(share))
         else:
-            # All blocks are masked, which takes so many registers that a computing warpgroup has none to keep for a
-            # branch after its own.
+            # All blocks are masked, which takes so many registers that a computing warpgroup has none left for a branch
+            # after its own.
             lax.cond(warpgroup < config.streams, lambda: computing(own_share()), lambda: copying(own_share()))
 
     columns = swizzle_bytes(head_dim) // 2

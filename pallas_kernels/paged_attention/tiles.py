@@ -1,7 +1,6 @@
-"""Tiles of the Hopper kernels that attend to pages: those of a share one after the other, and the parts of one that was
-cut, put together.
+"""Tiles of the Hopper kernels that attend to pages: iterate over those of a share, and combine the parts of a cut one.
 
-A tile is the queries of a row that share a KV head. The shares of a step are in plan.py.
+A tile is the queries of a row with the same KV head. The shares of a step are in plan.py.
 """
 
 import dataclasses
@@ -18,23 +17,23 @@ from pallas_kernels.paged_attention.plan import BLOCK_COST, TILE_COST, block_ran
 
 ROWS = 64  # of a tile: what one wgmma instruction multiplies
 LOG2E = math.log2(math.e)
-# Maxima begin here and not at -inf, so that what was masked so far has weights of 1, which the first key that is not
-# takes away again, and not of NaN.
+# Maxima start here rather than at -inf, so that keys that are masked so far have weights of 1, which the first key that
+# is not masked rescales to 0, instead of NaN.
 LOWEST = -1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut; `heuristic` picks one."""
+    """How the kernel divides its work; `heuristic` picks one."""
 
     block_kv: int
     """Keys a step."""
     stages: int
-    """Blocks of keys, and as many of values, in shared memory."""
+    """Number of blocks of keys, and of values, in shared memory."""
     streams: int
-    """Of a CTA: pairs of a copying and a computing warpgroup, each with a share of its own."""
+    """Streams per CTA: pairs of a copying and a computing warpgroup, each with its own share."""
     num_ctas: int = NUM_SMS
-    """Thread blocks."""
+    """Number of CTAs."""
 
     @property
     def num_shares(self) -> int:
@@ -48,20 +47,20 @@ class Config:
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     config: Config
     head_dim: int
     block_size: int
     num_tiles: int
-    """Of a row."""
+    """Tiles per row."""
     tiles_per_head: int
     tile_rows: int
-    """In use, of ROWS or of columns."""
+    """Used rows of a tile, of ROWS or of columns."""
     columns: int
     """0 where queries are rows."""
     queries_per_token: int
-    """Query heads that share a KV head."""
+    """Number of query heads per KV head."""
     num_queries: int
     scale: float
     sliding_window: int | None
@@ -73,18 +72,20 @@ class Problem(NamedTuple):
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
     def iota(self, shape, dimension):
-        """Indices along a dimension."""
+        """Return indices along a dimension."""
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, dimension)
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
     def load(self, ref, layout):
-        """What a ref holds."""
+        """Load the contents of a ref."""
         return ref[...] if self.interpret else plgpu.load(ref, layout=layout, optimized=False)
 
 
 class Tile(NamedTuple):
-    """The part of a tile that this CTA computes: the blocks [first, end) of the context, of [row_first, row_end)."""
+    """The part of a tile that this CTA computes: the blocks [first, end) of the context, out of [row_first,
+    row_end).
+    """
 
     row: Any
     index: Any
@@ -96,11 +97,11 @@ class Tile(NamedTuple):
     first: Any
     end: Any
     is_begun: Any
-    """Whether the part has the tile's first block, if there is any: so this CTA writes the result."""
+    """True if the part has the tile's first block, or there are no blocks: this CTA then writes the result."""
 
 
 def for_each_tile(problem, shares, rows, share, visit, carry):
-    """`carry = visit(tile, carry)` over a share."""
+    """Call `carry = visit(tile, carry)` for each tile of a share."""
     share_begin, share_end = shares[share, 3], shares[share, 4]
 
     def blocks_before(unit):
@@ -131,7 +132,7 @@ def for_each_tile(problem, shares, rows, share, visit, carry):
 
 
 def normalize(maximum, total, sinks):
-    """What the sum of values is to be multiplied with, and the LSE."""
+    """Return the factor for the sum of values, and the LSE."""
     is_nothing = maximum <= LOWEST / 2
     keep = jnp.ones_like(maximum)
     if sinks is not None:
@@ -143,8 +144,9 @@ def normalize(maximum, total, sinks):
 
 
 def put_together(problem, index, share, num_others, parts, stats, all_sinks, write):
-    """The result of the tile `index` of a row, from this share's part and those of the `num_others` shares after it:
-    `write(rows, result, lse)` for each of its stretches of rows.
+    """Combine the parts of tile `index` of a row, from this share and the `num_others` shares after it.
+
+    Calls `write(rows, result, lse)` for each chunk of its rows.
     """
     layout = part_layout(problem.head_dim)
     rows_layout = layout.reduce(1)
@@ -165,7 +167,7 @@ def put_together(problem, index, share, num_others, parts, stats, all_sinks, wri
             for j in range(unroll):
                 number = i * unroll + j
                 is_there = number <= num_others
-                # Past the last one, this share's own again with no weight.
+                # Beyond the last one, this share's own part is loaded again with weight 0.
                 place = share + jnp.where(is_there & (number > 0), number, problem.config.num_shares)
                 part = problem.load(parts.at[place, rows], layout)
                 part_maximum = problem.load(stats.at[place, 0, rows], rows_layout)
@@ -199,7 +201,7 @@ def put_together(problem, index, share, num_others, parts, stats, all_sinks, wri
 
 
 def part_rows(tile_rows: int) -> int:
-    """Rows that a part has room for: chunks of 4, 8 or 16."""
+    """Return the number of rows stored for a part: chunks of 4, 8 or 16."""
     chunk = 4 if tile_rows <= 4 else 8 if tile_rows <= 8 else 16
     return -(-tile_rows // chunk) * chunk
 

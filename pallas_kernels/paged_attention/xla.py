@@ -1,6 +1,6 @@
-"""`paged_attention` in plain XLA: what runs on a CPU, and on a GPU if asked for by name.
+"""`paged_attention` in plain XLA: the implementation on a CPU, and on a GPU only on request.
 
-Static shapes, data-dependent trip counts: a loop over groups of rows, in it one over chunks of their contexts.
+Static shapes, data-dependent trip counts: a loop over groups of rows around one over chunks of their contexts.
 """
 
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paging.xla import Scores, attend, ceil_div
 
-# Measured on CPU with python -m pallas_kernels.bench paged_attention. A group shares the overhead of a chunk's visit
-# among its rows, but runs as long as its longest row.
+# Measured on CPU with python -m pallas_kernels.bench paged_attention. The rows of a group divide the overhead per
+# chunk, but a group runs as long as its longest row.
 GROUP, CHUNK = 4, 128
 
 
@@ -40,8 +40,8 @@ def paged_attention_xla(
     positions = jnp.where((index < query_lens[:, None]) & (seq_lens > 0)[:, None], positions, -1)
 
     def row_group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        # The last group is moved down to fit into the arrays; the rows it shares with the group before get the same
-        # result twice.
+        # The last group is moved down to fit into the arrays; the rows that also belong to the previous group get the
+        # same result twice.
         first = jnp.minimum(i * group, num_rows - group)
         result = attend(
             lax.dynamic_slice_in_dim(q, first, group),

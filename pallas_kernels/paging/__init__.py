@@ -1,1 +1,1 @@
-"""What the attentions over a paged KV cache have in common: argument checks, one XLA loop, one float64 definition."""
+"""Code common to the attentions over a paged KV cache: argument checks, one XLA loop, one float64 reference."""

@@ -19,7 +19,9 @@ def attend_reference(
     sinks: Float[np.ndarray, " H"] | None,
     alibi_slopes: Float[np.ndarray, " H"] | None,
 ) -> tuple[Float[np.ndarray, "Q H D"], Float[np.ndarray, "Q H"]]:
-    """The last Q tokens of a context of `seq_len` attend to it; the result and the log of the softmax's denominator."""
+    """Attend with the last Q tokens of a context of `seq_len`; return the result and the log of the softmax's
+    denominator.
+    """
     num_queries, num_heads, _ = q.shape
     keys, values = (_context(pages, block_table, seq_len) for pages in (k_pages, v_pages))
     sharing = num_heads // keys.shape[1]

@@ -18,7 +18,7 @@ EXACT = lax.Precision.HIGHEST  # on a GPU the default would round float32 factor
 
 
 class Scores(NamedTuple):
-    """How the weights of a softmax come from dot products."""
+    """How the weights of a softmax are computed from dot products."""
 
     scale: float
     sliding_window: int | None
@@ -47,18 +47,18 @@ def attend(
     group, num_queries, num_heads, head_dim = q.shape
     pages_per_chunk = max(1, chunk // block_size)
     chunk = pages_per_chunk * block_size
-    # The queries that share a KV head become rows of one matrix product.
+    # The queries with the same KV head become rows of one matrix product.
     q = q.astype(jnp.float32) * scores.scale
     q = q.reshape(group, num_queries, num_kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(group, num_kv_heads, -1, head_dim)
     position = jnp.repeat(positions, num_heads // num_kv_heads, axis=1)[:, None, :, None]
 
     def by_query(of_heads: Float[Array, " H"]) -> Float[Array, "1 K M 1"]:
-        """What each head has one of, for each row of the products."""
+        """Return a per-head value for each row of the products."""
         of_heads = jnp.tile(of_heads.astype(jnp.float32).reshape(num_kv_heads, 1, -1), (1, num_queries, 1))
         return of_heads.reshape(1, num_kv_heads, -1, 1)
 
-    oldest = jnp.zeros_like(lens)  # what a row's first query attends to
+    oldest = jnp.zeros_like(lens)  # first position that a row's first query attends to
     if scores.sliding_window is not None:
         first_position = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
         oldest = jnp.maximum(first_position - scores.sliding_window + 1, 0)
@@ -78,13 +78,13 @@ def attend(
         new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=-1, keepdims=True))
         weights = jnp.exp(logits - new_maximum)
         keep = jnp.exp(maximum - new_maximum)
-        # Whatever lies outside of the context may be NaN, which a weight of 0 would not take away.
+        # Values outside the context may be NaN, which a weight of 0 would not remove.
         is_held = (key_position[None] < lens[:, None]) & (key_position[None] >= oldest[:, None])
         values = jnp.where(is_held[:, None, :, None], _gather(v_pages, pages), 0.0)
         acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values, precision=EXACT)
         return new_maximum, total * keep + jnp.sum(weights, axis=-1, keepdims=True), acc
 
-    # Made from q, so that inside shard_map they vary over the same mesh axes as what the loop makes of them.
+    # Made from q, so that inside shard_map they vary over the same mesh axes as the loop's results.
     zeros = jnp.zeros_like(q)
     first, last = jnp.min(oldest) // chunk, ceil_div(jnp.max(lens), chunk)
     maximum, total, acc = lax.fori_loop(first, last, visit, (zeros[..., :1] + MASKED, zeros[..., :1], zeros))
@@ -93,8 +93,8 @@ def attend(
         new_maximum = jnp.maximum(maximum, sink)
         keep = jnp.exp(maximum - new_maximum)
         maximum, total, acc = new_maximum, total * keep + jnp.exp(sink - new_maximum), acc * keep
-    # A query at -1 has summed masked weights over values of other queries. Any other attends to itself at least, so its
-    # total is not 0; a NaN in its context goes on into its result, for the engine to see.
+    # A query at -1 has summed masked weights over values of other queries. Any other attends at least to itself, so its
+    # total is not 0; a NaN in its context propagates to its result, for the engine to detect.
     acc = jnp.where(position >= 0, acc / total, 0.0)
     lse = jnp.where(position >= 0, maximum + jnp.log(total), -jnp.inf)
 
@@ -125,5 +125,5 @@ def _gather(pages: Float[Array, "P K S D"], index: Int[Array, "G M"]) -> Float[A
 
 
 def ceil_div(a: Int[Array, ""], b: int) -> Int[Array, ""]:
-    """The least number of b that hold a."""
+    """Return a / b, rounded up."""
     return (a + b - 1) // b

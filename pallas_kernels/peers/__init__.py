@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one process have for each other, and how kernels send through it: see `buffers`."""
+"""Memory of the GPUs of one process that their peers write into, and how kernels send through it: see `buffers`."""
 
 from pallas_kernels.peers.buffers import (
     PeerBuffers,

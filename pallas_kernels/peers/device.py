@@ -1,7 +1,7 @@
-"""What kernels do with the memory of other devices, which Pallas only offers behind a meeting of all on the host.
+"""Device operations on the memory of other devices, which Pallas only offers with a synchronization on the host.
 
-Each acts as one warpgroup. Refs are in the device's own memory; an `offset` [2 words] is the bytes from there to where
-a peer has the same.
+Each is executed by one warpgroup. Refs are in the device's own memory; an `offset` [2 words] is the distance in bytes
+from there to a peer's counterpart.
 """
 
 import itertools
@@ -19,10 +19,10 @@ UNIT = 16
 """Bytes that a thread copies at a time."""
 
 UNITS_ON_THEIR_WAY = 8
-"""That a thread loads before it stores them."""
+"""Units that a thread loads before it stores them."""
 
 UNITS = 16
-"""That a thread copies of a piece."""
+"""Units of a piece that a thread copies."""
 
 PIECE = THREADS * UNITS * UNIT
 """Bytes that `copy` copies."""
@@ -32,19 +32,20 @@ _SCALAR = plgpu.Layout.WG_SPLAT((THREADS,))
 
 
 def send(place, offset, row, *, layout: Any) -> None:
-    """Put a row into the same place of a peer's memory."""
+    """Store a row in a peer's counterpart of `place`."""
     _inline(_send, _REF, _REF, layout)(place, offset, row)
 
 
 def copy(source, place, piece) -> None:
-    """Put a piece of a row into the same piece of another place: the `piece`th `PIECE` of bytes, or what there is of
-    it. Rows are contiguous, of a multiple of `UNIT` bytes.
+    """Copy piece number `piece` of a row to the same piece of another row: `PIECE` bytes, or what is left.
+
+    Rows are contiguous, of a multiple of `UNIT` bytes.
     """
     _inline(_copy, _REF, _REF, _SCALAR)(source, place, _splat(piece))
 
 
 def copy_to_peer(source, place, offset, piece) -> None:
-    """`copy` into the same place of a peer's memory."""
+    """Copy a piece as `copy` does, to a peer's counterpart of `place`."""
     _inline(_copy_to_peer, _REF, _REF, _REF, _SCALAR)(source, place, offset, _splat(piece))
 
 
@@ -55,7 +56,7 @@ def tell(counters: Sequence[tuple[Any, Any]], value) -> None:
 
 
 def wait(counter, value) -> None:
-    """Until a counter is not behind `value`, modulo 2^32: then what was sent before is seen."""
+    """Wait until a counter has reached `value`, modulo 2^32; what was sent before is visible then."""
     _inline(_wait, _REF, _SCALAR)(counter, _splat(value))
 
 
@@ -65,7 +66,7 @@ def store(counter, value) -> None:
 
 
 def _send(_, place, offset, row) -> None:
-    """As many bytes a store as a register has: LLVM takes vectors apart if it is not told an address's alignment."""
+    """Store as many bytes at a time as a register has: LLVM splits vectors unless it is told an address's alignment."""
     size = row.layout.vec_size * mgpu.bitwidth(row.mlir_dtype) // 8
     first = arith.addi(_on_peer(place, offset), arith.muli(_wide(_thread()), mgpu.c(size, _i64())))
     for index, values in enumerate(row.registers.flat):
@@ -81,7 +82,7 @@ def _copy_to_peer(_, source, place, offset, piece) -> None:
 
 
 def _copy_units(source, target, piece) -> None:
-    """Threads behind the last unit copy it again: the same bytes to the same place."""
+    """Copy units; threads beyond the last one copy it again, with the same result."""
     shape, bits = source.type.shape, mgpu.bitwidth(source.type.element_type)
     [row_size] = shape
     num_units, i32 = row_size * bits // 8 // UNIT, ir.IntegerType.get_signless(32)
@@ -134,7 +135,7 @@ def _store(_, counter, value) -> None:
 
 
 def _on_peer(ref, offset):
-    """The address at which a peer has what lies in `ref` here."""
+    """Return the address of a peer's counterpart of `ref`."""
     offset = mgpu.utils.inline_ptx("ld.global.u64 $0, [$1];", _address(offset), result_types=_i64())
     return arith.addi(_address(ref), offset)
 
@@ -150,7 +151,7 @@ def _pointer(address, offset: int = 0):
 
 
 def _thread():
-    """Of its warpgroup."""
+    """Return the index of the thread within its warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), mgpu.c(THREADS, ir.IntegerType.get_signless(32)))
 
 

@@ -1,8 +1,8 @@
-"""A kernel's side of an exchange with its peers: where a piece goes, and when those of the others are there.
+"""A kernel's side of an exchange with its peers: where pieces are stored, and when those of the others have arrived.
 
-A device sends a piece to all others, tells each that it is there, and waits until theirs are. Nothing waits for the end
-of what peers do: the places of a piece are taken in turns, and a device that has received its peers' pieces of one call
-knows that they are done with those of the call before.
+A device sends a piece to all others, increments their counters, and waits until theirs have arrived. Nothing waits for
+peers to finish reading: the buffers of a piece are used in turns, and a device that has received its peers' pieces of
+one call knows that they have finished the call before.
 """
 
 from collections.abc import Callable
@@ -37,19 +37,19 @@ class Exchange(NamedTuple):
         return self.ranks[0]
 
     def rank_of(self, other: int) -> Any:
-        """Of an entry of the inbox: ranks without the device's own."""
+        """Return the rank of an entry of the inbox: ranks without the device's own."""
         return jnp.where(self.rank > other, other, other + 1)
 
     def received(self, row: Any, other: Any, call: Any) -> Any:
-        """Where a row from one of the others is."""
+        """Return the buffer of a row from one of the others."""
         return self.inbox.at[0, call & (NUM_TURNS - 1), other, row]
 
     def call(self, row: Any, piece: Any) -> Any:
-        """The number of this call for a piece of a row."""
+        """Return the number of this call for a piece of a row."""
         return self.calls[0, row, piece] + 1
 
     def send(self, row: Any, piece: Any, put: Callable[[Any, Any], None]) -> None:
-        """`put(place, offset)` puts the piece into a place of one peer's memory; then all are told."""
+        """Send a piece: `put(place, offset)` stores it in one peer's memory; then all peers are notified."""
         call, told = self.call(row, piece), []
         for other in range(self.num_others):
             peer = self.rank_of(other)
@@ -66,14 +66,16 @@ class Exchange(NamedTuple):
 
 
 def num_blocks_for(num_items: int, *, blocks_per_multiprocessor: int) -> int:
-    """Thread blocks for so many items: all run at a time, so that none waits for one that waits for it."""
+    """Return the number of CTAs for the items, all of which run at once, so that none waits for one that has not
+    started.
+    """
     return min(num_items, (num_sms() or NUM_SMS) * blocks_per_multiprocessor)
 
 
 def exchange_all(
     num_items: int, *, num_blocks: int, block: Any, send: Callable[[Any], None], receive: Callable[[Any], None]
 ) -> None:
-    """Of the items block, block + num_blocks and so on: each is sent before the one ahead of it is received."""
+    """Process the items block, block + num_blocks and so on, sending each before receiving the one before it."""
     send(block)
     if num_items <= num_blocks:
         receive(block)

@@ -1,4 +1,4 @@
-"""Bench rows of the four matmuls of a layer of Llama 3 8B with quantized weights, in one kernel and in XLA's."""
+"""Benchmark of the four matmuls of a layer of Llama 3 8B with quantized weights, in one kernel and in XLA's."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ _EPS = 1e-5
 _LAYERS = 6
 """With weights of their own, more than the L2 holds."""
 _CALLS = 24
-"""In one program: starting one takes as long as a kernel."""
+"""Calls per program, since launching a program takes as long as a kernel."""
 _FORMATS: tuple[tuple[Code, int | None], ...] = (
     ("int4", 128),
     ("e2m1", 32),
@@ -27,7 +27,7 @@ _FORMATS: tuple[tuple[Code, int | None], ...] = (
 
 
 def quantized_matmuls_rows() -> Iterator[Row]:
-    """A row for each format, number of rows and implementation; without a GPU, of a small layer in XLA."""
+    """Yield a row for each format, number of rows and implementation; without a GPU, of a small layer in XLA."""
     implementations: tuple[Implementation, ...] = ("sm90",) if on_gpu() else ("xla",)
     sizes = (4096, 14336, 6144) if on_gpu() else (256, 896, 384)
     hidden, inner, _ = sizes

@@ -1,6 +1,6 @@
-"""Codes of 8 and 4 bits: what they stand for, and how registers of them become pairs of bfloat16.
+"""Codes of 8 and 4 bits: their values, and how registers of them are converted to pairs of bfloat16.
 
-bfloat16 holds every code exactly. Codes of 4 bits lie two in a byte, the first of them in the lower half.
+bfloat16 represents every code exactly. Two codes of 4 bits are stored per byte, the first of them in the lower half.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ Code = Literal["int8", "fp8", "int4", "uint4", "e2m1"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _REGISTERS = "{ .reg .b32 a, m, s; "
-# PTX that makes a pair of bfloat16, $0, of two codes of 4 bits in a, at the bottom of its halves.
+# PTX that makes a pair of bfloat16, $0, of two 4-bit codes in a, at the bottom of its halves.
 _NIBBLES = {
     # 128 + code has the code in its lowest bits: less 136, or 128 + the zero point ($2), that is exact.
     "int4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m; }",
@@ -25,24 +25,24 @@ _NIBBLES = {
     "e2m1": "and.b32 a, a, 0x000f000f; shl.b32 s, a, 12; and.b32 s, s, 0x80008000; shl.b32 a, a, 6; "
     "lop3.b32 a, a, 0x01c001c0, s, 0xea; mov.b32 m, 0x7e807e80; mul.bf16x2 $0, a, m; }",
 }
-# The same of the first or the last two bytes of $1.
+# PTX that makes a pair of bfloat16 of the first or the last two bytes of $1.
 _BYTES = {
-    # In the high bytes of two halves: sign and the other 7 bits, then times 2^120.
+    # Into the high bytes of two halves: sign and the other 7 bits, then times 2^120.
     "fp8": "prmt.b32 a, $1, 0, {high}; and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea; "
     "mov.b32 m, 0x7b807b80; mul.bf16x2 $0, a, m; }}",
-    # In the low bytes: 128 + the lowest 7 bits, less 128 or, if the sign is set, 256.
+    # Into the low bytes: 128 + the lowest 7 bits, minus 128 or, if the sign is set, 256.
     "int8": "prmt.b32 a, $1, 0, {low}; lop3.b32 m, a, 0x00800080, 0x43004300, 0xea; "
     "lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea; sub.bf16x2 $0, a, m; }}",
 }
 
 
 def codes_per_byte(code: Code) -> int:
-    """Return how many codes share a byte."""
+    """Return the number of codes per byte."""
     return 1 if code in _BYTES else 2
 
 
 def values_of(codes: Array, code: Code) -> Float[Array, "..."]:
-    """Return what stored codes stand for in float32, without scales and zero points."""
+    """Return the values of stored codes in float32, without scales and zero points."""
     if codes_per_byte(code) == 1:
         return codes.astype(jnp.float32)
     halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)

@@ -1,8 +1,8 @@
-"""What the kernel needs of a product that stands on its side and Pallas does not offer: [outputs, rows] in registers.
+"""Device operations on a transposed product, [outputs, rows] in registers, that Pallas lacks.
 
-Outputs are the rows of WGMMA layout, 64 a warpgroup, and the rows that were multiplied are its columns, eight at a
-time. Each function acts as one warpgroup. Where `half` is given, only the outputs of that half of each 16 count (gate
-or up).
+Outputs are the rows of WGMMA layout, 64 per warpgroup, and the multiplied rows are its columns, eight at a time. Each
+function is executed by one warpgroup. If `half` is given, only the outputs of that half of each 16 are used (gate or
+up).
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def outputs_vector(ref: Any, piece: Any, column: Any = 0, *, up: int | None = No
 
 
 def load_transposed(ref: Any, first: Any, chunk: Any) -> Any:
-    """Return [64, 8] of ref[rows, outputs], whose last row stands for rows that it has not, as float32."""
+    """Return ref[rows, outputs] as [64, 8] float32; rows beyond its last one repeat that."""
     out = plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), ref.dtype, layout=_LAYOUT)
 
     def run(_, ref, first, chunk):
@@ -124,7 +124,7 @@ def store_transposed(ref: Any, x: Any, first: Any, chunk: Any, *, half: int | No
 
 
 def halves(x: Any) -> tuple[Any, Any]:
-    """Return [64, 8] of x's first halves, twice, and of its second ones."""
+    """Return [64, 8] of x's first halves, each twice, and of its second halves."""
 
     def run(_, x):
         return tuple(_chunk([x.registers[_at(0, half)]] * 2) for half in range(2))
@@ -150,7 +150,7 @@ def store_squares(ref: Any, x: Any, part: Any, chunk: Any, scratch: Any) -> None
 
 
 def store_reciprocal_roots(ref: Any, squares: Any, chunk: Any, scratch: Any, *, size: int, eps: float) -> None:
-    """Store into ref[8 * chunk :] the factors of 8 rows whose squares' sums are squares[parts, 8 * chunk :].
+    """Store in ref[8 * chunk :] the factors of 8 rows whose partial sums of squares are squares[parts, 8 * chunk :].
 
     `ref` is in shared memory. `size` is the number of values of a row, `eps` is added to their mean square.
     """
@@ -180,7 +180,7 @@ def store_reciprocal_roots(ref: Any, squares: Any, chunk: Any, scratch: Any, *, 
 
 
 def rows_vector(ref: Any, chunk: Any) -> Any:
-    """Return [64, 8] whose every row is ref[8 * chunk : 8 * chunk + 8], of float32 in shared memory."""
+    """Return [64, 8] in which every row is ref[8 * chunk : 8 * chunk + 8], float32 in shared memory."""
 
     def run(_, ref, chunk):
         pair = ir.VectorType.get((2,), ir.F32Type.get())
@@ -200,7 +200,7 @@ def _sum_over_warpgroup(values: Any, scratch: Any) -> Any:
     row, quarter = row_and_quarter()
     warp, lane_row = arith.divui(row, _i32(16)), arith.remui(row, _i32(16))
     column = _index(arith.muli(quarter, _i32(2)))
-    mgpu.warpgroup_barrier()  # what was read before is read
+    mgpu.warpgroup_barrier()  # all threads have read the previous contents
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane_row, _i32(0))):
         vector.store(_vector(elements), scratch, [_index(warp), column])
     mgpu.warpgroup_barrier()
@@ -211,7 +211,7 @@ def _sum_over_warpgroup(values: Any, scratch: Any) -> Any:
 
 
 def _places(ref: Any, first: Any, chunk: Any, half: int, only: int | None = None) -> list[tuple[Any, Any, Any]]:
-    """Of a thread's two values of a half: the row, whether the ref has it, and the output."""
+    """Return, for a thread's two values of a half, the row, whether the ref has it, and the output."""
     row, quarter = row_and_quarter()
     if only is None:
         output = arith.addi(arith.addi(_only(first), row), _i32(8 * half))

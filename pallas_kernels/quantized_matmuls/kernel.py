@@ -1,12 +1,12 @@
-"""What the thread blocks of the kernel do. See sm90.py.
+"""The body of the kernel: the work of its CTAs. See sm90.py.
 
-The work of a matmul is cut into units: a tile of 256 outputs by a step of K. Each thread block takes an equal run of
-them, in the order of tiles and then of K, so that it has a fragment of one or two tiles and all of those between. What
-several blocks have added up of a tile, they leave in memory as parts; one of them, or for many rows each of them for
-some rows, waits for all parts, adds them up in their order and finishes that piece of the tile.
+The work of a matmul is divided into units: a tile of 256 outputs by a step of K. Each CTA takes an equal run of them,
+in the order of tiles and then of K, so that it has a fragment of one or two tiles and all units in between. CTAs that
+have added up a part of a tile store it in memory; one of them, or for many rows each of them for some rows, waits for
+all parts, adds them up in order and finishes that piece of the tile.
 
-Of a block, one warpgroup streams the weights of all its units through a ring in shared memory and never waits for other
-blocks; one copies rows, as soon as the matmul before has finished them all; four multiply, each 64 outputs of a tile.
+In a CTA, one warpgroup streams the weights of all its units through a ring in shared memory and never waits for other
+CTAs; one copies rows, as soon as the matmul before has finished them all; four multiply, each 64 outputs of a tile.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ NUM_COMPUTE = 4
 """Warpgroups that multiply."""
 TILE = NUM_COMPUTE * OUTPUTS
 COMPUTE_REGISTERS, COPY_REGISTERS = 104, 32
-"""Of the 480 for each thread of the six warpgroups that a block of 768 threads is launched with."""
+"""Registers per thread. A CTA of 768 threads is launched with 480 for its six warpgroups' threads together."""
 MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
 PARTS_AT_A_TIME = 12
@@ -47,7 +47,7 @@ class Norm(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """One of the matmuls of a kernel, and how it is cut."""
+    """One of the matmuls of a kernel, and how it is divided."""
 
     name: str
     """Name of its weight's values among the arrays in global memory, as are the next ones."""
@@ -61,13 +61,13 @@ class Matmul(NamedTuple):
     """Scales of an output."""
     is_gated: bool
     zeros: bool
-    """Whether scales have zero points."""
+    """True if scales have zero points."""
     bias: str | None
     norm: Norm | None
     squares: str | None
     """Name of the squares of x, if x lacks a norm's division."""
     num_ctas: int
-    """Thread blocks that have units."""
+    """Number of CTAs that have units."""
 
     @property
     def block_k(self) -> int:
@@ -91,7 +91,7 @@ class Matmul(NamedTuple):
 
     @property
     def up(self) -> int | None:
-        """Where the outputs of up begin, if the weight is gate and up."""
+        """First output of up, if the weight is gate and up."""
         return self.outputs // 2 if self.is_gated else None
 
     @property
@@ -106,12 +106,12 @@ class Matmul(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Units of work of all thread blocks."""
+        """Units of work of all CTAs."""
         return self.num_tiles * self.steps
 
     @property
     def max_parts(self) -> int:
-        """Thread blocks that have a part of the same tile, at most."""
+        """Maximum number of CTAs that have a part of the same tile."""
 
         def parts(tile: int) -> int:
             return self.owner((tile + 1) * self.steps - 1) - self.owner(tile * self.steps) + 1
@@ -119,13 +119,13 @@ class Matmul(NamedTuple):
         return max(map(parts, range(self.num_tiles)))
 
     def owner(self, unit: Any) -> Any:
-        """Return the thread block that has a unit."""
+        """Return the CTA that has a unit."""
         if isinstance(unit, int):
             return ((unit + 1) * self.num_ctas - 1) // self.num_units
         return lax.div((unit + 1) * self.num_ctas - 1, _int(self.num_units))
 
     def first_unit(self, cta: Any) -> Any:
-        """Return the first unit of a thread block; those that have none come last."""
+        """Return the first unit of a CTA; CTAs without units come last."""
         if isinstance(cta, int):
             return min(cta, self.num_ctas) * self.num_units // self.num_ctas
         return lax.div(lax.min(cta, _int(self.num_ctas)) * self.num_units, _int(self.num_ctas))
@@ -136,7 +136,7 @@ class Matmul(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     matmuls: tuple[Matmul, ...]
     rows: int
@@ -162,14 +162,14 @@ class Shared(NamedTuple):
     weights: Any
     rows: Any
     factors: Any
-    """Of each matmul whose rows lack a norm's division, one for each row."""
+    """For each matmul whose rows have not been divided by their norm, one factor per row."""
     scratch: Any
     w_full: Any
     w_free: Any
     x_full: Any
     x_free: Any
     ready: Any
-    """Whether all that a matmul reads beside its weight and rows is there."""
+    """Barriers that signal that everything a matmul reads besides its weight and rows is available."""
 
 
 class _Block(NamedTuple):
@@ -182,8 +182,8 @@ class _Block(NamedTuple):
     def finished(self, index: int) -> Any:
         """Return the counter of a matmul's finished pieces.
 
-        The one that the last matmul waits for is an output, since no block knows when all have read it: it is cleared
-        as the kernel begins.
+        The one that the last matmul waits for is an output, since no CTA knows when all have read it: it is cleared at
+        the start of the kernel.
         """
         if index == len(self.problem.matmuls) - 2:
             return self.gmem["last_counter"].at[0]
@@ -195,7 +195,7 @@ class _Block(NamedTuple):
 
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
-    """Run each warpgroup of the mesh axis "wg", of each thread block "cta"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "cta")."""
     warpgroup = lax.axis_index("wg")
     block = _Block(problem, gmem, smem, lax.axis_index("cta"), warpgroup)
 
@@ -268,7 +268,7 @@ def _copy_weights(block: _Block, matmul: Matmul, first: Any) -> Any:
 
 
 def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
-    """Copy the rows of all units, once the matmul before is finished, and make the factors that they lack."""
+    """Copy the rows of all units, once the matmul before is finished, and compute the factors that they need."""
     problem, smem, x = block.problem, block.smem, block.gmem[matmul.x]
     start, end = _units(block, matmul)
 
@@ -277,7 +277,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
         slot = lax.rem(step, _int(problem.x_slots))
         _wait_until_free(smem.x_free, problem.x_slots, step, step + 1)
         k = pl.ds(lax.rem(unit, _int(matmul.steps)) * matmul.block_k, matmul.block_k)
-        # A start that is not static lets TMA fill the rows that pad x to a multiple of 8.
+        # A start that is not static makes TMA fill in the rows that pad x to a multiple of 8.
         rows = pl.ds(block.cta * 0, problem.rows)
         plgpu.copy_gmem_to_smem(x.at[rows, k], smem.rows.at[slot], smem.x_full.at[slot])
 
@@ -321,7 +321,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
 
 
 def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
-    """Multiply a block's units and finish the pieces that are its own."""
+    """Multiply a CTA's units and finish the pieces that it owns."""
     start, end = _units(block, matmul)
     steps = _int(matmul.steps)
     first_tile = lax.div(start, steps)
@@ -448,7 +448,7 @@ def _piece(block: _Block, matmul: Matmul, tile: Any) -> Any:
 
 
 class _Operands(NamedTuple):
-    """What a piece needs beside its sums, [64, 8] each; None for what the matmul has not."""
+    """The operands of a piece besides its sums, [64, 8] each; None for those that the matmul does not have."""
 
     scale: Any
     factor: Any
@@ -458,7 +458,7 @@ class _Operands(NamedTuple):
 
 
 def _load_operands(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any) -> _Operands:
-    """Load what a piece needs beside its sums, where outputs are past the last one of what is there."""
+    """Load the operands of a piece besides its sums; the last outputs are repeated for those beyond them."""
     gmem, norm = block.gmem, matmul.norm
     piece = _piece(block, matmul, tile)
     has_scale = not matmul.scales_of_block
@@ -472,7 +472,7 @@ def _load_operands(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: 
 
 
 def _finish(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any, sums: Any, operands: _Operands) -> None:
-    """Make 64 outputs of 8 rows of their sums: what comes after the product."""
+    """Compute 64 outputs of 8 rows from their sums: everything after the product."""
     gmem, norm = block.gmem, matmul.norm
     piece = tile * NUM_COMPUTE + block.warpgroup
     first = piece * OUTPUTS

@@ -31,7 +31,7 @@ class QuantizedMatrix:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the weight is gate and up."""
+        """True if the weight is gate and up."""
         return len(self.codes.shape) == 3
 
     @property

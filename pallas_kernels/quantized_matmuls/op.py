@@ -16,7 +16,7 @@ Implementation = Literal["xla", "sm90"]
 
 
 class QuantizedWeights(NamedTuple):
-    """The weights of the four matmuls between two attentions, each in a format of its own."""
+    """The weights of the four matmuls between two attentions, each in its own format."""
 
     o: QuantizedMatrix
     """[E, A], from the heads' outputs to the residual stream."""
@@ -25,7 +25,7 @@ class QuantizedWeights(NamedTuple):
     down: QuantizedMatrix
     """[E, F]"""
     qkv: QuantizedMatrix | None
-    """[N, E], of the next layer; None behind the last one."""
+    """[N, E], of the next layer; None after the last one."""
 
 
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
@@ -83,9 +83,9 @@ def quantized_layer_matmuls(
     eps: float,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "M E"], Float[Array, "M N"]]:
-    """Compute what `pallas_kernels.layer_matmuls.layer_matmuls` does, of quantized weights; see there.
+    """Compute `pallas_kernels.layer_matmuls.layer_matmuls` with quantized weights; see there.
 
-    "sm90" is one kernel whose thread blocks wait for each other: it takes a whole GPU of 132 multiprocessors. Raises as
+    "sm90" is one kernel whose CTAs wait for each other: it occupies a whole GPU of 132 multiprocessors. Raises as
     `quantized_matmul` does, with the reason of `why_no_layer`.
     """
     _check_implementation(implementation)

@@ -1,8 +1,8 @@
-"""The product of a block of weights, as TMA leaves its codes in shared memory, and a few rows: inlined Mosaic GPU code.
+"""The product of a block of weights, as TMA stores its codes in shared memory, and a few rows: inlined Mosaic GPU code.
 
-mma.sync multiplies 16 outputs by 8 rows over 16 columns. Which columns these are is free, if both operands agree: a
-thread takes those that lie together in a word of codes, so that nothing is shuffled. Results are the registers of WGMMA
-layout, [64 outputs, rows]. A wgmma of 64 outputs would take at least 16 cycles for eight rows, mma.sync takes a few.
+mma.sync multiplies 16 outputs by 8 rows over 16 columns. Any 16 columns may be chosen, if both operands agree: a thread
+takes those that are in the same word of codes, so that nothing is shuffled. Results are the registers of WGMMA layout,
+[64 outputs, rows]. A wgmma of 64 outputs would take at least 16 cycles for eight rows, mma.sync takes a few.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from pallas_kernels.quantized_matmuls.codes import (
 from pallas_kernels.registers import row_and_quarter
 
 OUTPUTS = 64
-"""Outputs of a block, those of a warpgroup."""
+"""Outputs of a block, one block per warpgroup."""
 BYTES = 128
-"""Bytes of codes of an output in a block."""
+"""Bytes of codes per output in a block."""
 UNIT = 32
 """Columns that are multiplied at a time, the fewest that may have a scale."""
 MAX_ROWS_OF_SCALED_SUMS = 32
@@ -49,11 +49,11 @@ _MMA = (
 def add_product(code: Code, *, rows: int, is_gated: bool, num_scales: int, has_zeros: bool) -> Callable[..., Any]:
     """Return a function that adds a block's product to sums [64, rows] of float32.
 
-    It takes the sums; the ring of codes, [slots, 256, 128] bytes, its slot and the warpgroup, which has 64 outputs in a
-    row, or if `is_gated` 32 of the first 128, which are gate, and the same of the others, which are up, in turns of
-    eight; the ring of rows, [slots, rows, columns] of bfloat16, and its slot; `num_scales` factors for equal parts of
-    the block's columns, [64, 8] with equal columns; and as many zero points, if there are any. Without scales the sums
-    are those of codes.
+    Its arguments are the sums; the ring of codes, [slots, 256, 128] bytes, its slot and the warpgroup, which has 64
+    consecutive outputs or, if `is_gated`, 32 of the first 128, which are gate, and the same of the others, which are
+    up, alternating every eight; the ring of rows, [slots, rows, columns] of bfloat16, and its slot; `num_scales`
+    factors for equal parts of the block's columns, [64, 8] with equal columns; and as many zero points, if there are
+    any. Without scales the sums are those of codes.
     """
     vectors = (_LAYOUT,) * (num_scales * (1 + has_zeros))
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
@@ -92,7 +92,7 @@ def add_product(code: Code, *, rows: int, is_gated: bool, num_scales: int, has_z
 
 
 class _Thread:
-    """What one thread reads of the rings."""
+    """The reads of one thread from the rings."""
 
     def __init__(self, codes: Any, slot: Any, warpgroup: Any, x: Any, x_slot: Any, *, is_gated: bool) -> None:
         self.codes, self.x = codes, x
@@ -163,7 +163,7 @@ def _multiply_add(part: Any, chunk: int, a: list[Any], b: list[Any]) -> None:
 
 
 def _pair_of(vectors: Any, half: int, added: float = 0.0) -> Any:
-    """Return an output's value and what is added to it, twice in bfloat16."""
+    """Return an output's value plus `added`, twice in bfloat16."""
     f32 = ir.F32Type.get()
     value = vectors.registers[_at(0, half)]
     if added:

@@ -1,7 +1,7 @@
-"""Matmuls of quantized weights and few rows for Hopper (sm_90a), in Mosaic GPU, one after the other in one kernel.
+"""Matmuls of quantized weights and few rows for Hopper (sm_90a), in Mosaic GPU, in sequence in one kernel.
 
-Weights are operand A of mma.sync, converted to bfloat16 in registers; rows, which lie in shared memory, are operand B.
-So the product is [outputs, rows], and rows are padded to a multiple of 8 only.
+Weights are operand A of mma.sync, converted to bfloat16 in registers; rows, in shared memory, are operand B. So the
+product is [outputs, rows], and rows are only padded to a multiple of 8.
 """
 
 import functools
@@ -68,7 +68,7 @@ def run_products(
     eps: float,
     output_dtype: Any = jnp.bfloat16,
 ) -> dict[str, Array]:
-    """Return what one kernel writes for the products, of what is there before it, by the names of arrays."""
+    """Run one kernel for the products on the named arrays `values`, and return its outputs by name."""
     rows = -(-num_rows // 8) * 8
     matmuls = tuple(cut(product) for product in products)
     block_k = max(matmul.block_k for matmul in matmuls)
@@ -140,7 +140,7 @@ def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
 
 
 def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
-    """TMA cuts off rows of one group of 8 only."""
+    """Pad rows to a multiple of 8: TMA can cut off only within one group of 8."""
     return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % 8), (0, 0)))
 
 

@@ -1,4 +1,6 @@
-"""Bench rows of `ragged_prefill_attention`: prefill steps of a Llama-3-8B layer, beside cuDNN on contiguous tensors."""
+"""Benchmark of `ragged_prefill_attention`: prefill steps of a Llama-3-8B layer, compared with cuDNN on contiguous
+tensors.
+"""
 
 import functools
 import math
@@ -34,7 +36,7 @@ class _Step(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of queries, results, keys and values in 16 bits."""
+        """Bytes of queries, results, keys and values in 16 bits."""
         contexts = sum(context for _, context in self.chunks)
         return 4 * self.head_dim * (self.num_tokens * self.num_heads + contexts * self.num_kv_heads)
 
@@ -56,7 +58,7 @@ _SMALL = (
 
 
 def ragged_prefill_attention_rows() -> Iterator[Row]:
-    """A row for each step and implementation; cuDNN where all chunks are whole prompts of one length."""
+    """Yield a row for each step and implementation; cuDNN only if all chunks are whole prompts of one length."""
     for step in _FULL if on_gpu() else _SMALL:
         bound = floor(num_bytes=step.num_bytes, flops=step.flops)
         layout = _layout(step)
@@ -92,7 +94,7 @@ def _call(
 
 
 def _layout(step: _Step) -> dict[str, Any]:
-    """The layout of a step, its blocks scattered over the pool."""
+    """Return the layout of a step, its pages scattered over the pool."""
     blocks = [math.ceil(context / step.block_size) for _, context in step.chunks]
     tables = np.zeros((len(blocks), max(blocks)), np.int32)
     pages = np.random.default_rng(0).permutation(sum(blocks))

@@ -1,8 +1,8 @@
-"""What the Hopper kernel needs and Pallas does not offer: masks and ALiBi's biases at no register a column, reciprocals
-at none at all, rows stored from registers, rows cleared.
+"""Device operations of the Hopper kernel that Pallas lacks: masks and ALiBi biases without a register per column,
+reciprocals without extra registers, rows stored from registers, rows cleared.
 
-From an iota, LLVM would keep all column numbers in registers for the whole kernel, which then spills. Acts as one
-warpgroup; `interpret` swaps in what the interpreter can do.
+With an iota, LLVM would keep all column numbers in registers for the whole kernel, which then spills. Each operation is
+executed by one warpgroup; `interpret` replaces it for the interpreter.
 """
 
 import functools
@@ -61,15 +61,16 @@ def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bo
 
 
 def reciprocal(x, *, interpret: bool):
-    """1 / x for a float32 matrix in WGMMA layout, with subnormals taken for 0 and an error of 1 ulp.
+    """Return 1 / x for a float32 matrix in WGMMA layout, with subnormals treated as 0 and an error of 1 ulp.
 
-    One instruction, where a division needs some to scale what is near an end of the range, and registers for them.
+    This is one instruction, where a division needs several to scale values near an end of the range, and registers for
+    them.
     """
     return 1.0 / x if interpret else _inline(_reciprocal, _LAYOUT, like=x)(x)
 
 
 def widen(x, *, interpret: bool):
-    """[64, columns] in WGMMA layout with as many columns of zeros behind them."""
+    """Return [64, columns] in WGMMA layout followed by as many columns of zeros."""
     if interpret:
         return jnp.concatenate([x, jnp.zeros_like(x)], axis=1)
     wide = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1]), x.dtype)
@@ -77,7 +78,7 @@ def widen(x, *, interpret: bool):
 
 
 def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
-    """The first `num_rows` of x[64, D], 16 bits wide, in WGMMA layout, to ref[token:, head] in global memory.
+    """Store the first `num_rows` of x[64, D], 16 bits wide, in WGMMA layout, in ref[token:, head] in global memory.
 
     D is a multiple of 16.
     """
@@ -93,14 +94,16 @@ def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
 
 
 def tiling(num_columns: int) -> tuple[Any, Any]:
-    """Transforms of an array of 16-bit rows in shared memory, as wgmma takes it: tiles of 8 rows of up to 128 bytes."""
+    """Return the transforms of an array of 16-bit rows in shared memory for wgmma: tiles of 8 rows of up to 128
+    bytes.
+    """
     swizzle = plgpu.find_swizzle(num_columns * 16)
     # Any: pyright takes them for abstract classes.
     return cast(Any, plgpu.TilingTransform)((8, swizzle // 2)), cast(Any, plgpu.SwizzleTransform)(swizzle)
 
 
 def clear_rows(ref, first, *, interpret: bool) -> None:
-    """Zeros in the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
+    """Clear the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
     if interpret:
 
         def clear_row(row, _):
@@ -175,7 +178,7 @@ def _widen(_, x):
 
 
 def _clear_rows(_, ref, first) -> None:
-    """16 bytes a lane. Swizzling keeps a tile's row in its place, so that zeros need not know of it."""
+    """Clear 16 bytes per lane. Swizzling does not move data between a tile's rows, so that zeros may ignore it."""
     i32 = ir.IntegerType.get_signless(32)
     [first] = first.registers.flat
     num_tiles, num_parts, tile_rows, columns = ref.type.shape
@@ -221,7 +224,7 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
         return arith.select(is_upper, got, low), arith.select(is_upper, high, got)
 
     def of_four_matrices(first: int, half: int):
-        """A row of matrix 0, 1, 2 or 3 of them for each lane."""
+        """Return, in each lane, a row of one of four matrices."""
         a, b, c, d = (word(first + i, half) for i in range(4))
         (a, b), (c, d) = exchange(a, b, is_odd, 1), exchange(c, d, is_odd, 1)
         (a, c), (b, d) = exchange(a, c, is_high, 2), exchange(b, d, is_high, 2)
@@ -232,7 +235,7 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
     in_fours = num_matrices // 4 * 4
     for half in range(2):
         row = arith.addi(first_row, c(8 * half))
-        # Of eight columns each, and the four of the two matrices that may be left.
+        # Eight columns each, then the four of the last two matrices, if there are any left.
         eights = [of_four_matrices(first, half) for first in range(0, in_fours, 4)]
         four = exchange(word(in_fours, half), word(in_fours + 1, half), is_odd, 1) if in_fours < num_matrices else None
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, num_rows)):
@@ -255,15 +258,15 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
 
 
 def _first_key_to_first_query():
-    """How far a lane's first key is ahead of its first query, both counted from the tile's first."""
+    """Return how far a lane's first key is ahead of its first query, both relative to the tile's first."""
     query, quarter = row_and_quarter()
     return arith.subi(arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32))), query)
 
 
 def _keys_ahead(shape: tuple[int, ...]):
-    """The place of each register of a matrix, and how far the keys of its two scores are ahead of their query.
+    """Yield the index of each register of a matrix, and how far the keys of its two scores are ahead of their query.
 
-    As against the lane's first key and first query.
+    Both are relative to the lane's first key and first query.
     """
     for place in np.ndindex(shape):
         _, matrix, _, _, half, *_ = place

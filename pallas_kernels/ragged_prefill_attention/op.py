@@ -1,5 +1,6 @@
-"""The public operation: what an attention layer calls for the rows with chunks of a prompt, after `kv_write` has stored
-their keys and values; rows with a token or a few go to `paged_attention`.
+"""The public operation: attention of rows with chunks of a prompt, after `kv_write` has stored their keys and values.
+
+Rows with one token or a few use `paged_attention`.
 """
 
 from typing import Literal, get_args
@@ -31,26 +32,26 @@ def ragged_prefill_attention(
     alibi_slopes: Float[Array, " H"] | None = None,
     implementation: Implementation = "xla",
 ) -> Float[Array, "T H D"]:
-    """Causal attention of T tokens of B sequences, ragged, over keys and values that lie in pages.
+    """Compute causal attention of T tokens of B sequences, ragged, over keys and values in pages.
 
     Row b owns the tokens [query_starts[b], query_starts[b + 1]); only the rows [first_row, num_rows) are computed. Its
-    context are the first `seq_lens[b]` positions (this step's tokens included), page `block_tables[b, n]` holding the
-    positions [n * S, (n + 1) * S). Its query i stands at position seq_lens[b] - query_len[b] + i and attends to that
-    position and those before it; with a `sliding_window` of W to the last W of them only. H is a multiple of K: each
-    run of H // K query heads shares a KV head. `scale` multiplies the scores; `soft_cap` c then bends them to
-    c * tanh(score / c); of `alibi_slopes`, one a head, the head's slope times (key's position - query's position) is
-    added to that (ALiBi, Press et al. 2021, arXiv:2108.12409). `sinks` are logits, one a head, that join the softmax's
-    denominator and nothing else (Xiao et al. 2023, arXiv:2309.17453, as in gpt-oss).
+    context is the first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b, n]` holding
+    the positions [n * S, (n + 1) * S). Its query i has position seq_lens[b] - query_len[b] + i and attends to that
+    position and those before it; with a `sliding_window` of W only to the last W of them. H is a multiple of K: each
+    run of H // K query heads uses the same KV head. `scale` multiplies the scores; `soft_cap` c then maps them to c *
+    tanh(score / c); with `alibi_slopes`, one per head, the head's slope times (key's position - query's position) is
+    added to that (ALiBi, Press et al. 2021, arXiv:2108.12409). `sinks` are logits, one per head, that are added to the
+    softmax's denominator only (Xiao et al. 2023, arXiv:2309.17453, as in gpt-oss).
 
     Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens before those
-    rows have the results in `before`, 0 if it is None; "sm90" writes the others into that array, in place where nothing
-    else reads it afterwards, so that none is copied. Tokens behind the rows get 0. Pages and positions outside a row's
-    context are never let into its result, whatever they hold (NaN too). Cost follows the tokens and contexts in use,
-    not T, B, N or P.
+    rows get the results in `before`, 0 if it is None; "sm90" writes the others into that array, in place if nothing
+    else reads it afterwards, so that none is copied. Tokens after the rows get 0. Pages and positions outside a row's
+    context never affect its result, whatever they contain (NaN too). Cost follows the tokens and contexts in use, not
+    T, B, N or P.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
-    implementation, shapes that do not fit together, or a window or cap that is not positive; NotImplementedError for
-    dtypes and shapes that "sm90", the kernel for Hopper GPUs, cannot do.
+    implementation, shapes that do not match, or a window or cap that is not positive; NotImplementedError for dtypes
+    and shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))

@@ -1,7 +1,7 @@
-"""Which work a persistent prefill kernel does: its rows' tokens, and those behind them, cut into tiles, the costly ones
+"""The work of a persistent prefill kernel: its rows' tokens, and those after them, divided into tiles, the costly ones
 first.
 
-Made on the device from the layout of the step; layers make equal plans, of which XLA keeps one.
+The plan is made on the device from the layout of the step; layers make equal plans, of which XLA keeps one.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,17 @@ from jaxtyping import Array, Int
 
 
 class Plan(NamedTuple):
-    """The tiles of a step. What lies behind the first `num_tiles` of them means nothing."""
+    """The tiles of a step. Entries after the first `num_tiles` are undefined."""
 
     row: Int[Array, " W"]
     token: Int[Array, " W"]
-    """Of q: the tile's first."""
+    """First token of the tile, an index of q."""
     num_tokens: Int[Array, " W"]
     """From 1 to the size of a tile."""
     end: Int[Array, " W"]
-    """The position after that of the last token: so much of the context the tile looks at. 0: its tokens are behind the
-    rows, and get 0."""
+    """The position after that of the last token, up to which the tile attends. 0 if its tokens are after the rows, and
+    get 0.
+    """
     context: Int[Array, " W"]
     """Positions that the row holds."""
     num_tiles: Int[Array, " 1"]
@@ -35,12 +36,13 @@ def plan(
     num_tokens: int,
     tile_size: int,
 ) -> Plan:
-    """Tiles that cover the tokens of the rows and those behind them, up to `num_tokens`, in order of falling `end`.
+    """Return tiles that cover the tokens of the rows and those after them, up to `num_tokens`, in order of falling
+    `end`.
 
-    A tile's tokens are of one row, and their positions of one aligned run of `tile_size`: so a tile sees all of every
-    such run before its own.
+    A tile's tokens belong to one row, and their positions to one aligned run of `tile_size`: so a tile attends to all
+    of every earlier run.
     """
-    # Segments: each row, the tokens behind them.
+    # Segments: each row, and the tokens after them.
     row = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     first_row = jnp.minimum(first_row, num_rows)
     counts = jnp.where((row >= first_row) & (row < num_rows), query_starts[1:] - query_starts[:-1], 0)

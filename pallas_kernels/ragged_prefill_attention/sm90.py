@@ -1,12 +1,13 @@
-"""`ragged_prefill_attention` for Hopper (sm_90a), in Mosaic GPU: FlashAttention-3 over pages, in persistent blocks.
+"""`ragged_prefill_attention` for Hopper (sm_90a), in Mosaic GPU: FlashAttention-3 over pages, in persistent CTAs.
 
-After Shah et al. 2024, "FlashAttention-3" (arXiv:2407.08608): one warpgroup copies queries and pages into shared
-memory, two compute. A compute warpgroup begins the scores of its next keys together with the product of its present
-weights and their values, and works on the softmax of the scores while the product goes on.
+As in Shah et al. 2024, "FlashAttention-3" (arXiv:2407.08608), one warpgroup copies queries and pages into shared
+memory, and two compute. A computing warpgroup starts the scores of its next keys together with the product of its
+current weights and their values, and computes the softmax of the scores while the product continues.
 
-A tile is 64 tokens of two query heads that share a KV head, one for each compute warpgroup, or 128 tokens of one head
-where an odd number shares it. Each thread block takes its part of the plan's tiles, and copies for the next tile while
-it finishes the last. Keys go by from the last block of a tile's context to the first, so that masks come first.
+A tile is 64 tokens of two query heads with the same KV head, one for each computing warpgroup, or 128 tokens of one
+head if a KV head has an odd number of query heads. Each CTA takes its part of the plan's tiles, and copies for the next
+tile while it finishes the last. Keys are processed from the last block of a tile's context to the first, so that masked
+blocks come first.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut; `heuristic` picks one."""
+    """How the kernel divides its work; `heuristic` picks one."""
 
     block_kv: int
     """Keys a step: 64 or 128."""
@@ -35,18 +36,18 @@ class Config:
     v_stages: int
     """Blocks of values in shared memory."""
     q_slots: int
-    """Tiles of which the queries are in shared memory: with 2 the next tile's are copied while one is computed."""
+    """Tiles whose queries are in shared memory: with 2 the next tile's are copied while one is computed."""
     num_blocks: int = NUM_SMS
-    """Thread blocks."""
+    """Number of CTAs."""
 
     def shared_memory(self, head_dim: int) -> int:
-        """Bytes of a thread block."""
+        """Return the shared memory of a CTA in bytes."""
         rows = self.q_slots * 2 * ROWS + (self.k_stages + self.v_stages) * self.block_kv
         return rows * head_dim * 2
 
 
 def heuristic(head_dim: int) -> Config:
-    """The first of the configurations, from fast to slow, that fits."""
+    """Return the first of the configurations, from fast to slow, that fits."""
     for block_kv, k_stages, v_stages, q_slots in (
         (128, 4, 4, 2),
         (128, 3, 3, 2),
@@ -79,9 +80,9 @@ def ragged_prefill_attention_sm90(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """See `ragged_prefill_attention`. Raises NotImplementedError for what the kernel cannot do.
+    """Run the kernel, see `ragged_prefill_attention`. Raises NotImplementedError for what it does not support.
 
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     check_pages_for_sm90(q, k_pages, v_pages)
     if scale <= 0:
@@ -118,7 +119,7 @@ def ragged_prefill_attention_sm90(
     return _call(q, k_pages, v_pages, before, block_tables, tiles, sinks, alibi_slopes, problem=problem)
 
 
-# Jitted: the layers of a model share one trace and one compilation.
+# Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
     q: Float[Array, "padded H D"],
@@ -147,14 +148,14 @@ def _call(
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
     num_pages = max(1, problem.block_kv // problem.block_size)
-    out_ref = jax.new_ref(out)  # what the kernel changes in place
+    out_ref = jax.new_ref(out)  # changed in place by the kernel
     operands = (q, k_pages, v_pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):
         inputs, shared = iter(refs[: len(given)]), refs[len(given) :]
         (queries, q_boxes), tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = shared
-        if problem.interpret:  # where each view has bytes of its own
+        if problem.interpret:  # in which views do not alias
             q_boxes = queries
         gmem = Global._make(None if operand is None else next(inputs) for operand in operands)
         smem = Shared(queries, q_boxes, tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned)

@@ -1,11 +1,12 @@
-"""The body of the Hopper kernel of prefill attention: what the warpgroups of a thread block do. See sm90.py.
+"""The body of the Hopper kernel of prefill attention: the work of a CTA's warpgroups. See sm90.py.
 
-An item is a tile of the plan in a set of heads. One group of heads is computed after the other, so that the L2 cache
-holds its keys and values until the last tile has used them. The items of a group go to the thread blocks in a snake,
-the longest first, so that all get as much. The copying warpgroup runs ahead, held only by the room in shared memory.
+An item is a tile of the plan in a set of heads. Groups of heads are computed one after another, so that the L2 cache
+holds a group's keys and values until the last tile has used them. The items of a group are assigned to the CTAs in a
+snake order, the longest first, so that all get equal work. The copying warpgroup runs ahead, limited only by the room
+in shared memory.
 
-Mosaic is told to put no barriers around accesses to shared memory, which are in order without: what is read has been
-waited for at a `full` barrier, what is written at a `free` one, and all who have written or read arrive there.
+Mosaic is told to put no barriers around accesses to shared memory, which are ordered without them: reads wait at a
+`full` barrier, writes at a `free` one, and all warpgroups that have written or read arrive there.
 """
 
 import functools
@@ -41,7 +42,7 @@ _int = jnp.int32
 
 
 class Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     num_heads: int
     num_kv_heads: int
@@ -59,7 +60,7 @@ class Problem(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of a tile. With two of them each compute warpgroup has one, else each has half of the tokens."""
+        """Heads of a tile. With two of them each computing warpgroup has one, else each has half of the tokens."""
         return 1 if (self.num_heads // self.num_kv_heads) % 2 else 2
 
     @property
@@ -79,18 +80,19 @@ class Problem(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies and one that computes. Small heads take less to compute, small pages more to copy.
+        """Registers of a copying and of a computing thread. Small heads need less to compute, small pages more to copy.
 
-        All three warpgroups' together are what the block is launched with, 3 * 168: for more it would wait.
+        All three warpgroups together have what the CTA is launched with, 3 * 168 per thread: with more it would wait
+        forever.
         """
         return (56, 224) if self.head_dim <= 64 or self.block_size < 16 else (40, 232)
 
     def first_key(self, tile: "Tile") -> Any:
-        """The first position that a token of the tile looks at."""
+        """Return the first position that a token of the tile attends to."""
         return _int(0) if self.sliding_window is None else lax.max(tile.position - (self.sliding_window - 1), _int(0))
 
     def key_blocks(self, tile: "Tile") -> tuple[Any, Any]:
-        """The first block of keys that a token of the tile looks at, and the one behind the last."""
+        """Return the first block of keys that a token of the tile attends to, and the one after the last."""
         first = lax.div(self.first_key(tile), _int(self.block_kv))
         return first, lax.div(tile.end + (self.block_kv - 1), _int(self.block_kv))
 
@@ -112,8 +114,8 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    The queries have two views of the same bytes: as wgmma takes them, and as boxes of 64 tokens and a few columns,
-    which may be copied from any token.
+    The queries have two views of the same bytes: one as wgmma uses them, and one as boxes of 64 tokens and a few
+    columns, which may be copied from any token.
     """
 
     q: Any
@@ -131,7 +133,7 @@ class Shared(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What the copying warpgroup tells the others of an item, in `Shared.tile`. See `Plan`."""
+    """The copying warpgroup's message to the others about an item, in `Shared.tile`. See `Plan`."""
 
     head: Any
     """The first of the set."""
@@ -142,17 +144,17 @@ class Tile(NamedTuple):
 
     @property
     def position(self) -> Any:
-        """Of the first token."""
+        """Position of the first token."""
         return self.end - self.num_tokens
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Each warpgroup of the mesh axis "wg", of each thread block of the axis "block"."""
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
     block, num_blocks = lax.axis_index("block"), _int(problem.num_blocks)
     num_items = gmem.num_tiles[0] * problem.sets  # of a group of heads
 
     def place(group, round_index):
-        """Of this block's item in a round of a group. Each group begins at another block."""
+        """Return the index of this CTA's item in a round of a group. Each group begins at another CTA."""
         shifted = lax.rem(block + group * (problem.num_blocks // problem.head_groups), num_blocks)
         return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_blocks - 1 - shifted)
 
@@ -202,7 +204,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
 
 def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
-    """Queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
+    """Copy queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
     sets = _int(problem.sets)
     index, head = lax.div(item, sets), (group * sets + lax.rem(item, sets)) * problem.heads
     row, *fields = (gmem.tiles[field, index] for field in range(5))
@@ -218,7 +220,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
             plgpu.copy_gmem_to_smem(queries, smem.q_boxes.at[q_slot, wg, part], smem.q_full.at[q_slot])
 
     kv_head = lax.div(head, _int(problem.num_heads // problem.num_kv_heads))
-    # Pages outside of the context may be anything: what they are to hold is masked, any page that is finite will do.
+    # Pages outside the context may contain anything: their positions are masked, so any finite page will do.
     last_page = lax.max(lax.div(tile.context - 1, _int(problem.block_size)), _int(0))
     first_page = lax.div(problem.first_key(tile), _int(problem.block_size))
     chunk = min(problem.block_kv, problem.block_size)
@@ -251,22 +253,22 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
 
 
 def _share(problem: Problem, wg) -> tuple[Any, Any]:
-    """What a compute warpgroup has of a tile: the head of its set, and the tokens before its own."""
+    """Return a computing warpgroup's part of a tile: the head of its set, and the number of tokens before its own."""
     return (wg, 0) if problem.heads == 2 else (0, wg * ROWS)
 
 
 def _parts(smem: Shared) -> list[Any]:
-    """The columns of a head that are copied at a time."""
+    """Return the ranges of a head's columns that are copied at a time."""
     num_parts, _, columns = smem.q.shape[2:]
     return [pl.ds(part * columns, columns) for part in range(num_parts)]
 
 
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
-    """A compute warpgroup's share of an item."""
+    """Compute a warpgroup's part of an item."""
     plgpu.barrier_wait(smem.q_full.at[q_slot])
 
     def give_queries_back():
-        """Gives the blocks of keys until then, and where the result goes."""
+        """Release the queries; return the count of blocks of keys until then, and where the result goes."""
         own_head, skipped = _share(problem, wg)
         tile = _tile(smem, q_slot)
         plgpu.barrier_arrive(smem.q_free.at[q_slot])
@@ -313,7 +315,7 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     maximum, total = (plgpu.layout_cast(jnp.full((ROWS,), 1.0, jnp.float32) * x, _ROW_LAYOUT) for x in (maximum, total))
 
     def begin(num_keys):
-        """The first step, with the first keys of the last block only."""
+        """Do the first step, with only the first keys of the last block."""
         k_slot, v_slot = lax.rem(n, _int(problem.k_stages)), lax.rem(n, _int(problem.v_stages))
         plgpu.barrier_wait(smem.k_full.at[k_slot])
         scores = _products(problem, smem, num_keys=num_keys).scores(q, k_slot)
@@ -340,11 +342,13 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
         products = _products(problem, smem, num_values=weights.shape[1])
         acc, (maximum, fade, total, weights) = products.both(acc, weights, v_slot_before, q, k_slot, meanwhile)
         plgpu.barrier_arrive(smem.v_free.at[v_slot_before])
-        # Not narrowed before: a product in flight has such registers as operands, ptxas would wait for it.
+        # Not narrowed earlier: such registers are operands of a product in flight, and ptxas would wait for it.
         return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), maximum, total, weights.astype(q.dtype)
 
     def begin_with_half():
-        """The first step where the tile reaches into half of its last block only, and the next if there is one."""
+        """Do the first step for a tile that reaches into only half of its last block, and the next step if there is
+        one.
+        """
         carry = begin(block_kv // 2)
 
         def next_step():
@@ -356,8 +360,8 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
 
         return lax.cond(last - first > 1, next_step, no_step)
 
-    # From the last block to the first: those that the tile itself reaches into, those that all of its tokens see, those
-    # that the window has left for some of them.
+    # From the last block to the first: those that the tile itself reaches into, those that all of its tokens attend to,
+    # those of which the window leaves only a part for some tokens.
     if problem.tile_size < block_kv:
         is_half = tile.end <= last * block_kv - block_kv // 2
         begun, carry = lax.cond(is_half, begin_with_half, lambda: (_int(1), begin(block_kv)))
@@ -393,14 +397,14 @@ def _clean(problem: Problem, smem: Shared, wg, slot, num_held) -> None:
 
 
 def _softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_causal: bool, is_windowed: bool):
-    """New maximum, what its change leaves of earlier sums, new total, weights. Logarithms are to base 2.
+    """Return the new maximum, the factor for earlier sums, the new total, and the weights. Logarithms are to base 2.
 
     `distance` is from the first key to the first query.
     """
     unit = problem.scale * LOG2E
     if problem.soft_cap is not None:
-        # c * tanh(x / c), by exponentials: the hardware's tanh has 11 bits. A division scales what is near an end of
-        # the range, which takes registers that some heads with a window do not have.
+        # c * tanh(x / c), by exponentials: the hardware's tanh has 11 bits. A division scales values near an end of the
+        # range, which takes registers that some heads with a window do not have.
         cap = problem.soft_cap * LOG2E
         growth = jnp.exp2(scores * (2 * unit / problem.soft_cap))
         scores, unit = cap - (2 * cap) * reciprocal(growth + 1.0, interpret=problem.interpret), 1.0
@@ -420,19 +424,19 @@ def _softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_ca
 def _products(
     problem: Problem, smem: Shared, *, num_keys: int | None = None, num_values: int | None = None
 ) -> "_Products":
-    """With the first keys and values of a block, by default with all."""
+    """Return the products with the first keys and values of a block, by default with all."""
     keys, values = (pl.ds(0, num or problem.block_kv) for num in (num_keys, num_values))
     return (_InterpretedProducts if problem.interpret else _Products)(smem.k.at[:, keys], smem.v.at[:, values])
 
 
 class _Products(NamedTuple):
-    """The matrix products of a compute warpgroup, with blocks of keys and values in slots."""
+    """The matrix products of a computing warpgroup, with blocks of keys and values in slots."""
 
     k: Any
     v: Any
 
     def scores(self, q, slot):
-        """Of queries with keys."""
+        """Return the scores of queries with keys."""
 
         def product(scores_ref):
             self._add_scores(scores_ref, q, slot)
@@ -448,7 +452,9 @@ class _Products(NamedTuple):
     def both(
         self, acc, weights, values_slot, q, keys_slot, meanwhile: Callable[[Any], tuple[Any, ...]]
     ) -> tuple[Any, Sequence[Any]]:
-        """As `values`; and what `meanwhile` makes of the scores while that goes on."""
+        """Add the product with values as `values` does; also return the result of `meanwhile` for the scores, computed
+        concurrently.
+        """
 
         def product(refs):
             scores_ref, acc_ref, *result_refs = refs
@@ -473,7 +479,7 @@ class _Products(NamedTuple):
 
 
 class _InterpretedProducts(_Products):
-    """As interpret mode can do them: it has no products with an operand in registers."""
+    """The products for interpret mode, which has none with an operand in registers."""
 
     def scores(self, q, slot):
         num_parts, _, columns = q.shape

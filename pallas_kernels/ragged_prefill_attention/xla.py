@@ -1,6 +1,6 @@
-"""`ragged_prefill_attention` in plain XLA: what runs on a CPU, and on a GPU if asked for by name.
+"""`ragged_prefill_attention` in plain XLA: the implementation on a CPU, and on a GPU only on request.
 
-Static shapes, data-dependent trip counts: loops over rows and tiles of their tokens, in them one over chunks of the
+Static shapes, data-dependent trip counts: loops over rows and tiles of their tokens around one over chunks of the
 context.
 """
 
@@ -39,8 +39,8 @@ def ragged_prefill_attention_xla(
         start, end, seq_len = query_starts[b], query_starts[b + 1], seq_lens[b]
 
         def query_tile(i: Array, out: Array) -> Array:
-            # The last tile is moved down to fit into the arrays, where it computes what the tile before has computed.
-            # Any tile may reach into the tokens of the rows beside, which must not be written.
+            # The last tile is moved down to fit into the arrays, where it repeats results of the previous tile. Any
+            # tile may include tokens of neighbouring rows, which must not be written.
             first = jnp.minimum(start + i * tile, num_tokens - tile)
             token = first + jnp.arange(tile)
             is_own = (token >= start) & (token < end)

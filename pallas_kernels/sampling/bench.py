@@ -1,4 +1,6 @@
-"""Bench rows of `sample`: 64 rows and one row of a Llama-3 vocabulary, every row with the same wishes, or all mixed."""
+"""Benchmark of `sample`: 64 rows and one row of a Llama-3 vocabulary, with equal parameters in every row, or all
+mixed.
+"""
 
 import functools
 import itertools
@@ -30,7 +32,7 @@ def _gumbel_argmax(logits: Float[Array, "B V"], columns: dict[str, Array]) -> In
 
 
 def _by_sorting(logits: Float[Array, "B V"], columns: dict[str, Array]) -> Int32[Array, " B"]:
-    """Filters and draws among the 64 largest, found by `lax.top_k`; top-k and top-p must not keep more."""
+    """Filter and draw among the 64 largest, found by `lax.top_k`; top-k and top-p must not keep more."""
     largest, ids = lax.top_k(logits, 64)
     place = jnp.arange(64)[None]
     top_k = jnp.where(columns["top_k"] > 0, columns["top_k"], 64)[:, None]

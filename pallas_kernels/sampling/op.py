@@ -20,19 +20,20 @@ def sample(
     uniform: Float[Array, "B 2"],
     implementation: Implementation = "xla",
 ) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
-    """A token id of each row and the row's largest logit; float32 logits, each row with parameters of its own.
+    """Return a token id of each row and the row's largest logit; logits are float32, and each row has its own
+    parameters.
 
-    A row of temperature 0 gets the lowest id among its largest logits. Any other has the weights
-    exp((logit - largest) / temperature), of which the filters leave those of
+    A row of temperature 0 gets the lowest id among its largest logits. Any other has the weights exp((logit - largest)
+    / temperature), of which the filters keep
 
-    - the `top_k` largest logits, all of them if it is 0;
-    - of these the fewest whose weights hold a share of `top_p`, all if it is 1 or more (Holtzman et al. 2020, "The
+    - those of the `top_k` largest logits, all of them if it is 0;
+    - of these the fewest whose weights sum to the fraction `top_p`, all if it is 1 or more (Holtzman et al. 2020, "The
       Curious Case of Neural Text Degeneration");
-    - of these the ones that weigh `min_p` of the largest at least (Nguyen et al. 2024, arXiv:2407.01082).
+    - of these the ones that weigh at least `min_p` of the largest (Nguyen et al. 2024, arXiv:2407.01082).
 
     Tokens that tie at a threshold are all kept. `uniform`, two numbers in [0, 1), then decides: the first among blocks
-    of 512 tokens by what they weigh, the second within the block. So a row's token depends on nothing but the row, and
-    implementations differ where float32 rounding does.
+    of 512 tokens by their weights, the second within the block. So a row's token depends on nothing but the row, and
+    implementations differ only in float32 rounding.
 
     A row whose largest logit is not finite (NaN counts as largest) has no distribution: its token is 0.
 

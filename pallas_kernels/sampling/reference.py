@@ -9,7 +9,7 @@ BLOCK = 512
 def kept_weights(
     logits: Float[np.ndarray, " V"], *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Float[np.ndarray, " V"]:
-    """The weights of one row that the filters leave, the largest being 1; see `sample`."""
+    """Return the weights of one row that the filters keep, the largest being 1; see `sample`."""
     distance = (logits.max() - logits).astype(np.float64)  # exact in float32 too, for what matters
     weights = np.exp(-distance / temperature)
     if top_k > 0:
@@ -24,7 +24,7 @@ def kept_weights(
 
 
 def draw(weights: Float[np.ndarray, " V"], uniform: Float[np.ndarray, " 2"]) -> int:
-    """The token that two uniform numbers choose; see `sample`."""
+    """Return the token that two uniform numbers choose; see `sample`."""
     blocks = np.pad(weights, (0, -len(weights) % BLOCK)).reshape(-1, BLOCK)
     block = _invert(blocks.sum(axis=1), float(uniform[0]))
     return block * BLOCK + _invert(blocks[block], float(uniform[1]))

@@ -1,10 +1,10 @@
-"""Sampling on Hopper: a thread block, or a cluster of them, takes a row from its logits to its token, without a sort.
+"""Sampling on Hopper: a CTA, or a cluster of them, turns a row of logits into a token, without a sort.
 
-A threshold is found as in a radix sort that only ever looks into the bucket that holds it: each pass over the row,
-which stays in the L2, adds what a token counts for (1 for top-k, its weight for top-p) to one of 64 buckets of
-distance, and the bucket in which the sum reaches the target becomes the next pass's range. Each thread has a column of
-the histogram to itself, so there are no atomics, and sums come in the same order every time. A row pays for the filters
-it asks for: with none of them there is one pass for the maximum and one for the draw.
+A threshold is found as by a radix sort that only looks into the bucket containing it: each pass over the row, which
+stays in the L2 cache, adds each token's contribution (1 for top-k, its weight for top-p) to one of 64 buckets of
+distance, and the bucket in which the sum reaches the target becomes the next pass's range. Each thread has its own
+column of the histogram, so there are no atomics, and the order of summation is always the same. A row only pays for the
+filters it uses: without any there is one pass for the maximum and one for the draw.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.sampling.thread_ops import COMPILED, GROUP_THREADS, INTERPRETED
 
 BLOCK = 512
-"""Tokens of a block, four a thread of a warpgroup: what the first of the two draws chooses among."""
+"""Tokens per block, four for each thread of a warpgroup; the first of the two draws chooses a block."""
 
 _GROUPS = 4  # warpgroups
 _THREADS = GROUP_THREADS * _GROUPS
@@ -30,7 +30,9 @@ _FIRST_SCALE = 4.0  # buckets of 1/4: of 64, the last ends where weights are bel
 
 
 def default_parts(num_rows: int) -> int:
-    """Thread blocks for a row, so that all rows have theirs at once on the 132 multiprocessors of an H200 or H100."""
+    """Return the number of CTAs per row such that all rows run at once on the 132 multiprocessors of an H200 or
+    H100.
+    """
     return next((parts for parts in (8, 4, 2) if num_rows * parts <= 128), 1)
 
 
@@ -46,10 +48,10 @@ def sample_sm90(
     num_parts: int | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
-    """See `sample`.
+    """Run the kernel, see `sample`.
 
-    `num_parts` thread blocks share a row, by default as many as find a place on the GPU. `interpret` replaces what the
-    interpreter on a CPU lacks.
+    `num_parts` CTAs divide a row, by default as many as fit onto the GPU. `interpret` replaces what the interpreter on
+    a CPU lacks.
     """
     num_rows, vocab_size = logits.shape
     if num_parts is None:
@@ -102,7 +104,7 @@ def _body(
     num_blocks = -(-vocab_size // BLOCK)
     blocks_a_round = num_parts * _GROUPS * _AT_ONCE
     rounds = -(-num_blocks // blocks_a_round)
-    whole_rounds = vocab_size // BLOCK // blocks_a_round  # that have no block which is moved or empty
+    whole_rounds = vocab_size // BLOCK // blocks_a_round  # rounds without a block that is moved or empty
 
     def start_of(block):
         return lax.min(block * BLOCK, vocab_size - BLOCK)
@@ -111,15 +113,16 @@ def _body(
         return ops.iota(BLOCK, layout) + start_of(block)
 
     def load(block, is_whole=False):
-        """A block's logits.
+        """Load a block's logits.
 
-        The last one is moved down to fit into the row; what is not its own, and what a block behind it has, is -inf.
+        The last block is moved down to fit into the row; tokens that are not its own, and those of blocks beyond it,
+        are -inf.
         """
         x = plgpu.load(logits.at[row, pl.ds(start_of(block), BLOCK)], layout=layout)
         return x if is_whole else jnp.where(ids_of(block) >= block * BLOCK, x, -jnp.inf)
 
     def visit_blocks(visit, init):
-        """Fold `visit(carry, block, x)` over the group's share of the row."""
+        """Fold `visit(carry, block, x)` over the warpgroup's part of the row."""
 
         def visit_some(i, carry, *, is_whole):
             first = ((i * num_parts + part) * _GROUPS + group) * _AT_ONCE
@@ -144,7 +147,7 @@ def _body(
             plgpu.barrier_wait(barrier)
 
     def largest(x):
-        """The maximum of what all threads hold."""
+        """Return the maximum of all threads' values."""
         ops.warp_maxima(partials, x, group, layout)
         sync()
         return _reduce(jnp.maximum, partials)
@@ -155,7 +158,7 @@ def _body(
         return jnp.maximum(value, x), negative_id
 
     if num_parts > 1:
-        sync()  # before anybody writes into the memory of another, that one must have begun
+        sync()  # a CTA must have started before others write into its memory
     values, negative_ids = visit_blocks(keep_larger, (full(-jnp.inf), full(0.0)))
     maximum = largest(values)
     inverse_temperature = inverse_temperatures[row]
@@ -185,9 +188,9 @@ def _body(
         return jnp.exp2(distance * rate)
 
     def search(limit, target, share, *, by_weight):
-        """The distance before which tokens are kept, so that they are the fewest whose sum reaches the target.
+        """Return the distance below which tokens are kept, such that they are the fewest whose sum reaches the target.
 
-        A negative target is a `share` of the whole. Tokens at `limit` or farther take no part.
+        A negative target is the fraction `share` of the whole. Tokens at `limit` or farther are excluded.
         """
 
         def narrow(state):
@@ -207,13 +210,13 @@ def _body(
             # None can be reached: fewer tokens than top-k asks for, or rounding.
             is_last = total < target
             width = _reciprocal(scale)
-            # The first range is open: what lies in its last bucket wants larger buckets.
+            # The first range is open: if the target is in its last bucket, larger buckets are needed.
             is_coarse = jnp.logical_not(is_last) & (bucket == _BUCKETS - 1.0) & (low + _BUCKETS * width < high)
             new_low = low + bucket * width
             next_after = _next_after(new_low)
             new_high = jnp.minimum(jnp.maximum(new_low + width, next_after), high)
             least = weigh(new_high) if by_weight else jnp.float32(1.0)
-            # No two distances, or no two weights, lie closer together.
+            # No two distances, or no two weights, are closer together.
             finest = jnp.maximum(next_after - new_low, finest_distance)
             is_decided = (reached - target < least) | (width <= finest) | (scale > 1e36)
             is_done = is_last | (jnp.logical_not(is_coarse) & is_decided)
@@ -232,7 +235,7 @@ def _body(
         return lax.while_loop(lambda state: state[-1] == 0, narrow, state)[1]
 
     def invert(weights, ids, uniform, layout):
-        """The first entry whose running sum exceeds its share `uniform` of the whole, of those that have weight."""
+        """Return the first entry with weight whose running sum exceeds the fraction `uniform` of the whole."""
 
         def largest_of_group(x):
             ops.warp_maxima(scratch, x, group, layout)
@@ -291,15 +294,15 @@ def _reduce(combine, ref):
 
 
 def _next_after(x):
-    """The next larger float of one that is not negative."""
+    """Return the next larger float of a non-negative one."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) + 1, jnp.float32)
 
 
 def _reciprocal(x):
-    """Of a power of two, exact: the division of `approx_math` does not promise that."""
+    """Return the exact reciprocal of a power of two, which the division of `approx_math` does not guarantee."""
     return lax.bitcast_convert_type(0x7F000000 - lax.bitcast_convert_type(x, jnp.int32), jnp.float32)
 
 
 def _power_of_two(x):
-    """The largest that is no larger than x."""
+    """Return the largest power of two that is not larger than x."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)

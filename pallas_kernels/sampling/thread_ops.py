@@ -1,9 +1,9 @@
-"""What the sampling kernel does thread by thread, below what Pallas expresses: a histogram with a column for each
-thread, sums within a warp, running sums within a warpgroup.
+"""Per-thread operations of the sampling kernel, below the level of Pallas: a histogram with a column per thread, sums
+within a warp, running sums within a warpgroup.
 
-A cluster of thread blocks may share the work, each a part; what they have to know of each other they write into each
-other's shared memory. Each operation comes twice: in MLIR for the GPU, and in jax.numpy for the interpreter on a CPU,
-which lacks `inline_mgpu` and, here, clusters.
+The CTAs of a cluster may divide the work into parts; they exchange results by writing into each other's shared memory.
+Each operation exists twice: in MLIR for the GPU, and in jax.numpy for the interpreter on a CPU, which lacks
+`inline_mgpu` and, here, clusters.
 """
 
 import functools
@@ -33,29 +33,33 @@ class ThreadOps(NamedTuple):
     """(n, value, layout) -> n times the value."""
 
     add_to_histogram: Callable[..., None]
-    """(histogram[buckets, threads], distance, low, high, scale, rate, group, layout): for each distance in [low, high)
-    that a thread holds it adds exp2(distance * rate), or 1 if `rate` is None, in its own column to the bucket
-    floor((distance - low) * scale), or to the last one."""
+    """(histogram[buckets, threads], distance, low, high, scale, rate, group, layout): add exp2(distance * rate), or 1
+    if `rate` is None, for each distance in [low, high) of a thread, in its own column of the bucket floor((distance -
+    low) * scale), or of the last one.
+    """
 
     total_rows: Callable[..., None]
-    """(histogram, totals[parts, buckets], group, num_groups): the group's share of the buckets summed over their
-    columns, and zeroed. All threads must have added before."""
+    """(histogram, totals[parts, buckets], group, num_groups): sum the warpgroup's part of the buckets over their
+    columns, and clear them. All threads must have added before.
+    """
 
     find_bucket: Callable[..., None]
-    """(totals[parts, 64], found[5], below, target, share): found becomes the first bucket at which the running sum,
-    from `below` on, reaches the target, or the last if none does; the sum before it; with it; the target; the whole
-    sum. A negative target means a share of the whole sum."""
+    """(totals[parts, 64], found[5], below, target, share): set `found` to the first bucket at which the running sum,
+    from `below` on, reaches the target, or the last bucket if none does; the sum before it; the sum including it; the
+    target; the whole sum. A negative target means the fraction `share` of the whole sum.
+    """
 
     warp_maxima: Callable[..., None]
-    """(maxima[parts, warps], values, group, layout): maxima[p, w] becomes the largest of what warp w holds, NaN if that
-    is among it: of four in a warpgroup, or of all in the thread block. Threads of the group see it at once."""
+    """(maxima[parts, warps], values, group, layout): set maxima[p, w] to the largest value of warp w, NaN if it has
+    one: for the four warps of a warpgroup, or all of the CTA. Threads of the warpgroup see it at once.
+    """
 
     sum_warps: Callable[..., None]
     """(sums[4, n], i, values, layout, parts): in the first part, sums[w, i] becomes the sum of what warp w of the group
     holds."""
 
     sync_cluster: Callable[[], None]
-    """Wait for all threads of the cluster; then everyone sees what they have stored."""
+    """Wait for all threads of the cluster; their stores are visible to all then."""
 
     running_sums: Callable[..., Any]
     """(scratch[4], values, layout) -> the sum of each value and those before it. Contiguous values in each thread."""
@@ -70,7 +74,7 @@ def _index(value: int) -> ir.Value:
 
 
 def _lanes(x: mgpu.FragmentedArray) -> list[ir.Value]:
-    """The scalars that a thread holds, in order."""
+    """Return the scalars that a thread holds, in order."""
     return [
         vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([lane]))
         for register in x.registers.flat
@@ -83,7 +87,7 @@ def _thread() -> ir.Value:
 
 
 def _store_in_parts(value: ir.Value, ref: ir.Value, place: list[ir.Value], num_parts: int) -> None:
-    """Store into the shared memory of every thread block of the cluster, at the same place."""
+    """Store a value at the same index in the shared memory of every CTA of the cluster."""
     if num_parts == 1:
         memref.store(value, ref, place)
         return
@@ -108,26 +112,26 @@ def _shuffle(x: ir.Value, lane: ir.Value, kind: Any, clamp: int) -> ir.Value:
 
 
 def _from_lane(x: ir.Value, lane: ir.Value) -> ir.Value:
-    """The x of a lane of the warp."""
+    """Return the x of a lane of the warp."""
     return _shuffle(x, lane, nvvm.ShflKind.idx, _WARP - 1)
 
 
 def _from_before(x: ir.Value, distance: int, lane: ir.Value) -> ir.Value:
-    """The x of the lane `distance` before this one, 0 in the first ones."""
+    """Return the x of the lane `distance` before this one, 0 for the first ones."""
     there = _shuffle(x, utils.c(distance, lane.type), nvvm.ShflKind.up, 0)
     has_one = arith.cmpi(arith.CmpIPredicate.uge, lane, utils.c(distance, lane.type))
     return arith.select(has_one, there, utils.c(0.0, x.type))
 
 
 def _running_over_warp(x: ir.Value, lane: ir.Value) -> ir.Value:
-    """The sum of the lanes up to this one."""
+    """Return the sum over the lanes up to this one."""
     for distance in (1, 2, 4, 8, 16):
         x = arith.addf(x, _from_before(x, distance, lane))
     return x
 
 
 def _add(values: list[ir.Value]) -> ir.Value:
-    """By pairs: shorter chains, smaller rounding errors."""
+    """Sum pairwise, for shorter chains and smaller rounding errors."""
     while len(values) > 1:
         values = [
             arith.addf(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)
@@ -150,7 +154,7 @@ def _add_to_histogram(
             arith.andi(arith.cmpf(arith.CmpFPredicate.OGE, x, low), arith.cmpf(arith.CmpFPredicate.OLT, x, high))
             for x in lanes
         ]
-        # In late passes hardly a warp has one.
+        # In late passes hardly any warp has one.
         with utils.when(functools.reduce(arith.ori, are_inside)):
             for x, is_inside in zip(lanes, are_inside, strict=True):
                 with utils.when(is_inside):

@@ -1,8 +1,8 @@
-"""Sampling in plain XLA, without a sort: what runs on a CPU, and on a GPU if asked for by name.
+"""Sampling in plain XLA, without a sort: the implementation on a CPU, and on a GPU only on request.
 
-The filters cut a row's distribution where a sort would. The bits of a float >= 0, read as an integer, keep its order,
-so the exact threshold is found by bisection over these integers: one vectorised pass over the vocabulary a step, some
-twenty of them until no token could be taken away.
+The filters cut a row's distribution at the same point as a sort would. The bits of a float >= 0, read as an integer,
+have the same order, so the exact threshold is found by bisection over these integers: one vectorised pass over the
+vocabulary per step, some twenty of them until no further token could be removed.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def sample_xla(
     min_p: Float[Array, " B"],
     uniform: Float[Array, "B 2"],
 ) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
-    """See `sample`. What no row asks for is not run."""
+    """Sample in XLA, see `sample`. Filters that no row needs do not run."""
     maximum = jnp.max(logits, axis=1)
     is_random = temperature > 0
 
@@ -45,7 +45,9 @@ def sample_xla(
 
 
 def _argmax(logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest id among the largest logits. In two passes, which vectorise where `jnp.argmax` on CPU does not."""
+    """Return the lowest id among the largest logits, in two passes, which vectorise on a CPU while `jnp.argmax` does
+    not.
+    """
     vocab_size = logits.shape[1]
     ids = jnp.arange(vocab_size, dtype=jnp.int32)[None]
     is_largest = logits == jnp.max(logits, axis=1, keepdims=True)
@@ -59,9 +61,9 @@ def filter_weights(
     top_p: Float[Array, " B"],
     min_p: Float[Array, " B"],
 ) -> Float[Array, "B V"]:
-    """What is left of the weights exp(-distance) after top-k, then top-p on what top-k has left, then min-p.
+    """Return the weights exp(-distance) after top-k, then top-p on what top-k has kept, then min-p.
 
-    `distance` is how far a token's logit (over the temperature) lies below its row's maximum.
+    `distance` is how far a token's logit (over the temperature) is below its row's maximum.
     """
     weights = jnp.exp(-distance)
 
@@ -77,7 +79,7 @@ def filter_weights(
 
 
 def _top_k_limit(distance: Float[Array, "B V"], top_k: Int32[Array, " B"]) -> Float[Array, " B"]:
-    """The distance of the k-th nearest token, inf where top_k is 0."""
+    """Return the distance of the k-th nearest token, inf where top_k is 0."""
 
     def count(bits: Array) -> Array:
         # Exact up to 2**24 tokens, and twice as fast as counting in integers.
@@ -89,7 +91,9 @@ def _top_k_limit(distance: Float[Array, "B V"], top_k: Int32[Array, " B"]) -> Fl
 
 
 def _top_p_limit(weights: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, " B"]:
-    """The weight of the lightest token to keep, so that the kept ones hold a share `top_p`; 0 where top_p is 1."""
+    """Return the smallest weight to keep, so that the kept ones have the fraction `top_p` of the sum; 0 where top_p is
+    1.
+    """
 
     def limit(steps: Array) -> Array:  # down from the weight 1
         return _float(_BITS_OF_ONE - steps)
@@ -108,10 +112,10 @@ def _smallest(
     *,
     highest: int,
 ) -> Int32[Array, " B"]:
-    """An integer in [0, highest] that lets in just those tokens that the smallest one with measure(i) >= target does.
+    """Return an integer in [0, highest] that admits the same tokens as the smallest one with measure(i) >= target.
 
-    `measure` sums over the tokens that an integer lets in, each of which counts for at least `least`: once the surplus
-    is below that, no token can be taken away. With an infinite target the result is `highest`.
+    `measure` sums over the tokens that an integer admits, each of which counts at least `least`: once the surplus is
+    below that, no token can be removed. With an infinite target the result is `highest`.
     """
 
     def is_open(low: Array, high: Array, measured: Array) -> Bool[Array, " B"]:
@@ -140,11 +144,11 @@ def _float(bits: Int32[Array, " B"]) -> Float[Array, " B"]:
 
 
 def draw_by_weight(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int32[Array, " B"]:
-    """Token i of a row with probability weights[i] / sum(weights), by inverting the distribution function in two
-    steps: the block of tokens, then the token in it. Never one of weight 0.
+    """Draw token i of a row with probability weights[i] / sum(weights), by inverting the distribution function in two
+    steps: the block of tokens, then the token in it. Never draws one of weight 0.
 
     One float32 prefix sum over a vocabulary would lose the rare tokens at its end: they are smaller than its rounding
-    errors, and than the steps of one uniform number.
+    errors, and than the resolution of one uniform number.
     """
     num_rows, vocab_size = weights.shape
     weights = jnp.pad(weights, ((0, 0), (0, -vocab_size % _BLOCK))).reshape(num_rows, -1, _BLOCK)
@@ -154,7 +158,7 @@ def draw_by_weight(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -
 
 
 def _invert(weights: Float[Array, "B n"], uniform: Float[Array, " B"]) -> Int32[Array, " B"]:
-    """The first entry where the running sum exceeds its share `uniform` of the total, among those with weight."""
+    """Return the first entry with weight where the running sum exceeds the fraction `uniform` of the total."""
     cumulative = jnp.cumsum(weights, axis=1)
     has_weight = weights > 0
     is_reached = has_weight & (cumulative > uniform[:, None] * cumulative[:, -1:])

@@ -1,4 +1,4 @@
-"""Matmuls of a decode step: few rows, a large weight, and what stands around them."""
+"""Matmuls of a decode step: few rows, a large weight, fused with neighbouring operations."""
 
 from pallas_kernels.small_matmul.op import Implementation, Normed, matmul, matmul_then_norm
 from pallas_kernels.small_matmul.sm90 import why_not

@@ -1,4 +1,4 @@
-"""Bench rows of the matmuls of a decode step: the shapes of a Llama-3-8B layer, with what stands around them."""
+"""Benchmark of the matmuls of a decode step: the shapes of a Llama-3-8B layer, fused with neighbouring operations."""
 
 import functools
 import itertools
@@ -36,11 +36,11 @@ _SMALL = tuple(m._replace(outputs=m.outputs // 16, depth=m.depth // 16) for m in
 
 
 _CALLS = 24
-"""In one program: starting one takes as long as a small matmul."""
+"""Calls per program, since launching a program takes as long as a small matmul."""
 
 
 def small_matmul_rows() -> Iterator[Row]:
-    """A row for each matmul, number of rows and implementation."""
+    """Yield a row for each matmul, number of rows and implementation."""
     implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
     for num_rows, case in itertools.product((1, 8, 16, 32, 64) if on_gpu() else (1, 8), _FULL if on_gpu() else _SMALL):
         num_bytes = 2 * case.outputs * case.depth * (1 + case.is_gated)
@@ -72,7 +72,7 @@ def _call(
 ) -> Any:
     if case.has_norm_after:
         return matmul_then_norm(x, weight, residual=residual, gain=gain, eps=1e-5, implementation=implementation)
-    # What "sm90" finishes, "xla" would have got finished.
+    # "sm90" finishes the norm in this matmul, "xla" would have finished it before.
     squares = jnp.ones((64, 128)) if implementation == "sm90" else None
     activation = jax.nn.silu if case.is_gated else None
     return matmul(Normed(x, squares, 1e-5), weight, activation=activation, implementation=implementation)

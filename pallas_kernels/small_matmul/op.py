@@ -1,7 +1,7 @@
-"""The public operations: what the layers of a decode step call for their matmuls, with what stands around them.
+"""The public operations: the matmuls of the layers in a decode step, fused with neighbouring operations.
 
-A norm between two matmuls need not be an operation of its own: the first one writes its rows times the gain and sums of
-their squares, the second one divides by the root mean square what it has added up. `Normed` is what goes between.
+A norm between two matmuls need not be a separate operation: the first one writes its rows times the gain and sums of
+their squares, the second one divides its sums by the root mean square. `Normed` is passed between them.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ class Normed:
     """Rows after an RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467), which may still lack their common factor."""
 
     values: Float[Array, "M K"]
-    """Times the gain; divided by the root mean square as well if there are no `squares`."""
+    """Rows times the gain; also divided by the root mean square if there are no `squares`."""
     squares: Float[Array, "64 P"] | None
     """Sums of the squares of parts of each of the rows before the gain; those past M mean nothing."""
     eps: float = dataclasses.field(metadata={"static": True})
     """Added to the mean square."""
 
     def rows(self) -> Float[Array, "M K"]:
-        """The rows with all factors."""
+        """Return the rows with all factors applied."""
         if self.squares is None:
             return self.values
         num_rows, size = self.values.shape
@@ -50,15 +50,15 @@ def matmul(
     output_dtype: DTypeLike | None = None,
     implementation: Implementation = "xla",
 ) -> Float[Array, "M N"]:
-    """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or another.
+    """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or `output_dtype`.
 
-    The weight is [N, K], as checkpoints have it. With an `activation` it is [2, N, K], gate and up, and the result
+    The weight is [N, K], as in checkpoints. With an `activation` it is [2, N, K], gate and up, and the result
     activation(gate) * up. `bias`, in the shape of the weight's outputs, is added before that, `residual` after.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the weight at the speed of HBM; "xla" runs anywhere. Raises
-    ValueError for an unknown implementation or shapes that do not fit together, NotImplementedError for what "sm90"
-    cannot do: more than 64 rows, dtypes but bfloat16 and float16, K that is no multiple of 64, N that is none of 8 or
-    less than 64.
+    ValueError for an unknown implementation or shapes that do not match, NotImplementedError for what "sm90" does not
+    support: more than 64 rows, dtypes other than bfloat16 and float16, K that is not a multiple of 64, N that is not a
+    multiple of 8 or is less than 64.
     """
     y, _ = _run(
         x,
@@ -84,9 +84,9 @@ def matmul_then_norm(
     bias: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "M N"], Normed]:
-    """Compute y = residual + x @ weight^T, and y after the RMS norm that comes next. See `matmul`.
+    """Compute y = residual + x @ weight^T, and y after the RMS norm that follows. See `matmul`.
 
-    In float16 the norm of "sm90" may overflow where y itself does not: its values are times the gain, but not yet
+    In float16 the norm of "sm90" may overflow although y does not: its values are multiplied by the gain, but not yet
     divided by the root mean square.
     """
     y, normed = _run(

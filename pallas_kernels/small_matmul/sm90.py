@@ -1,10 +1,10 @@
 """The small matmul for Hopper (sm_90a), in Mosaic GPU: a decode step's weights at the speed of HBM.
 
-Rows, padded to the 64 of one wgmma, are operand A; weights, which lie [outputs, K] as in a checkpoint, are operand B.
-So a tile may have any multiple of 8 outputs, and N / 132 of them give every SM one tile, its share of the bytes. One
-warpgroup streams weights and rows through a ring in shared memory, the other multiplies. With many rows and narrow
-tiles, rows would cost more bandwidth between L2 and SMs than weights: then the CTAs of a cluster split K and make one
-tile that is `cluster` times as wide; each gets the others' sums for its slice of it through their shared memory.
+Rows, padded to the 64 of one wgmma, are operand A; weights, stored as [outputs, K] as in a checkpoint, are operand B.
+So a tile may have any multiple of 8 outputs, and N / 132 of them give every SM one tile, an equal part of the bytes.
+One warpgroup streams weights and rows through a ring in shared memory, the other multiplies. With many rows and narrow
+tiles, rows would take more bandwidth between L2 and SMs than weights: then the CTAs of a cluster split K and compute
+one tile that is `cluster` times as wide; each gets the others' sums for its slice of it through their shared memory.
 """
 
 import dataclasses
@@ -27,13 +27,14 @@ from pallas_kernels.registers import written
 
 MAX_ROWS = 64  # of one wgmma
 MAX_TILE = 256  # weight rows of one wgmma
-MIN_OUTPUTS = 64  # Of an array of one group of 8 columns Mosaic forgets which group a copy is to go to: see NOTES.md.
+# For an array with only one group of 8 columns, Mosaic loses the group that a copy is to go to: see NOTES.md.
+MIN_OUTPUTS = 64
 
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 def _tiled(columns: int, swizzle_bytes: int) -> tuple[Any, ...]:
-    # jax leaves out methods that only other kinds of transforms are asked for.
+    # jax omits methods that are only called for other kinds of transforms.
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle_bytes)  # pyright: ignore[reportAbstractUsage]
 
@@ -44,12 +45,12 @@ _SUM_TILES = _tiled(8, 32)  # of float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut; `heuristic` picks one."""
+    """How the work is divided; `heuristic` picks one."""
 
     outputs: int
-    """That one CTA finishes at a time."""
+    """Outputs that one CTA finishes at a time."""
     block_k: int
-    """Of K, a step of the ring."""
+    """Columns of K per step of the ring."""
     stages: int
     """Steps in the ring."""
     cluster: int = 1
@@ -60,17 +61,17 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """What happens to the sums before they are written, as far as it is static."""
+    """The static part of what happens to the sums before they are written."""
 
     activation: Callable[[Array], Array] | None = None
-    """Of the gate; the weight is then [2, N, K], gate and up."""
+    """Activation of the gate; the weight is then [2, N, K], gate and up."""
     eps: float = 0.0
-    """Of the norm that is still to be finished, if there are squares."""
+    """Epsilon of the norm that is still to be finished, if there are squares."""
     output_dtype: DTypeLike | None = None
 
 
 class _Refs(NamedTuple):
-    """Global memory, then shared memory, then barriers; None is what a call does without."""
+    """Global memory, then shared memory, then barriers; None for what a call does not use."""
 
     x: Any
     weight: Any
@@ -93,18 +94,18 @@ class _Refs(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """Compile-time parameters of the kernel."""
 
     config: Config
     epilogue: Epilogue
     rows: int
-    """Of x, padded to a multiple of 8."""
+    """Rows of x, padded to a multiple of 8."""
     depth: int
     halves: int
     """Gate and up, or one."""
     num_tiles: int
     num_groups: int
-    """Clusters that share the tiles."""
+    """Clusters among which the tiles are divided."""
     interpret: bool
 
     @property
@@ -114,7 +115,7 @@ class _Problem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a CTA for a tile."""
+        """Steps of a CTA per tile."""
         return -(-self.depth // (self.config.block_k * self.config.cluster))
 
 
@@ -134,9 +135,10 @@ def why_not(
 
 
 def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int, num_results: int) -> Config:
-    """Tiles that give each SM an equal share, in a ring as deep as fits: measured with Llama's shapes, see NOTES.md.
+    """Return tiles that give each SM an equal part, in a ring as deep as fits: measured with Llama's shapes, see
+    NOTES.md.
 
-    `num_results` of a tile have room in shared memory.
+    `num_results` results of a tile must fit into shared memory.
     """
     rows, halves = -(-num_rows // 8) * 8, 1 + is_gated
     is_wide = outputs * halves > NUM_SMS * MAX_TILE // 2
@@ -146,12 +148,12 @@ def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int,
     max_ctas = NUM_SMS * ctas_per_sm
 
     def balance(share: int) -> float:
-        """Of the CTAs' time, what is work if all tiles take equally long."""
+        """Return the fraction of the CTAs' time that is work, if all tiles take equally long."""
         rounds = -(-outputs // (share * max_ctas))
         return outputs / (rounds * max_ctas * share)
 
     def is_stored(share: int) -> bool:
-        """TMA stores tiles in groups of columns, as many as 128 bytes hold, of which there must be a whole number."""
+        """Return true if TMA can store the tile: it stores whole groups of as many columns as fit into 128 bytes."""
         return outputs % math.gcd(share, 128 // output_bytes) == 0
 
     # Less than 6% of imbalance is not worth smaller tiles.
@@ -186,10 +188,10 @@ def matmul_sm90(
     epilogue: Epilogue,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M N"], Float[Array, "M N"] | None, Float[Array, "64 P2"] | None]:
-    """The result y; with a `gain` also y * gain and sums of the squares of parts of y's rows. See `matmul`.
+    """Return the result y; with a `gain` also y * gain and sums of the squares of parts of y's rows. See `matmul`.
 
-    `squares` are such sums of x's rows before their gain. One jit, so that all layers of a step share a kernel.
-    `interpret` swaps in what GPU interpret mode can do.
+    `squares` are such sums of x's rows before their gain. Jitted, so that all layers of a step use one kernel.
+    `interpret` replaces what GPU interpret mode lacks.
     """
     num_rows, outputs = x.shape[0], weight.shape[-2]
     rows = -(-num_rows // 8) * 8
@@ -221,7 +223,7 @@ def matmul_sm90(
         interpret=interpret,
     )
     missing = num_tiles * width - outputs
-    if missing:  # These are not read by TMA, which fills with zeros what lies outside.
+    if missing:  # These are not read by TMA, which fills in zeros outside an array.
         bias, gain = (
             None if a is None else jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, missing),)) for a in (bias, gain)
         )
@@ -298,19 +300,23 @@ def _kernel(problem: _Problem, refs: _Refs) -> None:
 
 
 def _all_rows(problem: _Problem, index: Any) -> Any:
-    """A start that is not static lets TMA fill or cut off the rows that pad x to a multiple of 8."""
+    """Return all rows, with a start that is not static: it makes TMA fill in or cut off the rows that pad x to a
+    multiple of 8.
+    """
     return pl.ds(index * 0, problem.rows)
 
 
 def _x_window(problem: _Problem, refs: _Refs, slot: Any, num_rows: int) -> Any:
-    """The rows of a slot. wgmma reads 64: after the slot's own those of the next ones, which make rows of no use."""
+    """Return the rows of a slot. wgmma reads 64: the slot's own, then those of the next ones, whose results are not
+    used.
+    """
     if problem.interpret:
         return refs.x_ring.at[slot, pl.ds(0, num_rows)]
     return refs.x_ring.at[pl.ds(pl.multiple_of(slot * problem.rows, 8), num_rows)]
 
 
 def _copy(problem: _Problem, refs: _Refs, group: Any, rank: Any, num_tiles: Any) -> None:
-    """The copying warpgroup: weights and rows of one tile after the other, as far ahead as there is room."""
+    """Run the copying warpgroup: weights and rows of one tile after another, as far ahead as there is room."""
     config, steps, width = problem.config, problem.steps, problem.width
 
     def wait_for_room(index, _):
@@ -337,7 +343,7 @@ def _copy(problem: _Problem, refs: _Refs, group: Any, rank: Any, num_tiles: Any)
 
 
 def _compute_tile(problem: _Problem, refs: _Refs, rank: Any, index: Any, tile: Any, rstd: Any) -> None:
-    """The computing warpgroup: one tile, the `index`-th of this CTA."""
+    """Compute one tile, the `index`-th of this CTA, in the computing warpgroup."""
     config, epilogue = problem.config, problem.epilogue
     columns = pl.ds(tile * problem.width + rank * config.outputs, config.outputs)
     all_rows = _all_rows(problem, tile)
@@ -386,7 +392,7 @@ def _compute_tile(problem: _Problem, refs: _Refs, rank: Any, index: Any, tile: A
 
 
 def _multiply(problem: _Problem, refs: _Refs, index: Any, acc: Any) -> Float[Array, "64 N"]:
-    """The sums of a tile over this CTA's part of K."""
+    """Return the sums of a tile over this CTA's part of K."""
     stages, steps = problem.config.stages, problem.steps
 
     def step(k, _):
@@ -407,7 +413,7 @@ def _multiply(problem: _Problem, refs: _Refs, index: Any, acc: Any) -> Float[Arr
 
 
 def _exchange(problem: _Problem, refs: _Refs, rank: Any, parts: list[Array]) -> list[Array]:
-    """This CTA's slice of the tile, added up over the cluster in the order of ranks."""
+    """Return this CTA's slice of the tile, added up over the cluster in the order of ranks."""
     config = problem.config
     for half, peer in itertools.product(range(problem.halves), range(config.cluster)):
         plgpu.async_store_smem(
