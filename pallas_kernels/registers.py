@@ -3,9 +3,9 @@
 from typing import Any
 
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.jax_internals import arith, ir
 
 
 def written[Sums](sums: Sums) -> Sums:

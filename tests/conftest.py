@@ -24,7 +24,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from jaxserve.execution.programs.mosaic import ask_ptxas_once
+from pallas_kernels.jax_internals import ask_ptxas_once
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time,

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, memref, nvvm, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.jax_internals import arith, gpu, ir, memref, nvvm, vector
 
 THREADS = 128  # of a warpgroup
 LANES = 32  # of a warp

@@ -12,11 +12,10 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.jax_internals import arith, ir, vector
 from pallas_kernels.registers import row_and_quarter
 
 _REF = plgpu.RefType()

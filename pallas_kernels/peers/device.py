@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.jax_internals import arith, ir, llvm
 
 THREADS = 128  # of a warpgroup
 UNIT = 16

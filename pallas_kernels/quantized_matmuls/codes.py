@@ -6,10 +6,10 @@ bfloat16 represents every code exactly. Two codes of 4 bits are stored per byte,
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic.gpu import utils
 from jaxtyping import Array, Float
+
+from pallas_kernels.jax_internals import ir, llvm
 
 Code = Literal["int8", "fp8", "int4", "uint4", "e2m1"]
 """fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has a zero point for each scale."""

@@ -10,13 +10,11 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
-from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.jax_internals import arith, ir, mlir_math, vector
 from pallas_kernels.quantized_matmuls.product import OUTPUTS
 from pallas_kernels.registers import row_and_quarter
 

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
 from pallas_kernels.quantized_matmuls.codes import (
     Code,
     codes_per_byte,

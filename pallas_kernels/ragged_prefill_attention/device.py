@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
 from pallas_kernels.registers import row_and_quarter
 
 _REF = plgpu.RefType()

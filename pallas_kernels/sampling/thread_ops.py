@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, memref, nvvm, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.jax_internals import arith, gpu, ir, memref, nvvm, vector
 
 GROUP_THREADS = 128
 _WARP = 32

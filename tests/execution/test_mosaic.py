@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.lib import mosaic_gpu
 from jax.sharding import NamedSharding, PartitionSpec
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Lowering
-from jaxserve.execution.programs.mosaic import ask_ptxas_once, compile_kernel, kernels_of
+from jaxserve.execution.programs.mosaic import compile_kernel, kernels_of
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.deviceless import compile_lowered, h200_mesh, without_cache
@@ -58,7 +57,7 @@ def test_kernels_that_another_process_has_lowered():
     spec = make_spec(LLAMA_3_8B | {"num_hidden_layers": 1}, **sizes)
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
     builder = StepBuilder(spec, mesh)
-    lowering = Lowering(builder, spec, folder=None, num_workers=1)
+    lowering = Lowering(builder, folder=None, num_workers=1)
     try:
         programs = [lowering.lower(program, 1000) for program in builder.shapes.programs[:2]]
     finally:
@@ -71,11 +70,3 @@ def test_kernels_that_another_process_has_lowered():
     for program in programs:
         assert len(kernels_of(program)) > 3
         assert compile_lowered(lambda program=program: program).kernels == ()
-
-
-def test_ptxas_is_asked_for_its_version_once(monkeypatch):
-    versions = iter([90, 91])
-    monkeypatch.setattr(mosaic_gpu._mosaic_gpu_ext, "_get_ptxas_isa_version", lambda: next(versions))
-    ask_ptxas_once()
-    ask_ptxas_once()
-    assert [mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version() for _ in range(2)] == [90, 90]

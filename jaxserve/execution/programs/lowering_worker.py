@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Answer, Job, WorkerSettings, read_message, write_message
-from jaxserve.execution.programs.mosaic import ask_ptxas_once, name_kernels_by_content
+from pallas_kernels.jax_internals import ask_ptxas_once, name_kernels_by_content
 
 
 def main() -> None:

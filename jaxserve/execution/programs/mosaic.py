@@ -5,22 +5,16 @@ it with their own kind only: programs with kernels, compiled side by side, mostl
 been compiled is found again by its hash, whichever program it stands in.
 """
 
-import functools
-import hashlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib import mosaic_gpu_dialect
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, PartitionSpec
 
 TARGET = "mosaic_gpu_v2"
 """The custom call that is a kernel."""
 _TARGET = TARGET.encode()
-
-_DUMP_NAME = "mosaic_gpu.dump_basename"
-"""The attribute of a kernel's module that names the files of its dumps."""
 
 
 class MosaicKernel(NamedTuple):
@@ -32,38 +26,6 @@ class MosaicKernel(NamedTuple):
     use_custom_barrier: bool
     skip_device_barrier: bool
     uses_xla_collective_metadata: bool
-
-
-def name_kernels_by_content() -> None:
-    """From now on kernels that this process lowers are named by what they are, so that programs share equal ones.
-
-    jax names each by a number instead, the next one of the process, and the name is hashed with the kernel.
-    """
-    set_name = mosaic_gpu_dialect.get_or_set_dump_options
-
-    def set_name_by_content(module: Any) -> Any:
-        attributes = module.operation.attributes
-        if _DUMP_NAME not in attributes:
-            digest = hashlib.sha256(str(module).encode()).hexdigest()[:16]
-            name = f"{attributes['sym_name'].value}_{digest}"
-            attributes[_DUMP_NAME] = ir.StringAttr.get(name, context=module.context)
-        return set_name(module)
-
-    mosaic_gpu_dialect.get_or_set_dump_options = set_name_by_content
-
-
-def ask_ptxas_once() -> None:
-    """From now on this process starts ptxas once to learn its version, which does not change.
-
-    Lowering a kernel, jax starts it for every conversion from or to a type of 8 bits or less, as those of masks are.
-    """
-    try:
-        from jax._src.lib import mosaic_gpu
-    except ImportError:  # without jax's CUDA plugin it is not asked
-        return
-    extension: Any = mosaic_gpu._mosaic_gpu_ext
-    if not hasattr(extension._get_ptxas_isa_version, "cache_info"):
-        extension._get_ptxas_isa_version = functools.cache(extension._get_ptxas_isa_version)
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> set[MosaicKernel]:
