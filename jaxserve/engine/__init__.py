@@ -1,1 +1,1 @@
-"""The loop that joins scheduler and runner, and what the server and LLM hold of it."""
+"""The loop that joins scheduler and runner, and its clients for the server and LLM."""

@@ -1,4 +1,4 @@
-"""How much of the device's memory bandwidth the engine's steps use: an estimate, for the metrics."""
+"""Estimate what fraction of the device's memory bandwidth the engine's steps use, for the metrics."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ PEAK_BYTES_PER_SECOND: Mapping[str, float] = {
     "NVIDIA H100 80GB HBM3": 3.35e12,
     "NVIDIA H200": 4.8e12,
 }
-"""By the device's kind, as JAX names it; from NVIDIA's data sheets."""
+"""Peak bandwidth by device kind, as named by JAX; from NVIDIA's data sheets."""
 
 MIN_INTERVAL = 0.05
 """Seconds of steps that an estimate is made from, at least."""
@@ -31,8 +31,10 @@ class BandwidthMeter:
         self._ratio = 0.0
 
     def ratio(self, *, num_steps: int, seconds: float, num_positions: int) -> float:
-        """Share of the peak since the last estimate. `num_steps` and `seconds` count from the engine's start,
-        `num_positions` are those of the KV cache that hold tokens of running requests now.
+        """Return the fraction of the peak bandwidth used since the last estimate.
+
+        `num_steps` and `seconds` count from the engine's start; `num_positions` is the number of KV positions that
+        currently hold tokens of running requests.
         """
         steps, spent = num_steps - self._num_steps, seconds - self._seconds
         if self._peak is not None and spent >= MIN_INTERVAL:

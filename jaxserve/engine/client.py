@@ -1,7 +1,7 @@
-"""EngineClient: what the server and LLM hold of an engine, wherever it runs. No jax here.
+"""EngineClient: the server's and LLM's interface to an engine, wherever it runs. No jax here.
 
-`local.LocalEngineClient` runs the engine in a thread of this process, `remote.RemoteEngineClient` speaks to one in a
-process of its own. Text lives on this side of the line, token ids on the other.
+`local.LocalEngineClient` runs the engine in a thread of this process, `remote.RemoteEngineClient` connects to one in
+another process. Clients have text, the engine only token ids.
 """
 
 import abc
@@ -16,13 +16,14 @@ OutputSink = Callable[[list[EngineOutput]], None]
 
 
 def window_name(window: int | None) -> str:
-    """What layers are called that look so far back."""
+    """Return the name of layers with this window."""
     return "full" if window is None else f"window of {window}"
 
 
 class KVKind(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that look equally far back, None: to the beginning. `bytes_per_token` is what a token takes that they
-    still see, in all of them.
+    """The layers with the same window, None for those without one.
+
+    `bytes_per_token` is the KV in all of these layers of a token that is within the window.
     """
 
     window: int | None
@@ -31,12 +32,12 @@ class KVKind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name of the window, see `window_name`."""
         return window_name(self.window)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end must know of the engine to validate requests."""
+    """The sizes of an engine, with which the front end validates requests."""
 
     model: str
     vocab_size: int
@@ -48,23 +49,29 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     embedding_dimensions: tuple[int, ...] | None = None
-    """Lengths to which a vector may be cut, () any: for what the model was trained; None: for none."""
+    """Lengths to which an embedding may be cut, as the model was trained for them; () means any, None no other
+    length.
+    """
     weight_bytes: int
-    """Of the weights that every step reads: all but experts, and the embedding unless it is the LM head too."""
+    """Bytes of the weights that every step reads: all but experts, and the embedding unless it is also the LM head."""
     expert_bytes: int = 0
-    """Of all experts."""
+    """Bytes of all experts."""
     expert_share: float = 0.0
-    """Of the experts, those that a token goes to."""
+    """Fraction of the experts that a token is routed to."""
     kv_kinds: tuple[KVKind, ...]
     kv_dtype: str = "float32"
     enable_prefix_caching: bool = True
 
     def expected_weight_bytes(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens reads, if each chooses its experts as if by lot."""
+        """Return the bytes of weights that a step of `num_tokens` tokens reads, if each chooses its experts at
+        random.
+        """
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
 
     def cache_labels(self) -> dict[str, str]:
-        """Return what a metric says of the KV cache, under the names that autoscalers read, whatever the device is."""
+        """Return the labels of the metric about the KV cache, with the names that autoscalers read, whatever the device
+        is.
+        """
         return {
             "block_size": str(self.block_size),
             "num_gpu_blocks": str(self.num_blocks),
@@ -73,7 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """Bytes of KV that a request of so many tokens holds, and that a step reads for it."""
+        """Return the bytes of KV that a request of `num_tokens` tokens holds, and that a step reads for it."""
         return sum(kind.bytes_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
 
 
@@ -83,19 +90,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_new: int = 0
-    """Waiting requests that have not run yet, and could if there were room."""
+    """Waiting requests that have not run yet, for lack of room."""
     num_waiting_preempted: int = 0
     """Waiting requests that have run before."""
     num_waiting_deferred: int = 0
     """Waiting requests whose grammar is being compiled."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    """KV blocks that only the prefix cache holds; they are given to requests when no free one is left."""
+    """KV blocks held by the prefix cache only; they are evicted when no free block is left."""
     kv_cache_usage: float = 0.0
     kv_tokens_held: int = 0
     kv_positions_allocated: int = 0
     kv_bytes_held: dict[str, int] = {}
-    """Of running requests, by `KVKind.name`."""
+    """Bytes of KV held by running requests, by `KVKind.name`."""
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -117,10 +124,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's inside at one moment: who runs, who waits, and what every KV block is used for.
+    """The engine's state at one moment: running and waiting requests, and the use of every KV block.
 
-    `waiting` has the first few of `stats.num_waiting`. `blocks` is as `BlocksSnapshot.runs` has it. `num_output_tokens`
-    counts since the start.
+    `waiting` has the first few of `stats.num_waiting`. `blocks` is encoded by `BlocksSnapshot.runs`.
+    `num_output_tokens` counts since the start.
     """
 
     stats: EngineStats
@@ -131,42 +138,48 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineClient(abc.ABC):
-    """The border between those who speak text and HTTP, and the engine."""
+    """The interface between text and HTTP on one side and the engine on the other."""
 
     info: EngineInfo
 
     @abc.abstractmethod
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
-        """Queue sequences; from any thread. `sink` is then called on the engine's thread, with all outputs that one
-        step has for the requests that share this sink; it must be quick, and one that raises loses its requests. Each
-        request's last output has a `finish_reason`. When the engine dies, `is_alive` turns false first; then every
-        unfinished request gets a last output with finish_reason "error" and the cause.
+        """Queue sequences. Thread-safe.
 
-        Raises EngineDead, QueueFull or InvalidRequest; then none of `requests` was queued. A client of an engine in
-        another process cannot always know so soon: then each request's only output is an "error" with the `refusal`.
+        `sink` is called on the engine's thread with all outputs of a step for the requests that have this sink. It must
+        be fast; one that raises loses its requests. Each request's last output has a `finish_reason`. When the engine
+        dies, `is_alive` turns false first; then every unfinished request gets a last output with finish_reason "error"
+        and the cause.
+
+        Raises EngineDead, QueueFull or InvalidRequest; none of `requests` has been queued then. A client of an engine
+        in another process may learn of a refusal only later: each request's only output is then an "error" with the
+        `refusal`.
         """
 
     @abc.abstractmethod
     def abort(self, request_ids: list[str]) -> None:
-        """Drop these requests at the next step and free their blocks; from any thread. No further output is promised.
+        """Drop these requests at the next step and free their blocks. Thread-safe. There may be no further output.
+
         Unknown or finished ids are ignored.
         """
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:
-        """The latest snapshot; never waits for a step."""
+        """Return the latest stats; never waits for a step."""
 
     @abc.abstractmethod
     def snapshot(self) -> EngineSnapshot:
-        """What the engine holds, copied between two steps: waits for the one that runs. Raises EngineDead."""
+        """Copy the engine's state between two steps, waiting for the current one. Raises EngineDead."""
 
     @abc.abstractmethod
     def is_alive(self) -> bool:
-        """Whether the engine still steps."""
+        """Return true while the engine is running."""
 
     @abc.abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block that no request holds. Returns whether it could be done (no request is running)."""
+        """Drop every cached block that no request holds. Returns false, and does nothing, while a request is
+        running.
+        """
 
     @abc.abstractmethod
     def start_profile(self, directory: str) -> None:
@@ -178,7 +191,7 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def stop_profile(self) -> None:
-        """Write the recording. Raises InvalidRequest if there is none."""
+        """Stop the profile and write it. Raises InvalidRequest if there is none."""
 
     @abc.abstractmethod
     def close(self) -> None:

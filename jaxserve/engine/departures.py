@@ -1,4 +1,4 @@
-"""How fast requests leave the engine, for the `Retry-After` of those that find its queue full."""
+"""Estimate how fast requests leave the engine, for the `Retry-After` of requests that find its queue full."""
 
 import math
 
@@ -18,13 +18,15 @@ class Departures:
         self._last = 0.0
 
     def count(self, number: int, *, now: float) -> None:
-        """So many have left."""
+        """Count `number` departures."""
         if number:
             self._weight = self._weight_at(now) + number
             self._last = now
 
     def wait(self, number: int, *, now: float) -> float:
-        """Seconds in which so many will leave at the rate of late, MIN_WAIT to MAX_WAIT; MIN_WAIT if none ever has."""
+        """Return the seconds in which `number` requests leave at the recent rate, within [MIN_WAIT, MAX_WAIT]; MIN_WAIT
+        if none ever has.
+        """
         if not self._weight or now <= 0:
             return MIN_WAIT
         # The mean of an exponentially weighted count, with Adam's correction for the time before it began.

@@ -1,4 +1,4 @@
-"""What callers see of a pooling request: one vector for a text. No jax here."""
+"""The result of a pooling request: one vector for a text. No jax here."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingOutput:
-    """The vector of one text. `prompt` is None where token ids were given."""
+    """The vector of one text. `prompt` is None if token ids were given."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -29,8 +29,10 @@ class EmbeddingOutput:
 def finish_embedding(
     pooled: bytes, *, dimensions: int | None = None, normalize: bool = True
 ) -> Float32[np.ndarray, " E"]:
-    """The vector that a caller gets, from what the engine has pooled: its first `dimensions` entries (for models that
-    were trained for this, Kusupati et al. 2022, arXiv:2205.13147), of length 1 if `normalize`.
+    """Make the vector for the caller from what the engine has pooled.
+
+    It has the first `dimensions` entries (for models trained for this, Kusupati et al. 2022, arXiv:2205.13147), scaled
+    to length 1 if `normalize`.
     """
     vector = np.frombuffer(pooled, "<f4")[:dimensions].astype(np.float32)
     if not normalize:
@@ -50,7 +52,7 @@ def matryoshka_dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | Non
 def check_dimensions(dimensions: int | None, *, hidden_size: int, allowed: Sequence[int] | None) -> int | None:
     """Return `dimensions` as a plain number; `allowed` is `EngineInfo.embedding_dimensions`.
 
-    Raises InvalidRequest unless a vector has so many entries, and the model was trained to be cut to them.
+    Raises InvalidRequest unless a vector has that many entries, and the model was trained to be cut to them.
     """
     if dimensions is None:
         return None

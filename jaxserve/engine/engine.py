@@ -23,7 +23,7 @@ from jaxserve.structured.matchers import Matchers, refusal
 
 
 class Engine:
-    """One scheduler, one runner, at most one step in flight while the host works.
+    """One scheduler, one runner, and at most one step in flight while the host works.
 
     Not thread-safe: one thread owns it (`local.LocalEngineClient`).
     """
@@ -37,8 +37,10 @@ class Engine:
         matchers: Matchers | None = None,
         bandwidth: BandwidthMeter | None = None,
     ):
-        """`matchers` follow the grammars of requests that have one; without them such a request is refused. Without a
-        `bandwidth` meter the share of the memory's bandwidth is 0.
+        """Join a scheduler and a runner.
+
+        `matchers` follow the grammars of constrained requests, which are refused without them. Without a `bandwidth`
+        meter the reported bandwidth utilization is 0.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -59,12 +61,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has anything to do."""
         return bool(self._in_flight) or self.has_requests
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is unfinished."""
+        """True while a request is unfinished."""
         return self.scheduler.has_work or self._num_compiling > 0
 
     @property
@@ -99,10 +101,10 @@ class Engine:
             self._matchers.forget(request_ids)
 
     def step(self) -> list[EngineOutput]:
-        """Start the next step, then return what the one before it has brought.
+        """Start the next step, then return the outputs of the one before.
 
-        This holds for requests that follow a grammar too: only what such a request draws depends on its token of the
-        step before, and the mask that says so is computed while the device runs the layers.
+        This also holds for requests with a grammar: only their draw depends on their token of the step before, and the
+        mask that it determines is computed while the device runs the layers.
         """
         outputs = self._add_compiled() if self._num_compiling else []
         start = time.perf_counter()
@@ -130,7 +132,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the device, once its steps and copies to the host are done: XLA aborts a process that ends before."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a step that fails now is no one's
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error of a step whose requests are gone
             for pending in self._in_flight:
                 pending.token_ids()
         self.runner.close()
@@ -183,8 +185,10 @@ class Engine:
         return [_refused(request.request_id, error) for group, error in refused for request in group]
 
     def _masks(self, requests: list[Request], failed: dict[Request, str]) -> Masks:
-        """What these requests may draw in the step that has just been started. Waits for their tokens of those before,
-        and notes in `failed` who cannot go on, and why.
+        """Return the masks of these requests for the step that has just been started.
+
+        Waits for their tokens of the steps before, and records in `failed` the requests that cannot continue, with the
+        reason.
         """
         assert self._matchers is not None
         start = time.perf_counter()
@@ -216,7 +220,7 @@ class Engine:
         self._num_ended_preemptions += request.num_preemptions
 
     def _forget(self, request: Request) -> None:
-        """Drop what is kept here of a request that has ended."""
+        """Drop the engine's state of a request that has ended."""
         self._num_prompt_logprobs.pop(request.request_id, None)
         if self._matchers is not None and request.request.grammar:
             self._matchers.forget((request.request_id,))
@@ -304,7 +308,7 @@ class Engine:
         return outputs
 
     def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs]:
-        """Those of the prompt tokens behind the row's positions that have not been handed out before a preemption."""
+        """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption."""
         request = row.request
         num_top = request.request.params.prompt_logprobs
         assert num_top is not None

@@ -1,7 +1,7 @@
-"""Frontend: everything between text and EngineClient, shared by LLM and the server. No jax here.
+"""Frontend: everything between text and EngineClient, used by LLM and the server. No jax here.
 
-`prepare` turns a prompt and its SamplingParams into validated EngineRequests; `generate` (a thread that waits) and
-`run` (asyncio) run them and bring back text.
+`prepare` turns a prompt and its SamplingParams into validated EngineRequests; `generate` (in a blocking thread) and
+`run` (asyncio) run them and return text.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 _ALIVE_CHECK_SECONDS = 1.0
-_SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings lie far apart, in all their bits
+_SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings are far apart, in all their bits
 
 # generation_config.json -> SamplingParams. `do_sample` is not looked at, as vLLM does not.
 _GENERATION_CONFIG_FIELDS = {
@@ -99,12 +99,12 @@ class Frontend:
     ) -> RequestGroup:
         """Tokenize and validate: afterwards only the engine itself can refuse the request.
 
-        `prompt_text` is what RequestOutput shows as the prompt where `prompt` is token ids (a rendered chat, say).
-        `add_special_tokens` puts the tokenizer's own (BOS, say) around a text. `truncate_prompt_tokens=k` keeps so many
-        tokens, -1 as many as leave room for the output; the others are cut off at `truncation_side`. `shorten_output`
-        cuts a max_tokens that the context has no room for, instead of refusing the request. `grammar` is what the
-        output must be, as `structured.grammar` writes it; None takes it from `params.structured_outputs`, whose check
-        may take seconds. `visible_special_tokens` are in the text even if special tokens are skipped.
+        `prompt_text` is what RequestOutput shows as the prompt if `prompt` is token ids (a rendered chat, for example).
+        `add_special_tokens` adds the tokenizer's own (such as BOS) to a text. `truncate_prompt_tokens=k` keeps k
+        tokens, -1 as many as leave room for the output; the rest is cut off at `truncation_side`. `shorten_output`
+        reduces a max_tokens beyond the context, instead of refusing the request. `grammar` is the grammar text of the
+        output, see `structured.grammar`; None makes it from `params.structured_outputs`, which may take seconds.
+        `visible_special_tokens` are in the text even if special tokens are skipped.
 
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
@@ -162,7 +162,9 @@ class Frontend:
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
     ) -> RequestGroup:
-        """A group of one sequence that brings an `embedding` instead of text; arguments and errors as in `prepare`."""
+        """Prepare a group of one sequence that returns an `embedding` instead of text; arguments and errors as in
+        `prepare`.
+        """
         text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         max_model_len = self.client.info.max_model_len
         limit = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
@@ -182,12 +184,11 @@ class Frontend:
         return RequestGroup(request_id, prompt_text if text is None else text, [request], self.tokenizer)
 
     def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, RequestOutput]]:
-        """Run prepared prompts together; yields (group, what is new for it) as it comes, until all have finished.
+        """Run prepared prompts together; yield (group, its new output) as it arrives, until all have finished.
 
-        A sequence that the engine could not finish ends with finish_reason "error", and its group's `error` says why;
-        the others go on. Ending the iteration early, also by an exception such as KeyboardInterrupt, aborts the rest.
-
-        Raises what `EngineClient.submit` raises, and EngineDead when the engine dies.
+        A sequence that the engine could not finish ends with finish_reason "error", and its group's `error` has the
+        reason; the others go on. Ending the iteration early, also by an exception such as KeyboardInterrupt, aborts the
+        rest. Raises what `EngineClient.submit` raises, and EngineDead when the engine dies.
         """
         outputs: queue.SimpleQueue[list[EngineOutput]] = queue.SimpleQueue()
         group_of = {request.request_id: group for group in groups for request in group.requests}
@@ -207,14 +208,14 @@ class Frontend:
                 self.client.abort(rest)
 
     async def run(self, groups: Sequence[RequestGroup], take: Take) -> None:
-        """Run prepared prompts in the running event loop, until all have finished; cancelling it aborts them.
+        """Run prepared prompts in the running event loop, until all have finished; cancelling aborts them.
 
-        `take` is called in the event loop with the index of a prompt and what is new for it. Everything so far is in
+        `take` is called in the event loop with the index of a prompt and its new output. The whole output so far is
         `group.result()`.
 
         Raises RequestFailed when the engine could not finish a sequence, EngineDead when it has died, and what `take`
-        and `EngineClient.submit` raise, also where an engine elsewhere has refused the request; InvalidRequest where a
-        grammar cannot be followed further. What came before is taken first. The other prompts are aborted then.
+        and `EngineClient.submit` raise, also for a refusal by an engine in another process; InvalidRequest if a grammar
+        cannot be followed further. Earlier outputs are passed to `take` first, and the other prompts are aborted.
         """
         loop = asyncio.get_running_loop()
         if self._dispatcher is None or self._dispatcher.loop is not loop:
@@ -224,7 +225,7 @@ class Frontend:
     def _tokenize(
         self, prompt: str | Iterable[SupportsIndex], *, add_special_tokens: bool
     ) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it is one, and its token ids. Raises InvalidRequest."""
+        """Return the prompt's text, if it is one, and its token ids. Raises InvalidRequest."""
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -270,7 +271,9 @@ class Frontend:
         return token_ids[-limit:] if side == "left" else token_ids[:limit]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, shorten_output: bool) -> int:
-        """The output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the context."""
+        """Return the output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the
+        context.
+        """
         max_model_len = self.client.info.max_model_len
         rest = max_model_len - num_prompt_tokens
         wanted = 1 if shorten_output or params.max_tokens is None else params.max_tokens
@@ -291,10 +294,10 @@ class Frontend:
         return rest
 
     def _bad_word_ids(self, bad_words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of each word, as it stands at the start of a text and after a space.
+        """Return token sequences of each word, at the start of a text and after a space.
 
-        The second form is left out where it ends in the first, which forbids it already: so it is where the tokenizer
-        itself puts a space before every text (sentencepiece).
+        The second one is omitted if it ends in the first, which forbids it already: this is so if the tokenizer puts a
+        space before every text (sentencepiece).
         """
         sequences: dict[tuple[int, ...], None] = {}
         for word in bad_words:
@@ -344,7 +347,7 @@ def _by_group(
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    """What SamplingParams cannot check by itself."""
+    """Check what SamplingParams cannot check by itself."""
     if params.stop_strings and not params.detokenize:
         raise InvalidRequest("stop strings need detokenize=True", param="stop")
     _check_token_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)

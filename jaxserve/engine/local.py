@@ -44,8 +44,10 @@ type _TakenSnapshot = concurrent.futures.Future[tuple[EngineStats, int, Schedule
 
 
 def _after_fork(client: "weakref.ref[LocalEngineClient]", xla_clients: Collection[object]) -> None:
-    """In a child that os.fork has made, say that clients are copies, without the engine's thread. Keep the engine and
-    what the modules of jax hold even when the process ends: their destructors wait for threads that it has not got.
+    """Mark clients as copies in a child made by os.fork, which lacks the engine's thread.
+
+    Also keep the engine and the contents of jax's modules alive until the process ends: their destructors would wait
+    for threads that do not exist.
     """
     LocalEngineClient.is_in_copy = True
     copy = client()
@@ -55,7 +57,7 @@ def _after_fork(client: "weakref.ref[LocalEngineClient]", xla_clients: Collectio
 
 
 class _Listener:
-    """Who hears of one request, until it is finished or aborted."""
+    """The subscriber to one request's outputs."""
 
     __slots__ = ("is_aborted", "sink")
 
@@ -65,10 +67,10 @@ class _Listener:
 
 
 class LocalEngineClient(EngineClient):
-    """Runs an Engine in a daemon thread. Every call may come from any thread; the engine is touched by its own only."""
+    """Runs an Engine in a daemon thread. Thread-safe; the engine is only used by its own thread."""
 
     is_in_copy: ClassVar[bool] = False
-    """Whether os.fork made this process of one that had an engine: neither that one nor jax works here."""
+    """True if os.fork made this process from one with an engine: neither the engine nor jax works here."""
 
     def __init__(self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None):
         self.info = info
@@ -78,7 +80,7 @@ class LocalEngineClient(EngineClient):
         self._commands: list[Callable[[], object]] = []  # for the engine's thread, in the order they were given
         self._num_submitted = 0
         self._departures = Departures()
-        self._reset: concurrent.futures.Future[bool] | None = None  # of those who want an empty prefix cache
+        self._reset: concurrent.futures.Future[bool] | None = None  # common to all who wait for an empty prefix cache
         self._snapshots: list[_TakenSnapshot] = []  # that callers wait for
         self._listeners: dict[str, _Listener] = {}  # by id, of the requests that callers regard as unfinished
         self._heard: dict[str, _Listener] = {}  # of those that the engine knows; its thread's own
@@ -99,7 +101,7 @@ class LocalEngineClient(EngineClient):
         """Load the model, size the KV cache, compile the steps, and run.
 
         `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars. Raises StartupError, and EngineDead in a
-        forked child, where jax would wait for ever.
+        forked child, where jax would wait forever.
         """
         cls._check_process()
         from jaxserve.engine.startup import start_engine
@@ -180,7 +182,7 @@ class LocalEngineClient(EngineClient):
             if self._is_profiling:
                 raise InvalidRequest("a profile is being recorded already")
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # it would slow down what it shows, several times
+            options.python_tracer_level = 0  # it would slow the traced code down several times
             jax.profiler.start_trace(directory, profiler_options=options)
             self._is_profiling = True
 
@@ -219,7 +221,7 @@ class LocalEngineClient(EngineClient):
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold the lock. In a forked child it may be held for ever; there this raises EngineDead instead."""
+        """Hold the lock. Raises EngineDead in a forked child, where the lock may be held forever."""
         self._check_process()
         with self._condition:
             yield
@@ -235,7 +237,7 @@ class LocalEngineClient(EngineClient):
             while self._take_commands():
                 outputs = self._engine.step()
                 if not self._engine.has_requests:
-                    self._stats = self._engine.stats()  # whoever gets the last answer shall see that nothing runs
+                    self._stats = self._engine.stats()  # the receiver of the last answer must see that nothing runs
                 self._deliver(outputs)
                 self._publish_stats()
         except BaseException as error:
@@ -248,7 +250,7 @@ class LocalEngineClient(EngineClient):
             self._ended.set()
 
     def _take_commands(self) -> bool:
-        """Hand what has been asked for to the engine; sleeps while there is nothing to do. False: closing."""
+        """Pass commands to the engine; sleep while there is nothing to do. Returns false on closing."""
         with self._condition:
             while not (self._is_closing or self._commands or self._reset or self._snapshots):
                 if self._engine.has_work:
@@ -284,7 +286,9 @@ class LocalEngineClient(EngineClient):
         self._departures.count(num_heard - len(self._heard), now=self._engine.seconds["total"])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Hand outputs to the sinks, a list each. An id may be in use again; here it is what the engine knows by it."""
+        """Pass outputs to the sinks, one list each. An id may have been reused; here it is the one that the engine
+        knows.
+        """
         by_sink: dict[OutputSink, list[EngineOutput]] = collections.defaultdict(list)
         with self._condition:
             num_heard = len(self._heard)
@@ -300,7 +304,7 @@ class LocalEngineClient(EngineClient):
         for sink, batch in by_sink.items():
             try:
                 sink(batch)
-            except Exception:  # the callers of the other requests must not pay for it
+            except Exception:  # the other requests' callers must not be affected
                 logger.exception("a sink has raised; its requests are aborted")
                 self.abort([output.request_id for output in batch])
 

@@ -1,6 +1,6 @@
 """From EngineOutput to RequestOutput: text, stop strings and logprobs of one prompt's sequences, on the caller's side.
 
-A `RequestGroup` is the front end's state of one prompt: it takes what the engine's steps bring and gives out what is
+A `RequestGroup` is the front end's state of one prompt: it takes the outputs of the engine's steps and returns what is
 new since the last time, or everything at the end.
 """
 
@@ -20,10 +20,10 @@ from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopChecker:
-    """Finds stop strings in a text that comes in pieces, and holds back what may still become one.
+    """Finds stop strings in a text that arrives in pieces, and holds back what may still become one.
 
-    The text is read character by character, so that where tokens begin and end makes no difference: the stop string
-    that is complete first wins, the longest of those that end together.
+    The text is read character by character, so that token boundaries make no difference: the stop string that is
+    complete first wins, the longest of those that end together.
     """
 
     def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False):
@@ -32,7 +32,7 @@ class StopChecker:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Returns the text that can be shown now, and the stop string if one is complete: nothing follows it then.
+        """Return the text that can be shown now, and the stop string if one is complete: nothing follows it then.
 
         With `may_stop=False` a stop string that ends in this piece is ordinary text (min_tokens).
         """
@@ -55,7 +55,7 @@ class StopChecker:
         return seen[:shown], None
 
     def flush(self) -> str:
-        """End of the sequence: what was held back."""
+        """End the sequence and return what was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -73,7 +73,7 @@ class _Matcher:
         self._border = [0, 0]
 
     def push(self, text: str, *, may_stop: bool) -> int | None:
-        """Returns how many characters of `text` complete the stop string first; then this matcher is done."""
+        """Return how many characters of `text` complete the stop string first; the matcher is done then."""
         stop, border, matched = self.stop, self._border, self.matched
         start = 0
         if matched == 0:
@@ -104,7 +104,7 @@ class _Matcher:
 
 
 class _Sequence:
-    """One of the n continuations: what the engine has brought, and how much of it has been given out."""
+    """One of the n continuations: the engine's outputs, and how much of them has been returned."""
 
     def __init__(
         self, request: EngineRequest, tokenizer: Tokenizer, *, index: int, visible_special_tokens: frozenset[int]
@@ -143,7 +143,7 @@ class _Sequence:
                 self._logprobs.append(logprob_entry(self._tokenizer, output.logprobs[position]))
             ends = output.finish_reason == "stop" and position == len(output.new_token_ids) - 1
             if ends and token_id == output.stop_reason and not self._params.include_stop_str_in_output:
-                continue  # a stop token is no text
+                continue  # a stop token is not text
             stop = self._push_text(token_id)
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
@@ -172,11 +172,11 @@ class _Sequence:
         self.finish_reason = output.finish_reason
         if output.stop_reason in (
             self._params.stop_token_ids or ()
-        ):  # EOS is the ordinary end: no reason is given for it
+        ):  # EOS is the ordinary end, which has no stop_reason
             self.stop_reason = output.stop_reason
 
     def take_delta(self) -> CompletionOutput | None:
-        """What is new since the last call, if anything is."""
+        """Return what is new since the last call, or None."""
         num_tokens, num_pieces = self._num_given
         is_new = num_tokens < len(self._token_ids) or num_pieces < len(self._text)
         if not is_new and (self.finish_reason is None or self._finish_given):
@@ -193,7 +193,7 @@ class _Sequence:
 
     @property
     def is_begun(self) -> bool:
-        """Whether `take_delta` has given out anything."""
+        """True if `take_delta` has returned anything."""
         return self._finish_given or self._num_given != (0, 0)
 
     def result(self) -> CompletionOutput:
@@ -215,10 +215,10 @@ class RequestGroup:
     """One prompt with its n sequences, from `Frontend.prepare` until all of them have finished.
 
     Attributes:
-        requests: what the engine gets, one a sequence.
-        error: why the engine could not finish one of the sequences, if so.
-        refusal: the same where it is the caller's to mend: not queued, or a grammar that cannot be followed further.
-        embedding: what has come of a pooling request, as the engine has it (`EngineOutput.embedding`).
+        requests: the engine requests, one per sequence.
+        error: the reason why the engine could not finish one of the sequences, or None.
+        refusal: set with `error` if the caller is at fault: not queued, or a grammar that cannot be followed further.
+        embedding: the result of a pooling request, as returned by the engine (`EngineOutput.embedding`).
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class RequestGroup:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Those of the prompt so far, if asked for and not forgotten."""
+        """Logprobs of the prompt so far, if requested and not dropped."""
         return self._prompt_logprobs
 
     @property
@@ -285,16 +285,16 @@ class RequestGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if no more output will come."""
         for sequence in self._sequences.values():  # noqa: SIM110 - asked for with every token: `all` takes thrice as long
             if sequence.finish_reason is None:
                 return False
         return True
 
     def take_delta(self) -> RequestOutput | None:
-        """What is new since the last call, if anything is; only the sequences that have news are in it.
+        """Return what is new since the last call, or None; it contains only the sequences with new output.
 
-        `prompt_logprobs` come once, complete, with the first tokens.
+        `prompt_logprobs` are returned once, complete, with the first tokens.
         """
         deltas = [delta for sequence in self._sequences.values() if (delta := sequence.take_delta()) is not None]
         if not deltas:
@@ -304,9 +304,9 @@ class RequestGroup:
         return self._output(deltas, prompt_logprobs)
 
     def forget_logprobs(self) -> None:
-        """Drop the logprobs that `take_delta` has given out, of the prompt once each sequence has begun.
+        """Drop the logprobs that `take_delta` has returned; those of the prompt once each sequence has begun.
 
-        For those who take deltas only, as `result` is without them. Of 20,000 tokens with 20 each they are 46 MiB.
+        For callers that only take deltas, as `result` lacks them then. Those of 20,000 tokens with 20 each take 46 MiB.
         """
         if not self._has_logprobs:
             return
@@ -335,8 +335,8 @@ class RequestGroup:
 
 
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """Token id -> Logprob at one position: the token itself first, then the most likely ones in order, then
-    those that were asked for.
+    """Return token id -> Logprob at one position: the token itself, then the most likely ones in order, then those
+    asked for.
     """
     logprobs = {entry.token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(entry.token_id))}
     for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):

@@ -1,7 +1,7 @@
 """The engine's process: the other side of `remote`. The server's parent starts `python -m jaxserve.engine.process`.
 
-The engine runs in a thread, as LocalEngineClient has it, and sends each client what a step has for it as one message.
-The main thread reads what the clients want, and sends the stats; it never waits for a step.
+The engine runs in a thread, as in LocalEngineClient, and sends each client its outputs of a step as one message. The
+main thread reads the clients' messages and sends the stats; it never waits for a step.
 """
 
 import collections
@@ -30,13 +30,13 @@ STATS_INTERVAL = 0.1
 """Seconds between two snapshots for the clients while there is something new, ten times that while there is not."""
 
 POLL_MILLISECONDS = 50
-MAX_MESSAGES = 100  # read between two looks at everything else: however many come, the stats go out
+MAX_MESSAGES = 100  # messages read before anything else is done, so that the stats are sent even if many arrive
 LINGER_SECONDS = 2
-"""How long the news of the engine's death may take to reach its clients."""
+"""Maximum seconds for the notice of the engine's death to reach its clients."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent tells the engine's process: its options, and the folder of the sockets."""
+    """The parent's settings for the engine's process: its options, and the folder of the sockets."""
 
     engine: EngineConfig
     folder: str
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Peer:
-    """One client: its socket, and which of its requests run. The engine's thread and the main thread both send."""
+    """One client: its socket, and its running requests. Both the engine's thread and the main thread send to it."""
 
     def __init__(self, name: str, socket: zmq.Socket[bytes], client: EngineClient):
         self.name = name
@@ -56,21 +56,21 @@ class _Peer:
         self._lock = threading.Lock()  # a ZMQ socket may change threads, but not serve two at once
 
     def send(self, message: wire.ToClient) -> None:
-        """Send, or queue what the client has not yet read: the engine never waits for a client."""
+        """Send a message, or queue it if the client is behind: the engine never waits for a client."""
         data = wire.encode(message)
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(data, zmq.NOBLOCK)
 
     def take(self, outputs: list[EngineOutput]) -> None:
-        """The sink of all requests of this client."""
+        """Send outputs to this client; the sink of all its requests."""
         ended = [output.request_id for output in outputs if output.finish_reason is not None]
         self.unfinished.difference_update(ended)
         if not self._knows_of_death and not self._client.is_alive():
             self._knows_of_death = True
             self.send(wire.Died(outputs[0].error or "it is closed"))
         if ended and not (stats := self._client.stats()).num_running:
-            self.send(wire.Stats(stats))  # whoever gets the last answer shall see that nothing runs
+            self.send(wire.Stats(stats))  # the receiver of the last answer must see that nothing runs
         self.send(wire.Outputs(outputs))
 
     def close(self, *, linger_seconds: int) -> None:
@@ -117,14 +117,14 @@ class EngineServer:
         self._is_stopping.set()
 
     def client_gone(self, name: str) -> None:
-        """A client's process has ended: abort what it has left. From any thread."""
+        """Abort the requests of a client whose process has ended. Thread-safe."""
         self._gone.append(name)
 
     def _handle(self, message: wire.ToEngine) -> None:
         peer = self._peers.get(message.client)
         if isinstance(message, wire.Hello):
             socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)  # what a slow client has not read is bounded by the max_tokens of its requests
+            socket.set_hwm(0)  # the unread data of a slow client is bounded by the max_tokens of its requests
             socket.connect(wire.client_address(self._folder, message.client))
             peer = self._peers[message.client] = _Peer(message.client, socket, self._client)
             peer.send(wire.Welcome(self._client.info))
@@ -153,7 +153,7 @@ class EngineServer:
             )
 
     def _call(self, peer: _Peer, call: wire.Call) -> None:
-        """In a thread of its own: these wait for a step."""
+        """Answer a call, in a thread of its own because it waits for a step."""
         methods: dict[wire.Method, Callable[..., object]] = {
             "reset_prefix_cache": self._client.reset_prefix_cache,
             "start_profile": self._client.start_profile,
@@ -164,7 +164,7 @@ class EngineServer:
             peer.send(wire.Answer(call.number, methods[call.method](*call.arguments)))
         except JaxserveError as error:
             peer.send(wire.Answer(call.number, None, Refusal.of(error)))
-        except Exception as error:  # or the caller would wait for an answer that never comes
+        except Exception as error:  # otherwise the caller would wait forever
             logger.exception("%s has failed", call.method)
             peer.send(wire.Answer(call.number, None, Refusal.of(JaxserveError(f"{call.method}: {error}"))))
 
@@ -185,7 +185,7 @@ class EngineServer:
 
 
 def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
-    """Serve `client` until the parent lets go of this process or the engine dies. Returns the exit code."""
+    """Serve `client` until the parent closes this process or the engine dies. Returns the exit code."""
     server = EngineServer(client, folder)
 
     def on_command(command: str) -> None:

@@ -1,4 +1,4 @@
-"""What a profile of the device says: how much of the time it was at work, and at what."""
+"""Evaluate a profile of the device: how much of the time it was busy, and with what."""
 
 import collections
 import pathlib
@@ -21,11 +21,11 @@ class WorkTimes(NamedTuple):
     name: str
     num_runs: int
     seconds: float
-    """Of all of them."""
+    """Total time of all runs."""
 
 
 def read_profile(folder: pathlib.Path) -> list[Work]:
-    """What GPUs ran while `start_profile` recorded into the folder, in the order in which it began."""
+    """Return what GPUs ran while `start_profile` recorded into the folder, in order of start."""
     [path] = folder.rglob("*.xplane.pb")
     profile = jax.profiler.ProfileData.from_file(str(path))
     return sorted(
@@ -39,9 +39,9 @@ def read_profile(folder: pathlib.Path) -> list[Work]:
 
 
 def second_half(work: list[Work]) -> tuple[list[Work], float]:
-    """What ran in the second half of the time from the first start to the last end, and how many nanoseconds that is.
+    """Return what ran in the second half between the first start and the last end, and its length in nanoseconds.
 
-    The second half, since a batch of requests starts with their prefill, and a profile with what is slow at first.
+    The first half is skipped because a batch of requests starts with prefill, and a profile with slow first calls.
     """
     end = max(piece.end for piece in work)
     begin = (min(piece.start for piece in work) + end) / 2
@@ -49,7 +49,7 @@ def second_half(work: list[Work]) -> tuple[list[Work], float]:
 
 
 def busy_share(work: list[Work]) -> float | None:
-    """The share of the second half of a profile's time during which its GPU ran something, None if it saw no GPU."""
+    """Return the fraction of a profile's second half during which its GPU was busy, None if it saw no GPU."""
     if not work:
         return None
     late, span = second_half(work)

@@ -19,14 +19,16 @@ Prompt = str | Iterable[SupportsIndex] | PromptDict
 
 
 class TokenizedPrompt(NamedTuple):
-    """Token ids (still to be validated), and the text that they stand for, if it is known."""
+    """Token ids (still to be validated), and their text, if it is known."""
 
     token_ids: Iterable[SupportsIndex]
     text: str | None
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """One prompt (a text, a dict, token ids) or an iterable of many, as a list of prompts. Raises InvalidRequest."""
+    """Convert one prompt (a text, a dict, token ids) or an iterable of many to a list of prompts. Raises
+    InvalidRequest.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     entries = list(_iterable(prompts))
@@ -57,7 +59,9 @@ def _parts(prompt: Prompt) -> tuple[Iterable[SupportsIndex] | None, str | None]:
 
 
 def _iterable(prompt: Any) -> Iterable[Any]:
-    """Raises InvalidRequest for what is no prompt. Bytes would pass as token ids."""
+    """Raise InvalidRequest for an object that is not a prompt. Bytes are refused explicitly, as they would pass as
+    token ids.
+    """
     if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequest(
             f"a prompt is a text, a list of token ids or a dict of them, not {type(prompt).__name__}", param="prompt"
@@ -66,7 +70,7 @@ def _iterable(prompt: Any) -> Iterable[Any]:
 
 
 def _is_token_id(entry: Any) -> bool:
-    """An integer of any library; an array has `__index__` too, and refuses."""
+    """Return true for an integer of any library; an array has `__index__` too, but raises."""
     try:
         operator.index(entry)
     except TypeError:

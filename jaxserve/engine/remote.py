@@ -1,7 +1,7 @@
-"""The client of an engine in another process: what an API worker holds. No jax here.
+"""The client of an engine in another process, used by API workers. No jax here.
 
-Messages are read in the event loop that `connect` ran in, so that a step's outputs reach their streams without a change
-of threads; `process` is the other side.
+Messages are read in the event loop that `connect` ran in, so that a step's outputs reach their streams without changing
+threads; `process` is the other side.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ whose words of that time have yet to be read.
 
 
 class RemoteEngineClient(EngineClient):
-    """One of the clients of an engine process. Request ids must not be used twice.
+    """One of the clients of an engine process. Request ids must not be reused.
 
-    `submit` and `abort` may come from any thread, but cost least in the event loop; the calls that wait for an answer
-    must come from another one. Sinks are called in the event loop.
+    `submit` and `abort` are thread-safe, but cheapest in the event loop; calls that wait for an answer must come from
+    another thread. Sinks are called in the event loop.
     """
 
     def __init__(self, folder: pathlib.Path, name: str):
@@ -53,7 +53,7 @@ class RemoteEngineClient(EngineClient):
         self._thread = threading.get_ident()
         self._context = zmq.asyncio.Context()
         self._incoming = self._context.socket(zmq.PULL)
-        self._incoming.set_hwm(0)  # what is on its way is bounded by the max_tokens of its requests
+        self._incoming.set_hwm(0)  # data in transit is bounded by the max_tokens of its requests
         self._incoming.bind(wire.client_address(folder, name))
         self._outgoing = self._context.socket(zmq.PUSH)
         self._outgoing.set_hwm(0)
@@ -121,7 +121,7 @@ class RemoteEngineClient(EngineClient):
         self._call("stop_profile")
 
     def engine_died(self, reason: str) -> None:
-        """The engine's process has ended: tell everyone who waits for it. In the event loop."""
+        """Notify everyone who waits for the engine that its process has ended. Call it in the event loop."""
         if self._death is None:
             self._death = reason
         message = f"the engine has stopped: {reason}"
@@ -130,7 +130,7 @@ class RemoteEngineClient(EngineClient):
 
     @override
     def close(self) -> None:
-        """Leave the engine, which goes on. In the event loop."""
+        """Disconnect from the engine, which goes on. Call it in the event loop."""
         if not self._context.closed:
             self._death = self._death or "the connection is closed"
             self._end_calls(self._death)  # a thread that waits for an answer would hold up the end of the process
@@ -154,7 +154,7 @@ class RemoteEngineClient(EngineClient):
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def send() -> None:
-            if self._context.closed:  # since it was asked for
+            if self._context.closed:  # closed since the call was scheduled
                 answer.set_exception(EngineDead("the connection is closed"))
                 return
             number = len(self._calls) and max(self._calls) + 1
@@ -173,7 +173,7 @@ class RemoteEngineClient(EngineClient):
         self._calls.clear()
 
     async def _read(self) -> None:
-        """Take what the engine sends, until the end."""
+        """Handle the engine's messages, until the end."""
         while True:
             message = wire.decode_to_client(await self._incoming.recv())
             self._silence = 0.0
@@ -213,6 +213,6 @@ class RemoteEngineClient(EngineClient):
         for sink, batch in by_sink.items():
             try:
                 sink(batch)
-            except Exception:  # the callers of the other requests must not pay for it
+            except Exception:  # the other requests' callers must not be affected
                 logger.exception("a sink has raised; its requests are aborted")
                 self.abort([output.request_id for output in batch])

@@ -1,7 +1,7 @@
-"""Dispatcher: the asyncio side of the front end, from what the engine's steps bring to those who wait in an event loop.
+"""Dispatcher: the asyncio side of the front end, from the engine's outputs to those who wait for them in an event loop.
 
-The engine calls the sink once a step. Its outputs wait until it is their prompt's turn; then all that has come for the
-prompt becomes text, and is handed on at once, without waking a task.
+The engine calls the sink once per step. Its outputs wait until it is their prompt's turn; then everything that has
+arrived for the prompt becomes text, and is passed on at once, without waking a task.
 """
 
 import asyncio
@@ -17,23 +17,29 @@ from jaxserve.errors import EngineDead, JaxserveError, RequestFailed
 from jaxserve.request import EngineOutput, RequestOutput, TokenLogprobs
 
 type Take = Callable[[int, RequestOutput], None]
-"""Is called with the index of a prompt and what is new for it."""
+"""Function called with the index of a prompt and its new output."""
 
 PROMPTS_A_TURN = 16
-"""A step has news for hundreds of prompts at once. Between so many of them the event loop looks at its connections, and
-a new prompt goes before them: its first token must not wait for everyone's next one.
+"""Number of prompts advanced before the event loop handles its connections.
+
+A step has outputs for hundreds of prompts at once. New prompts go first: their first token must not wait for all
+others' next one.
 """
 
 LOGPROBS_A_TURN = 64
-"""Those of a prompt of 8,000 tokens, with 20 candidates each, may come in one output and take 70 ms; so many take half
-of one. Those of new tokens pile up where a prompt waits for its turn; with what is written of them, so many take 3 ms.
+"""Number of logprobs handled in one turn.
+
+Those of a prompt of 8,000 tokens, with 20 candidates each, may arrive in one output and take 70 ms; 64 take half a
+millisecond. Those of new tokens accumulate while a prompt waits for its turn; including the writing, 64 take 3 ms.
 """
 
 _ALIVE_CHECK_SECONDS = 1.0
 
 
 class _Run:
-    """Prompts that are waited for together. `ended` is done when all have finished, one has failed, or nobody waits."""
+    """Prompts that are awaited together. `ended` is done when all have finished, one has failed, or nobody waits any
+    more.
+    """
 
     __slots__ = ("ended", "num_running", "take")
 
@@ -89,7 +95,7 @@ class Dispatcher:
                     if run.ended.done():
                         break
                 prompt = _Prompt(index, group, run)
-                for request in group.requests:  # before submitting: the first output may come at once
+                for request in group.requests:  # before submitting: the first output may arrive at once
                     self._prompts[request.request_id] = prompt
                 self._client.submit(group.requests, self.sink)
                 submitted.append(group)
@@ -105,17 +111,17 @@ class Dispatcher:
                 self._client.abort(unfinished)
 
     def sink(self, outputs: list[EngineOutput]) -> None:
-        """Called once a step: on the engine's thread, or in the event loop if the engine is in another process."""
+        """Take a step's outputs, on the engine's thread, or in the event loop if the engine is in another process."""
         if threading.get_ident() == self._thread:
             self._deliver(outputs)
             return
         try:
             self.loop.call_soon_threadsafe(self._deliver, outputs)
-        except RuntimeError:  # the loop is closed, and with it all who waited
+        except RuntimeError:  # the loop is closed, and nobody waits any more
             self._client.abort([output.request_id for output in outputs])
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Let the prompts of these outputs wait for their turn."""
+        """Queue the prompts of these outputs for their turn."""
         prompts, due = self._prompts, self._due
         were_due = bool(due)
         for output in outputs:
@@ -145,7 +151,7 @@ class Dispatcher:
                 self.loop.call_soon(self._take_turns)
 
     def _advance(self, prompt: _Prompt) -> None:
-        """Hand on what has come for a prompt; of a failure, what came before it is shown first."""
+        """Pass on what has arrived for a prompt; the outputs before a failure come first."""
         outputs, prompt.pending = prompt.pending, []
         group, run = prompt.group, prompt.run
         if run.ended.done():
@@ -163,7 +169,7 @@ class Dispatcher:
             delta = group.take_delta()
             if delta is not None:
                 run.take(prompt.index, delta)
-        except Exception as error:  # whoever waits for this prompt has it, and nobody else
+        except Exception as error:  # only the waiter for this prompt gets it
             run.fail(error)
             return
         if failure is not None:
@@ -179,7 +185,7 @@ class Dispatcher:
         return RequestFailed(group.error) if self._client.is_alive() else EngineDead(group.error)
 
     def _check_alive(self) -> None:
-        """An engine in another process can die without a word: look, as long as someone waits."""
+        """Check periodically, while someone waits, if an engine in another process has died silently."""
         self._alive_check = None
         if not self._prompts:
             return
@@ -191,7 +197,7 @@ class Dispatcher:
 
 
 def _until_failure(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], EngineOutput | None]:
-    """The outputs before the first that says that its sequence has failed, and that one."""
+    """Return the outputs before the first one that reports its sequence's failure, and that one."""
     for index, output in enumerate(outputs):
         if output.finish_reason == "error":
             return outputs[:index], output
@@ -199,10 +205,10 @@ def _until_failure(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], Eng
 
 
 def _turn(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], list[EngineOutput]]:
-    """What is pushed now, and what later: log probabilities of the prompt go one by one, before any token; those of
-    tokens some at a time.
+    """Split outputs into those pushed now and those pushed later.
 
-    No output overtakes another of its own sequence, whose tokens come behind what it has of the prompt.
+    Log probabilities of the prompt go one output at a time, before any token; those of tokens a limited number at a
+    time. No output overtakes another of its own sequence, whose tokens come after its part of the prompt.
     """
     for index, output in enumerate(outputs):
         if output.prompt_logprobs:
@@ -216,7 +222,7 @@ def _turn(outputs: list[EngineOutput]) -> tuple[list[EngineOutput], list[EngineO
 
 
 def _in_pieces(output: EngineOutput, prompt_logprobs: list[TokenLogprobs]) -> Iterator[EngineOutput]:
-    """The output, as several with some of its `prompt_logprobs` each; the last one has the rest of it."""
+    """Split an output into several with some of its `prompt_logprobs` each; the last one has the rest of the output."""
     starts = range(0, len(prompt_logprobs), LOGPROBS_A_TURN)
     for start in starts[:-1]:
         piece = prompt_logprobs[start : start + LOGPROBS_A_TURN]

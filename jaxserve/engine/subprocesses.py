@@ -1,8 +1,8 @@
-"""How the server's parent starts its processes (the engine, the API workers), and how each hears of the other's end.
+"""Start the server's processes (the engine, the API workers) from its parent; each side notices when the other ends.
 
-A child reads its settings from the first line of its standard input, then commands, a line each. "end" is the last of
-them; an end of the input without it is the end of the parent. On its standard output the child says that it is ready,
-or why it could not start. No signals, no pickle.
+A child reads its settings from the first line of its standard input, then one command per line. "end" is the last
+command; an end of the input without it means that the parent is gone. On its standard output the child reports that it
+is ready, or why it could not start. No signals, no pickle.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from jaxserve import logs
 from jaxserve.errors import JaxserveError
 
 GRACE_SECONDS = 10
-"""How long a child may take to end in good order when its parent has gone."""
+"""Maximum seconds for a child to end in good order when its parent has gone."""
 
 
 _END = "end"
@@ -38,9 +38,9 @@ class Parent:
     """The parent, seen from a child.
 
     Attributes:
-        on_command: is called with each command, on a thread of its own.
-        on_end: is called there when the child is to end, by the parent's word or because it has gone.
-        folder: is removed when the parent has gone: it can no longer do so itself.
+        on_command: called with each command, on a thread of its own.
+        on_end: called on that thread when the child is to end, by command or because the parent has gone.
+        folder: removed when the parent has gone and cannot do so itself.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Parent:
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def settings[T](self, kind: type[T]) -> T:
-        """What this process is to do."""
+        """Return the settings of this process."""
         return msgspec.json.decode(self._settings, type=kind)
 
     def answer(self, error: str | None = None) -> None:
@@ -86,14 +86,14 @@ class Parent:
         os._exit(1)
 
     def tidy(self) -> None:
-        """Do what the parent would have done, if it has gone."""
+        """Clean up in place of the parent, if it has gone."""
         if self._is_gone and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def run_child(main: Callable[[Parent], int]) -> int:
-    """The `main` of a child's module, with its errors reported to the parent. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent who hears a person
+    """Run the `main` of a child's module and report its errors to the parent. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logs.configure("info", in_background=True)  # until the settings say otherwise
     parent = Parent()
@@ -103,7 +103,7 @@ def run_child(main: Callable[[Parent], int]) -> int:
         logging.getLogger(__name__).debug("the start has failed", exc_info=error)
         parent.answer(str(error))
         code = 1
-    except Exception:  # left to Python, it would be told to whoever reads, if somebody does
+    except Exception:  # Python's own report might not be written, or not be read
         logging.getLogger(__name__).exception("this process has failed")
         code = 1
     parent.tidy()
@@ -111,13 +111,13 @@ def run_child(main: Callable[[Parent], int]) -> int:
 
 
 class Child:
-    """A process of ours, seen from its parent.
+    """A child process, seen from its parent.
 
     Attributes:
-        name: what it is, for people.
-        is_up: whether it has said that it is ready.
-        error: why it could not start, if it has said so.
-        ended: has the exit code, in time.
+        name: what it is, for log lines.
+        is_up: true once it has reported that it is ready.
+        error: the reason why it could not start, if it has reported one.
+        ended: a future of its exit code.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process):
@@ -168,11 +168,11 @@ class Child:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():  # it has ended, which `ended` tells
+        if not self._process.stdin.is_closing():  # it has ended, as `ended` shows
             self._process.stdin.write(line + b"\n")
 
     async def end(self, *, timeout: float) -> None:
-        """Tell the child to end, wait, and kill it after `timeout` seconds."""
+        """Send the child the command to end, wait, and kill it after `timeout` seconds."""
         assert self._process.stdin is not None
         self.tell(_END)
         self._process.stdin.close()

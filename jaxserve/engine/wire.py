@@ -1,7 +1,7 @@
-"""What the engine's process and its clients say to each other: msgspec structs as msgpack, over ZMQ on Unix sockets.
+"""The messages between the engine's process and its clients: msgspec structs as msgpack, over ZMQ on Unix sockets.
 
-The engine reads `engine.sock` in a private folder; each client reads a socket of its own there, named after itself.
-No pickle: a message that is none of these structs is refused by the decoder.
+The engine reads `engine.sock` in a private folder; each client reads a socket of its own there, named after itself. No
+pickle: a message that is not one of these structs is refused by the decoder.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ Method = Literal["reset_prefix_cache", "start_profile", "stop_profile", "snapsho
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A client is there and reads its socket; answered by Welcome as soon as the engine runs."""
+    """Sent by a client that reads its socket; answered by Welcome as soon as the engine runs."""
 
     client: str
 
@@ -63,7 +63,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a Call has returned, or why it could not."""
+    """The result of a Call, or the reason why it failed."""
 
     number: int
     value: Any = None
@@ -85,10 +85,10 @@ decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
 
 
 def engine_address(folder: pathlib.Path) -> str:
-    """The ZMQ address that the engine reads."""
+    """Return the ZMQ address that the engine reads."""
     return f"ipc://{folder / 'engine.sock'}"
 
 
 def client_address(folder: pathlib.Path, client: str) -> str:
-    """The ZMQ address that this client reads."""
+    """Return the ZMQ address that this client reads."""
     return f"ipc://{folder / client}.sock"
