@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 
 # Before each commit: everything that a change usually breaks.
 test: lint deviceless
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
 # In CI: also whole steps compiled for an H200, kernels emulated in many orders, long runs and further cases of a kind.
 test-all: lint deviceless

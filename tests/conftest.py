@@ -46,6 +46,7 @@ gc.set_threshold(50_000, 20, 50)
 # The same examples in every run, so that a commit is judged by what it changes; `pytest --hypothesis-profile explore`
 # draws new ones.
 settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("quick", derandomize=True, deadline=None)  # of which `depths.examples` makes fewer
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
 

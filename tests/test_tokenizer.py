@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import tiny_tokenizer
+from depths import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,18 +145,18 @@ class TestIncrementalDetokenizer:
     def test_equals_decode_at_every_step(self, tokenizer, text):
         assert_steps_equal_decode(tokenizer, tokenizer.encode(text))
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(data=st.data())
     def test_arbitrary_ids_equal_decode(self, byte_level, data):
         ids = data.draw(st.lists(st.integers(0, byte_level.max_token_id), max_size=40))
         assert_steps_equal_decode(byte_level, ids)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(text=st.text(max_size=30))
     def test_arbitrary_texts(self, sentencepiece, text):
         assert_steps_equal_decode(sentencepiece, sentencepiece.encode(text))
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(prompt=st.text(max_size=8), ids=st.lists(st.integers(0, 360), max_size=12))
     def test_broken_bytes_stop_nothing(self, sentencepiece, prompt, ids):
         """decode() turns a whole run of bytes into U+FFFD if one is wrong; a stream cannot know that in time."""

@@ -3,6 +3,7 @@ import tracemalloc
 
 import pytest
 import tiny_tokenizer
+from depths import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +67,7 @@ class TestStopChecker:
             assert (shown, stop) == expected(text, stops, include=include)
             assert all(shown.startswith(step) for step in steps), "text was shown that is not in the result"
 
-    @settings(max_examples=500)
+    @settings(max_examples=examples(500))
     @given(
         pieces=st.lists(st.text("ab", max_size=4), max_size=12),
         stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
@@ -77,7 +78,7 @@ class TestStopChecker:
         assert (shown, stop) == expected("".join(pieces), stops, include=include)
         assert all(shown.startswith(step) for step in steps)
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         pieces=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=12),
         stop=st.text("ab", min_size=1, max_size=4),

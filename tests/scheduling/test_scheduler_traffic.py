@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from depths import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -111,7 +112,7 @@ def test_hypothesis_traffic():
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=110,
+            max_examples=examples(110),
             stateful_step_count=80,
             deadline=None,
             derandomize=True,
@@ -119,7 +120,7 @@ def test_hypothesis_traffic():
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert Traffic.num_operations >= 10_000
+    assert Traffic.num_operations >= examples(10_000)
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])

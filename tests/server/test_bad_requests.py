@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from depths import examples
 from fake_client import echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -251,7 +252,7 @@ def test_whatever_is_sent_gets_an_answer(shared_server, path, kind, good):
     """Any fields with any values: a result or a refusal, never a fault."""
     names = st.sampled_from(kind.__struct_fields__)
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(fields=st.dictionaries(names, JSON_VALUES, max_size=3))
     def check(fields):
         answer = shared_server.post(path, {**good, "max_tokens": 2, **fields})

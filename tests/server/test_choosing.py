@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import transformers
 from chat_templates import KNOWN, UNKNOWN
+from depths import examples
 from llguidance import LLMatcher
 from read_answers import message_of
 
@@ -110,7 +111,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
-@hypothesis.settings(max_examples=15, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=examples(15), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
 def test_a_derived_syntax_reads_what_its_template_writes(template, data):
     name, tokenizer = template

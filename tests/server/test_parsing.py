@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from depths import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,7 +205,7 @@ def test_every_syntax_is_understood_in_one_piece_and_in_single_characters(name, 
     assert read(reader(name), list(text)) == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(case=st.sampled_from(CASES), places=st.lists(st.integers(0, 1000), max_size=12))
 def test_where_the_text_is_cut_makes_no_difference(case, places):
     name, text, expected = case
@@ -284,7 +285,7 @@ FRAGMENTS = sorted(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     name=st.sampled_from(sorted(TOOL_PARSERS)),
     thoughts=st.sampled_from(sorted(REASONING_PARSERS)),
@@ -302,7 +303,7 @@ def test_no_text_is_read_differently_in_pieces(name, thoughts, is_open, is_cut, 
     assert read(parser(), list(text), is_cut=is_cut) == whole
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=40), name=st.sampled_from(sorted(TOOL_PARSERS)))
 def test_ordinary_text_comes_out_as_it_is(text, name):
     assert read(reader(name), list(text)) == ([Content(text)] if text else [])

@@ -8,6 +8,7 @@ import re
 
 import jsonschema
 import pytest
+from depths import examples
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -87,7 +88,7 @@ PLACES = st.lists(st.integers(0, 10_000), max_size=10)
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=examples(20), deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(data=st.data())
 def test_what_is_written_is_read_back(name, data):
     row, thoughts = ROWS[name], thoughts_of(name)
@@ -98,7 +99,7 @@ def test_what_is_written_is_read_back(name, data):
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=examples(20), deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(data=st.data())
 def test_a_text_that_went_wrong_calls_nothing_else_and_is_read_alike_in_pieces(name, data):
     """Some characters are left out, doubled or put in: no tool is called that the text does not name."""

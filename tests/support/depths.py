@@ -1,6 +1,10 @@
 """How much of a list of cases is tried before each commit (`make test`), and how much in CI alone (`make test-all`)."""
 
 import pytest
+from hypothesis import settings
+
+QUICK_PROFILE = "quick"
+"""Profile of hypothesis that `make test` chooses."""
 
 
 def quick_first(cases, number=1):
@@ -13,6 +17,11 @@ def quick_only(cases, *quick):
     missing = [case for case in quick if case not in list(cases)]
     assert not missing, f"no such cases: {missing}"
     return [case if case in quick else _slow(case) for case in cases]
+
+
+def examples(number):
+    """Return how many of `number` examples a property is tried with: a fifth of them before each commit."""
+    return max(1, number // 5) if settings.get_current_profile_name() == QUICK_PROFILE else number
 
 
 def _slow(case):
