@@ -295,18 +295,18 @@ def test_what_is_no_template_is_refused(value):
     ],
 )  # fmt: skip
 def test_patterns_that_are_more_than_marks_are_refused_quickly(pattern):
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(UnsupportedPattern):
         variants(pattern)
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_an_answer_that_is_long_and_odd_is_read_in_linear_time():
     syntax = from_response_template(template(TAGS))
     text = "<tool_call>" * 20_000 + "<function=" * 20_000 + "</think>" * 20_000
-    start = time.process_time()  # other work on the machine does not count
+    start = time.thread_time()  # other work on the machine and in this process does not count
     message_of(syntax, text, TOOLS)
-    assert time.process_time() - start < 10
+    assert time.thread_time() - start < 10
 
 
 def test_a_checkpoint_brings_it(tmp_path, tokenizer):

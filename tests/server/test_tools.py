@@ -6,6 +6,7 @@ import json
 import jsonschema
 import openai
 import pytest
+from depths import quick_only
 from serving import Running, assert_error, frames, running
 from waiting import PATIENCE
 
@@ -269,7 +270,7 @@ FORCED = ["hermes", "llama3_json", "mistral", "deepseek_v3", "gpt_oss", "qwen3_c
 FORCED += ["pythonic", "glm45", "deepseek_v32"]
 
 
-@pytest.fixture(scope="module", params=[*FORCED, "none"])
+@pytest.fixture(scope="module", params=quick_only([*FORCED, "none"], "hermes", "qwen3_coder", "none"))
 def forced(request, random_engine, tokenizer):
     """A server for each syntax, over the one engine. Closing marks are made likely, or texts would not end."""
     config = ServerConfig(port=0, tool_call_parser=request.param, served_model_name="tiny")
