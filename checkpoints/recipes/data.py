@@ -56,7 +56,7 @@ def endless_books(corpus: Corpus, weights: dict[str, int], rng: np.random.Genera
 
 
 def pack_chats(chats: list[np.ndarray], rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """One epoch of rows: whole conversations one after another, the last of a row cut where the row ends."""
+    """Yield the rows of one epoch: whole conversations one after another, the last one of each row cut at its end."""
     parts, size = [], 0
     for index in rng.permutation(len(chats)):
         parts.append(chats[index])

@@ -1,4 +1,4 @@
-"""Measure the finished models on a text file: bits per byte beside `xz -9`, and how many drafted tokens are accepted.
+"""Measure the finished models on a text file: bits per byte next to `xz -9`, and how many drafted tokens are accepted.
 
 The text is cut into runs of 1023 tokens, each scored after `<|begin|>` alone, in float32. A draft round is k greedy
 tokens of the small model; the large one accepts the prefix that equals its own greedy choice and adds one token.
@@ -29,7 +29,7 @@ def nats(cfg: Config, params: Params, tokens: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def greedy(cfg: Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """The most likely next token after every position: [B, T]."""
+    """Return the most likely next token after every position: [B, T]."""
     return forward(cfg, params, tokens, dtype=jnp.float32).argmax(-1)
 
 

@@ -1,6 +1,6 @@
-"""A Llama of the recipes: shapes, initial weights, the training forward pass, and its Hugging Face file.
+"""A Llama of the recipes: shapes, initial weights, the training forward pass, and its Hugging Face files.
 
-Weights of one kind lie stacked over layers, `[L, in, out]`, so that an optimizer step is one batched product a kind.
+Weights of one kind are stacked over layers, `[L, in, out]`, so that an optimizer step is one batched product per kind.
 """
 
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ class Config:
     max_position_embeddings: int = 1024
 
     def hugging_face(self) -> dict:
-        """The contents of config.json."""
+        """Return the contents of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -97,7 +97,7 @@ def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding in Hugging Face's layout: the two halves of a head are the two coordinates."""
+    """Apply rotary embeddings in Hugging Face's layout: the two halves of a head are the two coordinates."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

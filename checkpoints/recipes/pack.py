@@ -23,7 +23,7 @@ def read_rows(path: Path) -> Iterator[dict]:
 
 
 def batches(texts: Iterable[str], size: int = 512) -> Iterator[list[str]]:
-    """Lists of `size` texts, the last one shorter."""
+    """Yield lists of `size` texts; the last may be shorter."""
     batch: list[str] = []
     for text in texts:
         batch.append(text)
@@ -42,7 +42,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
 
 
 def render(messages: list[dict[str, str]]) -> str:
-    """What the chat template renders, spelled out so that packing needs no template engine."""
+    """Return what the chat template renders, spelled out so that packing needs no template engine."""
     return BEGIN + "".join(f"<|{m['role']}|>{m['content'].strip()}{END_OF_TURN}" for m in messages)
 
 

@@ -89,7 +89,7 @@ CONTINUE_REQUESTS = ("Continue this story: {}", "How does this go on? {}", "Cont
 
 @dataclass
 class Section:
-    """One chapter or tale: its title (empty where the heading was only a number) and its paragraphs."""
+    """One chapter or tale: its title (empty if the heading was only a number) and its paragraphs."""
 
     title: str
     paragraphs: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Section:
 
 
 def is_heldout(name: str, share: float = HELDOUT_SHARE) -> bool:
-    """Whether `name` falls in the held-out share: its SHA-256, read as a fraction, is under it."""
+    """Return true if `name` is held out: its SHA-256, read as a fraction of one, is less than `share`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < share * 2**64
 
 
@@ -118,7 +118,9 @@ def clean_inline(text: str) -> str:
 
 
 def clean_title(heading: str) -> str:
-    """The words of a heading without its numbering: "CHAPTER 1 - Down the Rabbit-Hole" is "Down the Rabbit-Hole"."""
+    """Return the words of a heading without its numbering: "CHAPTER 1 - Down the Rabbit-Hole" is "Down the
+    Rabbit-Hole".
+    """
     title = clean_inline(heading.strip("# \t")).strip(" .:—-\"'")
     rest = NUMBERING.sub("", title).strip(" .:—-\"'")
     if sum(map(str.isalpha, rest)) < 3 or len(rest) > 80:
@@ -127,7 +129,9 @@ def clean_title(heading: str) -> str:
 
 
 def split_block(block: str) -> Iterator[str]:
-    """Paragraphs of one blank-line-separated block: hard-wrapped prose is joined, verse keeps its lines."""
+    """Yield the paragraphs of one block that blank lines separate: hard-wrapped prose is joined, verse keeps its
+    lines.
+    """
     lines = [cleaned for line in block.split("\n") if (cleaned := clean_inline(line))]
     if not lines:
         return
@@ -159,13 +163,13 @@ def read_book(path: Path) -> list[Section]:
 
 
 def is_english(section: Section) -> bool:
-    """Whether enough of the words are the commonest English ones."""
+    """Return true if enough of the words are among the most common English ones."""
     words = re.findall(r"[a-z]+", " ".join(section.paragraphs)[:20000].lower())
     return len(words) > 30 and sum(w in STOPWORDS for w in words) > 0.2 * len(words)
 
 
 def drop_seen(section: Section, seen: set[bytes]) -> Section | None:
-    """The section without long paragraphs already in `seen`; None when most of it was there."""
+    """Return the section without long paragraphs that are in `seen`; None if most of it was there."""
     kept, num_long, num_seen = [], 0, 0
     for paragraph in section.paragraphs:
         if len(paragraph) >= 120:
@@ -221,7 +225,7 @@ def dialogues(corpus: Path) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
 
 
 def take(paragraphs: list[str], num_chars: int) -> tuple[str, list[str]]:
-    """The first whole paragraphs of about `num_chars` characters, and the rest."""
+    """Return the first whole paragraphs, about `num_chars` characters, and the rest."""
     taken, size = [], 0
     while paragraphs and (not taken or size + len(paragraphs[0]) <= num_chars):
         taken.append(paragraphs[0])
@@ -231,7 +235,7 @@ def take(paragraphs: list[str], num_chars: int) -> tuple[str, list[str]]:
 
 
 def story_chats(sections: list[Section], rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Requests for stories answered with openings of real ones: by noun, by title, or as a continuation."""
+    """Yield requests for stories with the openings of real ones as answers: by noun, by title, or as a continuation."""
     for section in sections:
         paragraphs = section.paragraphs
         if len("".join(paragraphs)) < 400 or len(paragraphs[0]) > 1500:

@@ -38,7 +38,7 @@ CHATS = (
 
 @partial(jax.jit, static_argnums=0)
 def sample(cfg: Config, params: Params, tokens: jax.Array, at: jax.Array, temperature: jax.Array, key: jax.Array):
-    """A next token for each row of tokens [B, T] after position `at` [B]."""
+    """Sample a next token for each row of tokens [B, T] after position `at` [B]."""
     logits = forward(cfg, params, tokens, dtype=jnp.float32)[jnp.arange(len(tokens)), at]
     return jax.random.categorical(key, logits / temperature)
 

@@ -130,7 +130,9 @@ def make_evaluate(cfg: Config, attention: str, token_bytes: np.ndarray) -> Calla
 
 
 def schedule(step: int, progress: float, decay: float) -> float:
-    """Share of the peak rate: up over the warm-up, constant, then linearly to zero over the last `decay` of the run."""
+    """Return the learning rate as a fraction of its peak: it rises over the warm-up, is constant, and falls linearly to
+    zero over the last `decay` of the run.
+    """
     return min(1.0, (step + 1) / WARMUP_STEPS, (1 - progress) / decay)
 
 

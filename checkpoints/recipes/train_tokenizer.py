@@ -48,7 +48,7 @@ def training_text(data: Path) -> Iterator[str]:
 
 
 def train(data: Path, vocab_size: int) -> Tokenizer:
-    """A tokenizer of `vocab_size` entries, the special tokens first."""
+    """Train a tokenizer of `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

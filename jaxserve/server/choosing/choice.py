@@ -1,4 +1,4 @@
-"""Which syntax a model's answers are read in, and by what that was found out."""
+"""Choose the syntax in which a model's answers are read, and record what the choice was based on."""
 
 import functools
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ HARMONY = "gpt_oss"
 
 
 class Origin(NamedTuple):
-    """The name of a syntax, "" if it is in no table, and by what it was found."""
+    """The name of a syntax ("" if it is in no table), and what it was chosen by."""
 
     name: str
     by: str
@@ -32,7 +32,7 @@ _UNKNOWN = "no syntax found"
 
 
 class Choice(NamedTuple):
-    """A model's syntax, where its two parts come from, and what the checkpoint says that cannot be followed."""
+    """A model's syntax, where its two parts come from, and what the checkpoint specifies that is not supported."""
 
     syntax: Syntax
     calls: Origin
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     refused: str = ""
 
     def rows(self) -> list[list[str]]:
-        """Return what to tell people of it, as titles and texts."""
+        """Return rows of title and text that describe the choice, for the overview."""
         refused = [["not followed", self.refused]] if self.refused else []
         return [["tool calls", str(self.calls)], ["thoughts", str(self.thoughts)], *refused]
 
@@ -63,16 +63,16 @@ def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reaso
 
 
 def rows_of(path: str) -> list[list[str]]:
-    """Return what to tell people of the syntax of a model directory or GGUF file; nothing if it is not for chats."""
+    """Return rows that describe the syntax of a model directory or GGUF file; none if the model is not for chats."""
     try:
         tokenizer = Tokenizer.load(path)
-    except CheckpointError:  # weights may stand alone
+    except CheckpointError:  # the weights may have no tokenizer
         return []
     return choose(tokenizer).rows() if tokenizer.has_chat_template else []
 
 
 class _Finder:
-    """Looks for the syntax of one model; what takes time only when it is asked for."""
+    """Finds the syntax of one model; what takes time is computed only when it is needed."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -110,7 +110,7 @@ class _Finder:
 
     @functools.cached_property
     def _own(self) -> Syntax:
-        """What the checkpoint itself says."""
+        """The syntax that the checkpoint itself specifies."""
         spec = None if self._tokenizer is None else self._tokenizer.response_template
         if spec is None:
             return Syntax()

@@ -1,8 +1,8 @@
-"""A syntax read off a chat template: what the template writes for a made-up call tells how the model writes one.
+"""Derive a syntax from a chat template: how it renders a made-up call shows how the model writes calls.
 
-Words that no template has stand for names, keys, values and thoughts; what stands between them is the syntax. Texts are
-compared in segments (a tag, a word, a run of white space), so that two marks that begin alike are not cut in two.
-Whatever is found must then read its own template's turns back, or it is dropped: no syntax is better than a wrong one.
+Words that no template contains serve as names, keys, values and thoughts; the text between them is the syntax. Texts
+are compared in segments (a tag, a word, a run of white space), so that two marks that begin alike are not cut in two. A
+syntax that does not read its own template's turns back is dropped: no syntax is better than a wrong one.
 """
 
 import json
@@ -23,7 +23,7 @@ QUESTION, WORDS, THOUGHTS = "questionqu", "wordsqc", "musingqt"
 SOURCE = "read off the chat template"
 
 MAX_MARK = 200
-"""Characters of one mark; longer ones are no marks but something that the template says once."""
+"""Most characters of a mark; anything longer is text that the template writes once, not a mark."""
 
 
 class Call(NamedTuple):
@@ -50,7 +50,9 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 
 
 def derive(tokenizer: Tokenizer) -> Syntax:
-    """Return the syntax of calls and of thoughts that the chat template shows, None for what it does not show."""
+    """Return the syntax of calls and of thoughts that the chat template shows; each is None if it does not show
+    them.
+    """
     turns = _Turns(tokenizer)
     plain, _, end = turns.turn(content=WORDS).partition(WORDS)
     if not plain:
@@ -77,14 +79,15 @@ class _Turns:
         """Return the turn with this content; "" if the template fails."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thoughts:
-            message["reasoning_content"] = thoughts  # transformers gives it the other names that templates have for it
+            # transformers also passes it under the other names that templates use
+            message["reasoning_content"] = thoughts
         if calls:
             message["content"] = content or self._style.empty_content
             message["tool_calls"] = [self._call(call) for call in calls]
         return self._render(message, variables=variables)
 
     def prompt(self, variables: Mapping[str, Any]) -> str:
-        """Return what stands before the model's own words; "" if the template fails."""
+        """Return the prompt up to where the model's own words begin; "" if the template fails."""
         return self._render(variables=variables)
 
     def _call(self, call: Call) -> dict[str, Any]:
@@ -116,10 +119,10 @@ def _schema(call: Call) -> dict[str, Any]:
 
 
 class _Core(NamedTuple):
-    """Where a call's own words stand in a text, from `start` to `end`, and how its arguments are written.
+    """The position of a call's own words in a text, from `start` to `end`, and how its arguments are written.
 
-    `after_name` is what stands between the name and arguments that are an object; `gaps` is what stands before each
-    key and each value of arguments that are none.
+    `after_name` is the text between the name and arguments that are an object; `gaps` are the texts before each key and
+    each value of arguments that are not an object.
     """
 
     start: int
@@ -158,7 +161,7 @@ def _derive_calls(turns: _Turns, plain: str, end: str, thoughts: Thoughts | None
 
 
 def _body(turn: str, plain: str, end: str) -> str:
-    """Return a turn without the header that it shares with one of plain words, and without the end of such a turn."""
+    """Strip from a turn the header that it has in common with a turn of plain words, and the end of such a turn."""
     body = turn[len(common_prefix(turn, plain)) :]
     body = body.removesuffix(common_suffix(body, end))
     mark = end.strip()
@@ -167,14 +170,14 @@ def _body(turn: str, plain: str, end: str) -> str:
 
 
 def _without_thoughts(before: str, thoughts: Thoughts | None) -> str:
-    """Return what stands before a call without marks of thoughts that are empty."""
+    """Strip the marks of empty thoughts from the text before a call."""
     for mark in () if thoughts is None else (*thoughts.opening, *thoughts.closing):
         before = before.lstrip().removeprefix(mark.strip())
     return before
 
 
 def _find(text: str, call: Call, *, start: int = 0) -> _Core | None:
-    """Return where a call stands: inside of an object, before an object, or before keys and values."""
+    """Find a call in a text: inside an object, before an object, or before keys and values. None if it is not there."""
     place = text.find(call.name, start)
     if place < 0:
         return None
@@ -222,10 +225,10 @@ def _wrapped(value: Any, call: Call) -> Wrapped | None:
 
 
 def _form(gaps: Sequence[str], after: str) -> tuple[Tags | PythonCall | Object, str, str] | None:
-    """Return how keys and values are written that are no object, what stands behind the name, and what closes the
-    last value or the arguments.
+    """Return how keys and values that are not an object are written, the text after the name, and the text that closes
+    the last value or the arguments.
 
-    The first value is a text, the second a number: what only the text has around it are quotes.
+    The first value is a string, the second a number: what surrounds only the string is its quotes.
     """
     before_key, before_text, next_key, before_number = gaps
     quote = before_text.removeprefix(before_number) if before_text.startswith(before_number) else ""
@@ -233,7 +236,7 @@ def _form(gaps: Sequence[str], after: str) -> tuple[Tags | PythonCall | Object, 
         return (PythonCall(), before_key[:-1], ")") if after.startswith(")") else None
     if before_key.endswith("{") and before_number.startswith(":"):
         quote = quote or before_text[1:]
-        closing = before_number[1:] + "}"  # a number may stand between the same quotes
+        closing = before_number[1:] + "}"  # a number may have the same quotes
         return (Object(quote=quote), before_key[:-1], closing) if quote and after.startswith(closing) else None
     key_begin = common_suffix(before_key, next_key).lstrip()
     if not key_begin or quote:
@@ -249,15 +252,15 @@ def _form(gaps: Sequence[str], after: str) -> tuple[Tags | PythonCall | Object, 
 
 
 def _numbered(first: str, second: str) -> str:
-    """Return what stands behind the names of two calls, with `{index}` for a number in which they differ."""
+    """Return the text after the names of two calls, with `{index}` for a number in which they differ."""
     return (
         re.sub(r"\d+", "{index}", first, count=1) if re.sub(r"\d+", "", first) == re.sub(r"\d+", "", second) else first
     )
 
 
 def _marked(before: str, between: str | None, after: str, *, name_end: str, arguments: Any, ids: Ids) -> Calls:
-    """Return calls whose marks are the parts of these texts: what stands before the first call, between two calls
-    (None: there can be only one) and behind the last one.
+    """Return calls whose marks are parts of these texts: those before the first call, between two calls (None: there
+    can be only one) and after the last call.
     """
     opening = before.lstrip() if between is None else common_suffix(before, between).lstrip()
     closing = after if between is None else common_prefix(between[: len(between) - len(opening)], after).rstrip()
@@ -299,7 +302,9 @@ def _derive_thoughts(turns: _Turns, plain: str, end: str, *, template: str) -> T
 
 
 def _around_thoughts(turns: _Turns) -> Iterator[tuple[str, str]]:
-    """Yield what stands before thoughts, and between them and what follows, in each turn that shows them."""
+    """Yield, for each turn that shows thoughts, the text before them and the text from their end to the turn's words or
+    call.
+    """
     parts = [{"type": "thinking", "thinking": THOUGHTS}, {"type": "text", "text": WORDS}]
     for variables in _SWITCHES[:2]:
         for turn, follows in (
@@ -307,7 +312,7 @@ def _around_thoughts(turns: _Turns) -> Iterator[tuple[str, str]]:
             (
                 turns.turn(FIRST, thoughts=THOUGHTS, variables=variables),
                 FIRST.name,
-            ),  # some show them only beside a call
+            ),  # some show them only next to a call
             (turns.turn(content=parts, variables=variables), WORDS),
         ):
             before, _, behind = turn.partition(THOUGHTS)
@@ -318,7 +323,7 @@ def _around_thoughts(turns: _Turns) -> Iterator[tuple[str, str]]:
 
 
 def _thoughts(before: str, after: str, plain: str, prompts: Sequence[str], end: str) -> Thoughts | None:
-    """Return the marks in what stands before thoughts, and between them and the answer."""
+    """Return the marks in the text before thoughts, and in the text between them and the answer."""
     tags = list(_TAGS.finditer(after))
     closing = after[: tags[1].start()] if len(tags) > 1 else after
     answer = ("", "")
@@ -354,12 +359,12 @@ def _thoughts_of_prompt(prompts: Sequence[str], plain: str, end: str, template: 
 
 
 def _opens(closing: str) -> str:
-    """Return the mark that opens what `closing` closes; "" if its spelling does not tell."""
+    """Return the mark that `closing` closes; "" if its spelling does not tell."""
     opening = closing.replace("/", "", 1) if "/" in closing else closing.replace("END_", "START_")
     return opening if opening != closing else ""
 
 
-# The proof: the reader must get out of a turn what the template has put in.
+# The proof: the reader must recover from a turn what the template was given.
 
 
 def _reads_calls(turns: _Turns, syntax: Syntax, plain: str, end: str) -> bool:

@@ -11,17 +11,17 @@ from typing import NamedTuple
 MAX_LENGTH = 512
 """Characters of one pattern; published ones have some 60."""
 MAX_VARIANTS = 16
-"""Texts that one pattern may stand for, through alternatives and optional parts."""
+"""Most texts that one pattern may stand for, through alternatives and optional parts."""
 MAX_DEPTH = 16
 """Groups inside of groups."""
 
 
 class UnsupportedPattern(ValueError):
-    """Raised for a pattern that is more than markers, white space and names; the message says what is not supported."""
+    """Raised for a pattern of anything but markers, white space and names; the message says what is not supported."""
 
 
 class Text(NamedTuple):
-    """A text as it stands."""
+    """A literal text."""
 
     text: str
 
@@ -33,7 +33,7 @@ class Space(NamedTuple):
 
 
 class Hole(NamedTuple):
-    """Any text up to what follows, such as a name; `group` is what the pattern calls it."""
+    """Any text up to the next piece, such as a name; `group` is the name of the pattern's group."""
 
     group: str
 
@@ -65,12 +65,12 @@ def variants(pattern: str) -> list[Variant]:
 
 
 def literal(text: str) -> Variant:
-    """Return the pieces of a text that is no pattern."""
+    """Return a literal text as pieces."""
     return (Text(text),)
 
 
 class _Reader:
-    """Reads a pattern from left to right; what may stand in one place is told as alternatives."""
+    """Parses a pattern from left to right; each method returns the alternatives that the part it parsed stands for."""
 
     def __init__(self, pattern: str):
         self.rest = pattern
@@ -140,7 +140,7 @@ class _Reader:
         return options
 
     def _hole(self) -> None:
-        """Read over what a named group may hold, which is taken to be any text up to what follows."""
+        """Skip the contents of a named group, which is taken to match any text up to the next piece."""
         depth = 1
         while self.rest and depth:
             depth += {"(": 1, ")": -1}.get(self._token(), 0)
@@ -174,7 +174,7 @@ class _Reader:
 
 
 def _merged(variant: Variant) -> Variant:
-    """Return the pieces with texts that follow each other made one."""
+    """Return the pieces with adjacent texts joined."""
     return tuple(_merge(variant))
 
 

@@ -1,7 +1,9 @@
-"""A checkpoint's own `response_template` (transformers 5.13 and later, `transformers.utils.chat_parsing`) as a syntax.
+"""Translate a checkpoint's own `response_template` (transformers 5.13 and later, `transformers.utils.chat_parsing`)
+into a syntax.
 
-It says by texts and patterns where thoughts, words and calls begin and end, and how a call is taken apart. It comes
-with the weights from anywhere, so nothing of it is run: what it says is translated, or refused by name.
+A template describes by texts and patterns where thoughts, words and calls begin and end, and how a call is taken apart.
+It comes with weights from an untrusted source, so none of it is executed: each field is translated, or rejected by
+name.
 """
 
 import re
@@ -39,11 +41,13 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
 
 class UnsupportedTemplate(ValueError):
-    """Raised for a response_template that no syntax stands for; the message names what is not supported."""
+    """Raised for a response_template that no syntax can express; the message names what is not supported."""
 
 
 class _Field(NamedTuple):
-    """One field of a template, with what opens and closes it as pieces; no openings: it takes what is left over."""
+    """One field of a template, with its opening and closing texts as pieces; without openings it takes the remaining
+    text.
+    """
 
     path: str
     spec: Mapping[str, Any]
@@ -182,7 +186,7 @@ def _calls(field: _Field) -> Calls:
 def _named(
     field: _Field, arguments: Object | Tags | PythonCall, befores: Sequence[str], after: str, closings: Sequence[str]
 ) -> Calls:
-    """Return calls whose name stands outside of their arguments."""
+    """Return calls whose name is outside their arguments."""
     separator = "" if isinstance(arguments, Object) else "\n"
     is_list = False
     if isinstance(arguments, PythonCall):
@@ -230,7 +234,7 @@ def _where(field: _Field) -> Pair:
 
 
 def _quote(field: _Field) -> str:
-    """Return what texts stand between in the JSON of a call."""
+    """Return the delimiter of strings in the JSON of a call."""
     args = field.spec.get("content_args")
     pairs = args.get("string_delims", []) if isinstance(args, dict) else []
     if not pairs:
@@ -286,7 +290,7 @@ def _outer_and_inner(field: _Field, openings: Sequence[str], closings: Sequence[
 
 
 def _around(field: _Field, opening: Variant) -> Pair:
-    """Return what stands before and behind the name in an opening."""
+    """Return the texts before and after the name in an opening."""
     holes = [index for index, piece in enumerate(opening) if isinstance(piece, Hole)]
     if len(holes) != 1 or opening[holes[0]] != Hole("name"):
         raise field.refuse("open_pattern", "has groups other than one name")

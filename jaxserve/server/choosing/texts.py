@@ -1,10 +1,10 @@
-"""Texts of chat templates, taken apart at tags: for those who find a syntax (`derive`, `response_template`)."""
+"""Take texts of chat templates apart at tags, for `derive` and `response_template`."""
 
 import re
 from collections.abc import Sequence
 
 TAG = r"</?\|[^<>\s]+>|<[^<>\s]*\|>|</?[^<>\s\"'=]+>|\[/?[A-Z][A-Z_]*\]|◁/?\w+▷"
-"""A mark that stands for itself."""
+"""Matches a mark that is complete by itself."""
 
 _SEGMENT = re.compile(rf"{TAG}|</?[^<>\s\"'=]+|\s+|\w+|.", re.DOTALL)
 
@@ -30,7 +30,7 @@ def _shared_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def split_name(opening: str) -> tuple[str, str]:
-    """Return the mark of a call, and what belongs to the name behind it: a tag that the name is in, or words."""
+    """Split an opening into the mark of a call, and what belongs to the name after it: an unfinished tag, or words."""
     if unfinished := re.search(r"<[^<>]*$", opening):
         return opening[: unfinished.start()], unfinished[0]
     marks = re.match(rf"(?:(?:{TAG})\s*)*", opening)

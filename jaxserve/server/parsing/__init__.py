@@ -1,1 +1,1 @@
-"""Reading what a model writes: reasoning, tool calls, and the rest, in any pieces."""
+"""Parses what a model writes into reasoning, tool calls and other text, however the text is cut into pieces."""

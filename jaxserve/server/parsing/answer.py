@@ -1,4 +1,4 @@
-"""What all readers of an answer have in common: text comes in pieces, events go out."""
+"""The base class of all readers of an answer: text is pushed in pieces, events come out."""
 
 import abc
 import contextlib
@@ -9,11 +9,11 @@ from jaxserve.server.parsing.events import CallArguments, CallStart, Event, join
 from jaxserve.server.parsing.source import Cut, Source, Steps
 
 PIECE = 4096
-"""Characters that are read at once: a source copies what is left of its text at each step."""
+"""Most characters read at once: a source copies its remaining text at each step."""
 
 
 class AnswerReader(abc.ABC):
-    """Reads one answer: `push` its text as it comes, then `finish`; both return what can be told now."""
+    """Reads one answer: `push` its text as it comes, then `finish`; both return the events that are certain by then."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, max_calls: int | None):
         """`tools` are the schemas of the parameters of those that are offered. Calls beyond `max_calls` are dropped."""
@@ -27,16 +27,16 @@ class AnswerReader(abc.ABC):
     @property
     @abc.abstractmethod
     def is_thinking(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """True if the next text is reasoning."""
 
     @property
     @abc.abstractmethod
     def may_think(self) -> bool:
-        """Whether reasoning can come now, or later."""
+        """True if reasoning can come now or later."""
 
     @property
     def is_undecided(self) -> bool:
-        """Whether what came last may be a call, or nothing but what it looks like."""
+        """True if the latest text may turn out to be a call, or only resemble one."""
         return self._source.taken is not None
 
     @abc.abstractmethod
@@ -70,6 +70,6 @@ class AnswerReader(abc.ABC):
             self._events.append(CallStart(name, call_id))
 
     def _argue(self, text: str) -> None:
-        """Tell more of the arguments of the last call."""
+        """Report more of the arguments of the latest call."""
         if self._max_calls is None or self._num_calls <= self._max_calls:
             self._events.append(CallArguments(text))

@@ -1,7 +1,9 @@
-"""Writes the rules of a Lark grammar for arguments that stand one by one: each between tags, or as in a call in Python.
+"""Write the rules of a Lark grammar for arguments that are written one by one: each between tags, or as in a Python
+call.
 
-A text between tags has no escapes: it is any text in which the reader finds no tag. The arguments come in the order in
-which the schema names them. What could not be held to its schema so is `Unsayable`, and is written in another way.
+A text between tags has no escapes: it is any text in which the reader finds no tag. The arguments come in the order of
+the schema. `Unsayable` is raised for arguments that cannot be held to their schema in this way; they are written
+differently.
 """
 
 import json
@@ -16,7 +18,7 @@ from jaxserve.structured.grammar import json_rule
 from jaxserve.structured.schemas import WITHOUT_MEANING, find, objects
 
 Spell = Callable[[str], str]
-"""How a grammar writes a text: marks that are one token of the tokenizer as that, all else as text."""
+"""Spells a text in a grammar: marks that are a single token of the tokenizer as that token, the rest as text."""
 
 _KEY = r"[^<>\"'\s]{1,100}"
 _ANY_TEXT = r"(.|\n)*"
@@ -57,7 +59,7 @@ class TaggedArguments:
         pieces = {piece for mark in marks for piece in _tag_heads(mark)}
         self._marks = "|".join(sorted(_mark_pattern(piece) for piece in pieces))
         first = "".join(sorted({re.escape(piece[1]) for piece in pieces}))
-        # What JSON's texts are, whose schema is a pattern without a look-ahead: no tag may begin in them.
+        # The pattern for JSON strings, which may have no look-ahead: no tag may begin in them.
         self._json_text = rf"^([^<]|<+[^<\s{first}]|<+\s+[^\s/<])*<*\s*$"
 
     def rules(self) -> str:
@@ -176,14 +178,14 @@ class PythonArguments:
     """Writes arguments as those of a call in Python, one tool's. `rules` are those that have been written for them."""
 
     def __init__(self, prefix: str):
-        """`prefix` is what the names of rules begin with."""
+        """Begin the names of all rules with `prefix`."""
         self.rules: list[str] = []
         self._prefix = prefix
 
     def write(self, parameters: Mapping[str, Any]) -> str:
         """Return a part of a rule for the arguments of a tool. Raises Unsayable."""
         arguments = _arguments(parameters)
-        rest = ""  # what may follow behind an argument
+        rest = ""  # what may follow an argument
         starts: list[str] = []
         for index, each in reversed(list(enumerate(arguments))):
             if not each.name.isidentifier():

@@ -1,4 +1,4 @@
-"""What a model's text turns out to be, piece by piece: thoughts, words, and calls of tools."""
+"""The events that a model's text is parsed into, piece by piece: thoughts, words, and tool calls."""
 
 import itertools
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of the tool `name` begins. `id` is what the model itself has named the call, where its syntax has ids."""
+    """A call of the tool `name` begins. `id` is the id that the model itself wrote, if its syntax has ids."""
 
     name: str
     id: str | None = None

@@ -1,4 +1,4 @@
-"""How the served model writes thoughts and tool calls: readers of its answers, and grammars that they follow."""
+"""How the served model writes thoughts and tool calls: readers of its answers, and the grammars that constrain them."""
 
 import secrets
 import string
@@ -20,15 +20,15 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class _Start(NamedTuple):
-    """What a grammar says of the beginning of an answer, each part to be put before what follows.
+    """The beginning of an answer in a grammar; each part is put before what follows it.
 
     Attributes:
-        rules: of which the rest is made.
-        free: thoughts, if there are any.
-        none: what is there without thoughts.
-        opening: what opens thoughts; "": they are open.
-        thoughts: thoughts to their end, without what opens them.
-        closing: the end of thoughts, and what is behind it.
+      rules: the rules that the other parts refer to.
+      free: thoughts, if there are any.
+      none: the beginning without thoughts.
+      opening: what opens thoughts; "" if they are already open.
+      thoughts: thoughts to their end, without what opens them.
+      closing: the end of thoughts, and what follows it.
     """
 
     rules: str = ""
@@ -40,27 +40,29 @@ class _Start(NamedTuple):
 
 
 class ModelSyntax:
-    """One model's syntax: makes the reader of an answer, and the grammar that it must follow if there is one.
+    """One model's syntax: makes the reader of an answer, and the grammar that the answer must follow, if any.
 
     Attributes:
-        knows_tools: whether it is known how the model calls tools.
-        thoughts: how it writes thoughts; None: it has none, or they are messages of harmony.
-        calls: how it writes calls; where that is not known, how it is made to.
+      knows_tools: true if it is known how the model calls tools.
+      thoughts: how it writes thoughts; None if it has none, or if they are harmony messages.
+      calls: how it writes calls; if that is not known, the syntax that it is constrained to.
     """
 
     def __init__(self, tokenizer: Tokenizer, syntax: Syntax, *, vocab_size: int):
-        """`syntax` is what has been chosen for the model (`choosing`), which draws tokens below `vocab_size`."""
+        """Initialize with the syntax that `choosing` chose for the model; only tokens below `vocab_size` are
+        sampled.
+        """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.knows_tools = syntax.calls is not None
-        # Where nothing is known, forced calls are written in the most common syntax.
+        # If nothing is known, forced calls are written in the most common syntax.
         self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
         self.has_channels = isinstance(self.calls.arguments, Channels)
         self.thoughts = None if self.has_channels else syntax.thoughts
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether it is known how the model writes thoughts."""
+        """True if it is known how the model writes thoughts."""
         return self.thoughts is not None or self.has_channels
 
     def visible_special_tokens(self, tools: Sequence[Tool]) -> frozenset[int]:
@@ -79,7 +81,7 @@ class ModelSyntax:
         return reader_of(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)
 
     def reasoning_counter(self, tools: Sequence[Tool], *, is_open: bool) -> ReasoningCounter | None:
-        """Return what counts the tokens of the thoughts in an answer; None if there are none."""
+        """Return a counter of the thoughts' tokens in an answer; None if the model writes no thoughts."""
         if not self.has_thoughts:
             return None
         reader = self.reader(tools, is_open=is_open, max_calls=None)
@@ -116,12 +118,11 @@ class ModelSyntax:
         answer: str | None,
         budget: int | None = None,
     ) -> str:
-        """Return what an answer must be: calls of these tools, or what the grammar text `answer` says, or one of them;
-        "" is anything. The parameters of tools that are followed come from `arguments_schema`.
+        """Return the grammar of an answer: calls of these tools, or what the grammar text `answer` describes, or one of
+        the two; "" if anything is allowed. The parameters of constrained tools come from `arguments_schema`.
 
-        Without either, words are free, and so are calls, but those of strict tools (`follows_strict`). Thoughts are
-        free, or end after `budget` tokens. Raises InvalidRequest, naming the field, for tools that are too long
-        together.
+        Without either, words are free, and so are calls except those of strict tools (`follows_strict`). Thoughts are
+        free, or end after `budget` tokens. Raises InvalidRequest, naming the field, if the tools together are too long.
         """
         is_free = answer is None and not must_call
         is_strict = is_free and self.follows_strict(tools)
@@ -166,7 +167,7 @@ class ModelSyntax:
         return limited(text(start.free), limit)
 
     def _start(self, tools: Sequence[Tool], *, is_open: bool) -> "_Start":
-        """Return what an answer begins with where thoughts stand between marks."""
+        """Return the beginning of an answer if thoughts are between marks."""
         thoughts = self.thoughts
         if thoughts is None:
             return _Start()
@@ -181,7 +182,7 @@ class ModelSyntax:
         )
 
     def _channel_start(self, *, is_free: bool, is_limited: bool) -> "_Start":
-        """Return what an answer begins with where thoughts are messages. If they are limited, there is one at most."""
+        """Return the beginning of an answer if thoughts are messages. If they are limited, there is at most one."""
         before = "preamble* " if is_free else ""
         free = "(analysis | preamble)* " if is_free else "analysis* "
         return _Start(
@@ -194,7 +195,9 @@ class ModelSyntax:
         )
 
     def _word_rules(self, tools: Sequence[Tool], *, is_strict: bool, is_limited: bool) -> str:
-        """Return rules of which `words` are what an answer may say. If thoughts are limited, no others begin there."""
+        """Return rules whose `words` are the text that an answer may contain. If thoughts are limited, no more may
+        begin in it.
+        """
         trigger = call_marks(self.calls) if is_strict else []
         thoughts = self.thoughts
         if not is_limited or thoughts is None:

@@ -1,8 +1,8 @@
-"""Text that comes in pieces, as its readers see it: as if all of it was there.
+"""Text that comes in pieces, presented to its readers as if all of it were there.
 
 A reader is a generator that takes what it can decide on, whatever may follow, and yields where the next piece may
-change a decision: where the text is cut makes no difference. All patterns that are waited for are bounded, and what is
-longer is handed on as it comes: reading takes time in proportion to the text.
+change a decision: where the text is cut makes no difference. Every pattern that a reader waits for has a bounded
+length, and longer text is passed on as it comes, so reading takes time linear in the length of the text.
 """
 
 from collections.abc import Callable, Generator
@@ -19,17 +19,17 @@ _SPACE_RUN = regex.compile(r"\s*")
 
 
 class Cut(Exception):
-    """The text has been cut off where a mark had begun: that is markup, and shown to nobody."""
+    """Raised when the text is cut off after a mark has begun: that beginning is markup, and is not shown."""
 
 
 class Source:
-    """Text that has come and has not been taken.
+    """Text that has arrived and has not been taken.
 
     Attributes:
-        buffer: that text.
-        is_last: no more will come.
-        is_cut: the text ends because it has become too long, not because it is complete.
-        taken: what has been taken since this list was set; None: nobody wants to know.
+      buffer: that text.
+      is_last: no more will come.
+      is_cut: the text ends because it reached a limit, not because it is complete.
+      taken: what has been taken since this list was set; None if it is not recorded.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class Source:
         self.taken: list[str] | None = None
 
     def take(self, length: int) -> str:
-        """Take so many characters."""
+        """Take `length` characters."""
         text, self.buffer = self.buffer[:length], self.buffer[length:]
         if self.taken is not None:
             self.taken.append(text)
         return text
 
     def peek(self, pattern: Pattern) -> Generator[None, None, Match | None]:
-        """Return the match of `pattern` at the beginning of what comes, which is not taken. Raises Cut."""
+        """Return the match of `pattern` at the beginning of the text, without taking it. Raises Cut."""
         while True:
             match = pattern.match(self.buffer, partial=not self.is_last or self.is_cut)
             if match is None or not match.partial:
@@ -56,14 +56,16 @@ class Source:
             yield
 
     def accept(self, pattern: Pattern) -> Generator[None, None, Match | None]:
-        """Take the match of `pattern` at the beginning of what comes, if there is one. Raises Cut."""
+        """Take the match of `pattern` at the beginning of the text, if there is one. Raises Cut."""
         match = yield from self.peek(pattern)
         if match is not None:
             self.take(len(match[0]))
         return match
 
     def until(self, pattern: Pattern, sink: Sink) -> Generator[None, None, Match | None]:
-        """Hand on what comes before the first match of `pattern`, which is not taken; None: the text ends before."""
+        """Pass on the text before the first match of `pattern`, which is not taken; returns None if the text ends
+        before.
+        """
         while True:
             match = pattern.search(self.buffer, partial=not self.is_last or self.is_cut)
             end = len(self.buffer) if match is None else match.start()
@@ -87,7 +89,7 @@ class Source:
             yield
 
     def spaces(self) -> Generator[None, None, str]:
-        """Take white space; afterwards something else comes, or nothing."""
+        """Take white space; afterwards comes something else, or nothing."""
         pieces: list[str] = []
         yield from self.run(_SPACE_RUN, pieces.append)
         return "".join(pieces)

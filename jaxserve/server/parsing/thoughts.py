@@ -1,4 +1,4 @@
-"""Where thoughts are open before an answer begins, and how many of its tokens are thoughts."""
+"""Tell whether a prompt leaves thoughts open, and count the tokens of an answer that are thoughts."""
 
 from collections.abc import Callable, Container, Sequence
 
@@ -7,7 +7,7 @@ from jaxserve.server.parsing.syntax import Thoughts
 
 
 def are_open(thoughts: Thoughts, written: str) -> bool | None:
-    """Return whether a text leaves thoughts open; None: it has none of their marks.
+    """Return true if a text leaves thoughts open; None if it contains none of their marks.
 
     `written` must be what the chat template itself writes at the end of a prompt, never the text of a message.
     """
@@ -19,7 +19,7 @@ def are_open(thoughts: Thoughts, written: str) -> bool | None:
 
 
 class ReasoningCounter:
-    """Counts the tokens of one answer's thoughts, with a reader of its own, which gets one token after the other.
+    """Counts the tokens of one answer's thoughts, with a reader of its own that is given one token at a time.
 
     Special tokens are not counted, and neither are those that begin or end the thoughts.
     """

@@ -1,4 +1,4 @@
-"""A tool as those see it who read and write calls."""
+"""A tool, as readers and writers of calls see it."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,8 @@
-"""Writes the rules of a Lark grammar by which calls are written as a syntax says.
+"""Write the rules of a Lark grammar for calls in a given syntax.
 
-What the reader needs no pattern for, the grammar need not know either: a text that a mark ends is any text without it.
-Where arguments one by one could not be held to their schema, the call is written as an object, which the reader reads
-in any syntax.
+Where the reader needs no pattern, the grammar needs none either: a text that a mark ends is any text without that mark.
+If arguments that are written one by one cannot be held to their schema, the call is written as an object, which the
+reader accepts in any syntax.
 """
 
 import json
@@ -58,10 +58,10 @@ def message_rules(spell: Spell, answer: str) -> str:
 
 
 def thought_rules(thoughts: Thoughts, *, spell: Spell, endings: Sequence[str]) -> str:
-    """Return rules for `thoughts`, for the `rest` of thoughts that are open, and for white space behind them.
+    """Return rules for `thoughts`, for the `rest` of open thoughts, and for the white space after them.
 
-    Thoughts end with the first text that reads like their end, or with a token: that is no text. `endings` are texts
-    that would end them to the reader too, and that they have none of.
+    Thoughts end with the first text that reads like their end, or with a token, which is not text. `endings` are
+    further texts that would end them for the reader; thoughts do not contain them.
     """
     openings = [spell(opening.strip()) for opening in thoughts.opening]
     tokens = [closing for closing in (spell(text.strip()) for text in thoughts.closing) if closing.startswith("<[")]
@@ -105,8 +105,8 @@ def _native_rules(calls: Calls, spell: Spell) -> list[str]:
 
 
 def _native_call(calls: Calls, tool: Tool, *, spell: Spell, is_free: bool, prefix: str) -> tuple[str, list[str]] | None:
-    """Return a call whose arguments stand one by one, and the rules for it, with names that begin with `prefix`; None:
-    the syntax has no such calls, or they could not be held to the tool's schema.
+    """Return a call whose arguments are written one by one, and its rules, whose names begin with `prefix`; None if the
+    syntax has no such calls, or if they cannot be held to the tool's schema.
     """
     opening, closing = calls.call
     rules = []
