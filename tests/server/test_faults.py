@@ -166,6 +166,7 @@ async def faults_beside_streams(url, processes):
         return before, footprint(processes), num_streams
 
 
+@pytest.mark.slow
 def test_nobody_else_notices(serving):
     url, processes = serving
     assert len(KINDS) + len(WAITING_ACTS) >= 40

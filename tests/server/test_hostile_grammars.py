@@ -34,6 +34,7 @@ def stream(server, seed):
     return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
 
 
+@pytest.mark.slow
 def test_a_worker_survives_hostile_grammars_beside_good_streams(server):
     hostile = list(bodies())
     hostile += [body.replace("{", "{ ", 1) for body in hostile[:: len(hostile) // 20]]

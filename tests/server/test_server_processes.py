@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import tiny_tokenizer
+from depths import quick_first, quick_only
 from serving import assert_error
 from waiting import PATIENCE, until, wait_until
 
@@ -250,7 +251,7 @@ def test_the_first_lines_say_once_how_answers_are_read(start):
     assert log.count("thoughts: none, no syntax found") == 1
 
 
-@pytest.mark.parametrize("how", ["kill", "exception"])
+@pytest.mark.parametrize("how", quick_first(["kill", "exception"]))
 def test_the_end_of_the_engine(start, how):
     server = start().wait_until_serving()
     assert server.folder.stat().st_mode & 0o777 == 0o700
@@ -305,6 +306,7 @@ def test_the_end_of_the_parent(start):
     assert server.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
     server = start("--shutdown-timeout", str(10 * PATIENCE)).wait_until_serving()
 
@@ -335,13 +337,14 @@ def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
     assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_end_changes_no_exit_code(start):
     server = start("--late-signal").wait_until_serving()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("num_workers", ["1", "2"])
+@pytest.mark.parametrize("num_workers", quick_only(["1", "2"], "2"))
 def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
     """Servers of several workers, which listen on one port together, take it early, too."""
     server = start("--start-error", "hang", "--api-workers", num_workers)
@@ -352,6 +355,7 @@ def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.rest_of_log()
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_worker_is_being_replaced(start):
     server = start("--shutdown-timeout", str(10 * PATIENCE)).wait_until_serving()
     (worker,) = server.workers
@@ -370,7 +374,9 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [("the weights do not fit", "the weights do not fit"), ("crash", "the engine has ended with code 1 .*")],
+    quick_first(
+        [("the weights do not fit", "the weights do not fit"), ("crash", "the engine has ended with code 1 .*")]
+    ),
 )
 def test_a_start_that_fails_is_one_line(start, error, message):
     server = start("--start-error", error)
@@ -379,7 +385,7 @@ def test_a_start_that_fails_is_one_line(start, error, message):
     assert re.fullmatch(f"jaxserve: error: {message}", last)
 
 
-@pytest.mark.parametrize("num_workers", ["1", "2"])
+@pytest.mark.parametrize("num_workers", quick_first(["1", "2"]))
 def test_what_is_answered_while_it_starts_and_a_signal_as_soon_as_it_is_well(start, num_workers):
     server = start("--start-error", "hang", "--api-workers", num_workers, "--api-key", "secret")
     server.wait_for_children(1 + int(num_workers))
@@ -404,6 +410,7 @@ def test_what_is_answered_while_it_starts_and_a_signal_as_soon_as_it_is_well(sta
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_starts(start):
     server = start("--start-error", "hang")
     server.wait_for_children(2)
@@ -412,6 +419,7 @@ def test_a_signal_while_it_starts(start):
     assert "Traceback" not in server.rest_of_log()
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_stops_nothing(start):
     server = start("--api-workers", "2", "--log-level", "debug").wait_until_serving()
     fcntl.fcntl(server.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
@@ -447,7 +455,7 @@ def disk():
     folder.rmdir()
 
 
-@pytest.mark.parametrize("is_full_at_start", [True, False])
+@pytest.mark.parametrize("is_full_at_start", quick_first([True, False]))
 def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     folder, fill = disk
     server = start("--api-workers", "2", folder=folder)
@@ -483,6 +491,7 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_too_few_file_descriptors_are_told(start):
     server = start().wait_until_serving()
     (worker,) = server.workers
