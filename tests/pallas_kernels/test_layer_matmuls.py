@@ -260,7 +260,6 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
             LLAMA_3_8B | {"outputs": None},
             {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
             {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
-            {"depth": 576, "hidden": 576, "inner": 1536, "outputs": 960},
             {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
             {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
         ]
