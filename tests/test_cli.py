@@ -239,7 +239,7 @@ def test_generate_reads_the_prompt_from_standard_input(llm, capsys, monkeypatch,
     assert capsys.readouterr().out == "from a pipe pipe a from\n"
 
 
-def test_several_prompts_are_told_apart(llm, capsys):
+def test_several_prompts_are_labelled(llm, capsys):
     assert cli.main(["generate", "a b", "c d", "--n", "2"]) == 0
     assert capsys.readouterr().out == (
         "==> prompt 1 of 2, 1 of 2 <==\na b b a\n\n==> prompt 1 of 2, 2 of 2 <==\na b b a\n\n"
@@ -446,7 +446,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
     assert re.fullmatch(rf"jaxserve: error: cannot listen on 127.0.0.1:{port}: .+\n", capsys.readouterr().err)
 
 
-def test_serve_hands_on_what_it_was_told(monkeypatch):
+def test_serve_passes_its_options_on(monkeypatch):
     served = []
     monkeypatch.setattr("jaxserve.server.process.supervisor.serve", lambda *configs: served.append(configs) or 0)
     assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", "7", "--api-workers", "2"]) == 0
@@ -522,7 +522,7 @@ def test_stories_continue_as_published(test_data):
     assert len(text) > 350
 
 
-def test_serve_answers_and_ends_when_told(test_data):
+def test_serve_answers_and_ends_on_a_signal(test_data):
     model = str(test_data / "models/stories260K")
     command = _command("serve", model, "--port", "0", "--no-warmup", "--served-model-name", "stories")
     with subprocess.Popen(**command, stderr=subprocess.PIPE) as server:
@@ -626,7 +626,7 @@ def test_a_model_that_does_not_fit_is_one_line(test_data, tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("command", ["generate a --model MODEL", "models MODEL", "convert MODEL STORE"])
-def test_what_is_wrong_with_a_config_is_told_with_its_path(command, changes, complaint, platform, tmp_path, capsys):
+def test_errors_in_a_config_are_reported_with_its_path(command, changes, complaint, platform, tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
     shutil.copyfile(BUILTIN / "tokenizer.json", model / "tokenizer.json")

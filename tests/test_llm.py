@@ -199,7 +199,7 @@ class TestGenerate:
         assert texts(llm.generate(["abc", "xyz", "the"], params)) == ["bc", "yz", "thethe"]
         assert llm.generate([], params) == []
 
-    def test_forms_of_a_prompt(self, start, tokenizer):
+    def test_types_of_a_prompt(self, start, tokenizer):
         llm, _ = start()
         ids = tokenizer.encode("abc")
         prompts = [
@@ -218,7 +218,7 @@ class TestGenerate:
         assert texts(llm.generate(ids, SamplingParams(max_tokens=2))) == ["bc"], "one list of ids is one prompt"
         assert texts(llm.generate(np.array(ids), SamplingParams(max_tokens=2))) == ["bc"]
 
-    def test_forms_of_many_prompts(self, start, tokenizer):
+    def test_types_of_many_prompts(self, start, tokenizer):
         llm, _ = start()
         ids = tokenizer.encode("abc")
         for prompts in (["abc"] * 2, ("abc", ids), (text for text in ["abc"] * 2), np.array([ids] * 2), [ids] * 2):

@@ -69,7 +69,7 @@ def test_hybrids_keep_less_of_what_is_out_of_their_windows():
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_shares_of_devices(model, devices):
+def test_memory_of_each_device(model, devices):
     """Each has one KV head, of four devices two the same one."""
     needs = overview.needs(model, memory=2**30, tensor_parallel_size=devices)
     attention = (2 * 4 // devices + 2) * 8 * 32  # queries and outputs, keys and values

@@ -142,7 +142,7 @@ def test_a_model_that_says_how_it_is_read(parse, model):
     assert errors[0] == "tool calls: as the checkpoint's response_template says"
 
 
-def test_models_tells_the_syntax(parse, model, capsys, monkeypatch):
+def test_models_prints_the_syntax(parse, model, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     path = model(KNOWN["glm45"].template())
     assert cli.main(["models", path]) == 0
@@ -161,7 +161,7 @@ def test_models_tells_the_syntax(parse, model, capsys, monkeypatch):
         (["/no/such/model"], "/no/such/model"),
     ],
 )
-def test_mistakes_are_told_in_one_line(parse, arguments, message):
+def test_errors_are_one_line(parse, arguments, message):
     code, out, errors = parse("x", *arguments)
     assert (code, out) == (1, None)
     assert message in errors[-1]

@@ -176,6 +176,6 @@ def test_a_schema_without_end():
         StructuredOutputs(json=schema)
 
 
-def test_no_share_of_the_probability_is_the_most_likely_token():
+def test_top_p_of_zero_is_the_most_likely_token():
     assert SamplingParams(top_p=0).is_greedy
     assert not SamplingParams(top_p=0.01).is_greedy

@@ -121,7 +121,7 @@ def test_extensions_are_left_out_where_the_server_refuses_them():
         _measure(server, ignore_eos=True)
 
 
-def test_every_kind_of_failure_is_counted_and_told():
+def test_every_kind_of_failure_is_counted_and_reported():
     broken = [
         Reply(status=429, body='{"error": {"message": "slow down"}}'),
         Reply(status=500, body="<html>oops</html>"),
@@ -175,7 +175,7 @@ def test_a_model_that_is_not_served_is_named():
     assert refusal.value.param == "model"
 
 
-def test_a_server_without_a_list_of_models_is_told_which():
+def test_a_server_without_a_list_of_models_needs_its_name():
     with scripted() as server:
         server.models = None
         assert _measure(server, model="unlisted").summary.num_completed == 8

@@ -161,7 +161,7 @@ def test_a_run_without_requests_has_a_summary():
     assert "0 / 0" in report(summary)
 
 
-def test_each_request_is_told():
+def test_each_request_is_reported():
     rows = per_request([_whole(0, 0.5, [1.0], 1.5), _failed(1, 0.0, 1.0, "timeout")], START)
     assert rows[0]["sent"] == pytest.approx(0.5)
     assert rows[0]["ttft_ms"] == pytest.approx(500)

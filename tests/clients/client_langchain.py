@@ -49,7 +49,7 @@ def test_tools(model):
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_form(url, method):
+def test_structured_output(url, method):
     model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=1, max_tokens=300, max_retries=0, seed=1)
     assert isinstance(model.with_structured_output(Ship, method=method, strict=True).invoke("A ship?"), Ship)
 
@@ -76,7 +76,7 @@ def test_embeddings(url):
     assert len(embeddings.embed_query("the sea")) == 192
 
 
-def test_what_does_not_fit_is_told_apart_from_other_refusals(url):
+def test_what_does_not_fit_is_distinguished_from_other_refusals(url):
     """LangChain tells by the text of the message that a prompt is too long, and raises an error of its own then."""
     model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0)
     with pytest.raises(ContextOverflowError):

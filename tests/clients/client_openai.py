@@ -87,7 +87,7 @@ def test_tools(client, choice):
     assert json.loads(streamed.function.arguments) == arguments
 
 
-def test_a_form(client):
+def test_structured_output(client):
     answer = client.chat.completions.parse(
         model=MODEL, messages=CHAT, response_format=Wind, max_tokens=200, temperature=1.2, seed=3
     )

@@ -166,7 +166,7 @@ class TestRequestGroup:
         assert (delta.outputs[0].text, delta.outputs[0].token_ids) == ("on upon", [first, second])
 
     @pytest.mark.parametrize(("grammar", "text"), [("", "the"), ("a form", " the")])
-    def test_a_form_has_its_first_space(self, tmp_path, grammar, text):
+    def test_structured_output_keeps_its_first_space(self, tmp_path, grammar, text):
         tokenizer = Tokenizer.load(tiny_tokenizer.sentencepiece(tmp_path))
         group = make_group(tokenizer, prompt="", grammar=grammar)
         group.push([output(*tokenizer.encode("the", add_special_tokens=False), finish_reason="length")])

@@ -7,7 +7,7 @@ def busy(*times):
     return busy_share([Work(start, end, "a") for start, end in times])
 
 
-def test_share_of_the_second_half():
+def test_busy_fraction_of_the_second_half():
     """The device is busy from 5 to 9 and from 9.5 to 10, of the time from 5 to 10."""
     assert busy((0, 4), (5, 7), (6, 9), (6.5, 7), (9.5, 10)) == pytest.approx((4 + 0.5) / 5)
 

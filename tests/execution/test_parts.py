@@ -111,7 +111,7 @@ def test_without_a_boundary_it_is_one():
     assert parts_of(whole) == (whole,)
 
 
-def test_shares_of_a_sum_do_not_cross():
+def test_partial_sums_do_not_cross():
     """The cut lies behind their sum, a few operations after the boundary; without one there is none."""
     mesh = make_mesh(2)
     by_input = NamedSharding(mesh, PartitionSpec(None, "tensor"))

@@ -221,7 +221,7 @@ def test_which_layers_are_one_kernel(changes, reason):
     ("num_devices", "hidden_size", "takes"),
     [(1, 128, True), (2, 128, True), (4, 128, False), (1, 192, True), (2, 192, False)],
 )
-def test_which_shares_it_takes(num_devices, hidden_size, takes):
+def test_which_shards_it_takes(num_devices, hidden_size, takes):
     """Four devices have 32 inputs each of the attention's last matmul, which are too few; the norm after a sum over
     devices takes no rows of 192 values.
     """
@@ -238,7 +238,7 @@ def test_which_shares_it_takes(num_devices, hidden_size, takes):
         assert takes or found[0].reason is not None
 
 
-def test_ranges_of_steps_are_told_with_their_reasons():
+def test_ranges_of_steps_are_listed_with_their_reasons():
     _, _, params = make_model("llama", hidden_size=128, head_dim=64)
     steps = [step_of(num_rows) for num_rows in (1, 8, 16, 24, 64, 128, 256)]
     steps += [step_of(num_rows, is_decode_only=False) for num_rows in (16, 64, 512, 8192)]

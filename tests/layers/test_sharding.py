@@ -67,7 +67,7 @@ def test_two_axes_on_the_same_devices(mesh):
     ("num_experts", "size", "devices", "whole"),
     [(32, 2880, 2, True), (128, 2880, 8, True), (128, 768, 8, True), (128, 768, 4, False), (60, 1408, 8, False)],
 )
-def test_experts_are_whole_where_their_shares_suit_no_kernel(num_experts, size, devices, whole):
+def test_experts_are_whole_where_their_shards_suit_no_kernel(num_experts, size, devices, whole):
     mesh = AbstractMesh((devices,), ("tensor",))
     assert sharding.share_by_expert(num_experts, size, mesh) == whole
     with_experts = AbstractMesh((2, devices), ("expert", "tensor"))

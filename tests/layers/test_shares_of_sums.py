@@ -117,7 +117,7 @@ def test_no_buffers_for_what_no_kernel_takes(hidden_size, vocab_size, expected):
     assert all(buffers.inbox.shape[3] == 8 for buffers in peers if buffers is not None)
 
 
-def test_linear_leaves_shares():
+def test_linear_leaves_partial_sums():
     mesh = make_mesh(2)
     split_inputs = NamedSharding(mesh, PartitionSpec(None, "tensor"))
     rng = np.random.default_rng(0)

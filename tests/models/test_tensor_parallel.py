@@ -118,7 +118,7 @@ HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_kv_heads": 8}
         ]
     ),
 )
-def test_experts_whose_shares_no_kernel_takes_stay_whole(model_type, devices, size, by_expert):
+def test_experts_whose_shards_no_kernel_takes_stay_whole(model_type, devices, size, by_expert):
     fields = HEADS | {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 8, "mlp_only_layers": []}
     mesh = make_mesh(tensor=devices)
     params, *_ = random_model(model_type, mesh, **fields)

@@ -269,7 +269,7 @@ def test_counters_start_over(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [SUM_WITH_NORM, gather_of(2)], ids=["sum", "gather"])
-def test_one_place_for_a_piece_would_not_do(monkeypatch, kernel):
+def test_one_buffer_for_a_piece_is_not_enough(monkeypatch, kernel):
     """Nor would this test, if it did not find that."""
     monkeypatch.setattr(exchange, "NUM_TURNS", 1)
     with pytest.raises(AssertionError, match="not equal"):

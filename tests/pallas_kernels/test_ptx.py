@@ -69,7 +69,7 @@ def test_a_wgmma_that_no_path_leads_to_is_not_passed_over():
         uses_of("brx.idx %r7, JTI0_0;", "$L1:", WGMMA)
 
 
-def test_entries_are_told_apart():
+def test_entries_are_distinguished():
     text = textwrap.dedent("""
         .visible .entry first_mosaic_gpu_kernel(
         ) { one }

@@ -173,7 +173,7 @@ def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, nam
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-8), values, plain)
 
 
-def test_files_that_say_it_in_place_of_the_config(tmp_path):
+def test_files_that_declare_it_instead_of_the_config(tmp_path):
     """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed."""
     for index, (file, content, make) in enumerate(
         [

@@ -136,7 +136,7 @@ class TestProcessors:
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_contradictory_wishes_fall_back_to_the_allowed_tokens(logits):
+def test_contradictory_parameters_fall_back_to_the_allowed_tokens(logits):
     request = make_request(stop_token_ids=(3, 4), allowed_token_ids=[3, 4], min_tokens=2, temperature=0.0)
     got = processed(request, logits)
     assert set(np.flatnonzero(np.isfinite(got))) == {3, 4}

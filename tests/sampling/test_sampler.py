@@ -186,7 +186,7 @@ def test_greedy_takes_the_lowest_of_equals(plain):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_corrupted_rows_are_told_and_harm_nobody(plain):
+def test_corrupted_rows_are_reported_and_harm_nobody(plain):
     logits = np.random.default_rng(3).standard_normal((6, VOCAB)).astype(np.float32)
     healthy = logits.copy()
     logits[1, 5] = np.nan

@@ -106,7 +106,7 @@ def test_prefixes_of_windows_alone_need_no_beginning():
     assert turn.num_cached_tokens == 36
 
 
-def test_held_blocks_are_told_by_window():
+def test_held_blocks_are_counted_by_window():
     simulation = Simulation(make_limits(windows=(6, None, 6, 3), num_blocks=60))
     simulation.add(never_stops("a", 21, 3))
     for _ in range(3):

@@ -276,7 +276,7 @@ def test_what_the_checkpoint_says_is_spaced_as_its_template_does():
     assert choice.syntax.calls.separator == "\n"
 
 
-def test_what_the_checkpoint_says_and_cannot_be_followed_is_told():
+def test_what_the_checkpoint_says_and_cannot_be_followed_is_reported():
     broken = OWN | {"fields": OWN["fields"] | {"tool_calls": CALLS | {"content": "kv-lines"}}}
     choice = choose(tokenizer_with(KNOWN["hermes"].template(), broken))
     assert choice.calls == ("hermes", "by marks of the chat template")

@@ -31,7 +31,7 @@ LONG = "x" * 600
         (EMBEDDINGS, {"input": [5] * 600}, "input"),
     ],
 )
-def test_too_long_is_told_by_its_phrases(server, path, body, param):
+def test_too_long_is_recognized_by_its_phrases(server, path, body, param):
     answer = server.post(path, body)
     assert_error(answer, 400, param)
     error = answer.json()["error"]

@@ -193,7 +193,7 @@ def test_structured_outputs_are_followed(server, route):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("field", ["guided_json", "guided_whatever", "grammar", "json_schema", "regex", "ebnf"])
-def test_other_names_of_a_form_point_to_ours(server, route, field):
+def test_other_names_of_structured_outputs_point_to_ours(server, route, field):
     path, body = BODIES[route]
     answer = server.post(path, body | {field: {"type": "object"}})
     assert_error(answer, 400, field)

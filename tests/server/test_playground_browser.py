@@ -204,7 +204,7 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
     assert {"mode", "theme", "panel", "input", "send", "colour", "clear"} <= reached
 
 
-def test_an_error_is_told_where_the_answer_would_stand(page, server):
+def test_an_error_is_sent_in_place_of_the_answer(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
     page.type("[name=max_tokens]", "99999")  # behind the 256 that stands there
     _say(page, "too long")

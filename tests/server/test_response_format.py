@@ -87,7 +87,7 @@ def test_a_schema_by_any_field(server, path, form):
         ({"response_format": None, "structured_outputs": None}, ".*"),
     ],
 )
-def test_other_forms(server, form, pattern):
+def test_other_formats(server, form, pattern):
     body = {"messages": [USER], "max_tokens": 100, "n": 4, "seed": 2}
     for text in texts(server.post(CHAT, body | form)):
         assert re.fullmatch(pattern, text, re.DOTALL), text
@@ -120,7 +120,7 @@ def test_the_client_parses_what_it_has_asked_for(server):
             pytest.fail("no text came to its end")
 
 
-def test_a_prompt_that_is_scored_needs_no_form(server):
+def test_a_prompt_that_is_scored_needs_no_structured_outputs(server):
     body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1} | FORMS["json"]
     answer = server.post(COMPLETIONS, body).json()
     assert answer["choices"][0]["text"] == "abc"
@@ -240,7 +240,7 @@ KIND = r'\{\s*"kind"\s*:\s*"[ab]"\s*\}'
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_forms_of_other_servers_are_followed(server, path, form, pattern):
+def test_fields_of_other_servers_are_followed(server, path, form, pattern):
     body = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
     found = texts(server.post(path, body | form | {"max_tokens": 100, "n": 3, "seed": 1}))
     assert found
@@ -284,7 +284,7 @@ def test_objects_stay_open_where_that_is_asked_for(server):
         ({"response_format": {"type": "json_object", "schema": {"const": 2**60 + 1}}}, "response_format.schema"),
     ],
 )
-def test_forms_that_are_refused(server, form, param):
+def test_formats_that_are_refused(server, form, param):
     assert_error(server.post(CHAT, {"messages": [USER], "max_tokens": 2} | form), 400, param)
 
 
@@ -299,7 +299,7 @@ def test_forms_that_are_refused(server, form, param):
         ({"type": "json_schema"}, "text.format.schema"),
     ],
 )
-def test_forms_of_responses_that_are_refused(server, form, param):
+def test_formats_of_responses_that_are_refused(server, form, param):
     assert_error(server.post("/v1/responses", {"input": "hello", "text": {"format": form}}), 400, param)
 
 

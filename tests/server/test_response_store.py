@@ -45,7 +45,7 @@ def test_the_oldest_go_first(make):
     assert [store.get(name, owner="me") for name in "abcd"] == [None, stored("b"), stored("c"), stored("d")]
 
 
-def test_an_answer_that_is_replaced_stays_in_its_place(make):
+def test_an_answer_that_is_replaced_keeps_its_position(make):
     store = make()
     for name in "abc":
         store.put(name, stored(name), owner="me")

@@ -90,7 +90,7 @@ def test_keys_from_files_and_the_environment(tmp_path, monkeypatch):
     assert not admin_keys(ServerConfig())
 
 
-def test_a_source_without_a_key_does_not_open_the_door(tmp_path, monkeypatch):
+def test_a_source_without_a_key_authorizes_nobody(tmp_path, monkeypatch):
     (tmp_path / "empty").write_text(" \n")
     for field, value, message in (
         ("api_key", [" "], "must not be empty"),

@@ -243,7 +243,7 @@ def test_numbers_have_the_type_that_was_asked_for(server):
     assert vector == np.array(vector, np.float32).astype(ml_dtypes.float8_e5m2).astype(np.float32).tolist()
 
 
-def test_bytes_of_more_inputs_than_a_header_can_tell(server):
+def test_bytes_of_more_inputs_than_a_header_can_describe(server):
     body = {"input": [[3]] * 600, "encoding_format": "bytes"}
     assert_error(server.post(PATH, body), 400, "input")
     assert server.post(PATH, body | {"encoding_format": "bytes_only"}).status_code == 200

@@ -492,7 +492,7 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
 
 
 @pytest.mark.slow
-def test_too_few_file_descriptors_are_told(start):
+def test_too_few_file_descriptors_are_reported(start):
     server = start().wait_until_serving()
     (worker,) = server.workers
     limit = worker.num_fds() + 8

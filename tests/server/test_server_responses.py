@@ -438,7 +438,7 @@ def test_stream_of_thoughts_and_calls(agent):
         assert deltas == item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
 
 
-def test_a_form(server, client):
+def test_structured_output(server, client):
     class Answer(pydantic.BaseModel):
         city: str
         degrees: int

@@ -323,7 +323,7 @@ def test_forced_calls_in_a_stream(forced):
         check_calls(whole["message"], SCHEMAS)
 
 
-def test_an_answer_of_a_form_beside_tools(forced):
+def test_an_answer_in_a_format_beside_tools(forced):
     """With tool_choice auto an answer is a call, or what response_format asks for."""
     if forced.server.state.syntax.knows_tools:
         schema = {
@@ -375,7 +375,7 @@ def test_a_strict_tool_whose_schema_cannot_be_followed(serve):
 
 
 @pytest.mark.parametrize("reasoning_parser", ["deepseek_r1", "qwen3", "gpt_oss", "mistral", "none"])
-def test_an_answer_of_a_form_behind_free_thoughts(random_engine, tokenizer, reasoning_parser):
+def test_an_answer_in_a_format_after_free_thoughts(random_engine, tokenizer, reasoning_parser):
     config = ServerConfig(port=0, reasoning_parser=reasoning_parser, served_model_name="tiny")
     ends = {"gpt_oss": ["<|end|>"], "mistral": [], "none": []}.get(reasoning_parser, ["</think>"])
     bias = {token: 4.0 for end in ends for token in tokenizer.encode(end)}

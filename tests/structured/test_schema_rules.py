@@ -328,7 +328,7 @@ def test_white_space_that_is_none(pattern):
         ('# start: "x"\nroot ::= "a"', ["a"], ["x"]),
     ],
 )
-def test_lark_is_told_from_gbnf(grammar, right, wrong):
+def test_lark_is_distinguished_from_gbnf(grammar, right, wrong):
     text = make_grammar(StructuredOutputs(grammar=grammar))
     assert [it for it in right if not passes(text, it)] == []
     assert [it for it in wrong if passes(text, it)] == []

@@ -228,7 +228,7 @@ def test_a_grammar_that_becomes_too_complex(llm):
         ({"choice": ["a", 1]}, "structured_outputs.choice"),
     ],
 )
-def test_wishes_that_are_none(fields, param):
+def test_invalid_options_are_refused(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         StructuredOutputs(**fields)
     assert caught.value.param == param
