@@ -180,11 +180,8 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
     spans = [
         f"{count} full" if window is None else f"{count} with a window of {window}" for window, count in windows.items()
     ]
-    heads = dict.fromkeys(
-        f"a latent of {spec.head_dim}" if spec.is_latent else f"KV heads: {spec.num_kv_heads} of {spec.head_dim}"
-        for spec in kv_specs
-    )
-    return f"{', '.join(spans)}; {', '.join(heads)}"
+    kept = dict.fromkeys(spec.describe() for spec in kv_specs)
+    return f"{', '.join(spans)}; {', '.join(kept)}"
 
 
 def _positions(config: Any) -> str:

@@ -1,15 +1,15 @@
-"""How many KV blocks there are, and the device arrays that hold them."""
+"""How many KV blocks there are, and the device arrays that hold them and what else layers keep."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.errors import OutOfMemory
-from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.batch import KVCache
-from jaxserve.layers.sharding import kv_copies, mesh_axis
+from jaxserve.layers.cache import CacheSizes, CacheSpec
+from jaxserve.layers.params import shard_bytes
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 CPU_KV_CACHE_MEMORY = 2**30
@@ -19,21 +19,34 @@ MAX_POSITIONS = 2**30
 """Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
 
 
-def block_bytes(pool_specs: tuple[KVSpec, ...], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes of one block in all pools, K and V, on all devices that share them.
+def block_bytes(
+    pool_specs: Sequence[CacheSpec], *, block_size: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh
+) -> int:
+    """Return the bytes of one block in all pools, on all devices together.
 
-    Heads that several devices have count for each of them; so does a latent, which every device has.
+    What several devices have counts for each of them.
     """
-    values = sum(spec.num_kv_heads * _copies(spec, mesh) * (spec.head_dim + spec.value_dim) for spec in pool_specs)
-    return values * block_size * jnp.dtype(dtype).itemsize
+    with_one, without = (
+        _bytes_on_a_device(pool_specs, CacheSizes(num_blocks, block_size, num_slots=0), dtype=dtype, mesh=mesh)
+        for num_blocks in (1, 0)
+    )
+    return (with_one - without) * mesh.size
 
 
-def _copies(spec: KVSpec, mesh: Mesh | AbstractMesh) -> int:
-    return kv_copies(spec.num_kv_heads, mesh, name="KV cache")
+def slot_bytes(pool_specs: Sequence[CacheSpec], *, num_slots: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> int:
+    """Return the bytes that the pools take on each device however few blocks they have: what they keep of requests."""
+    return _bytes_on_a_device(pool_specs, CacheSizes(0, 1, num_slots), dtype=dtype, mesh=mesh)
+
+
+def _bytes_on_a_device(
+    pool_specs: Sequence[CacheSpec], sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh
+) -> int:
+    pools = [spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs]
+    return sum(map(shard_bytes, jax.tree.leaves(pools)))
 
 
 def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
-    """Blocks that fit into `memory` bytes.
+    """Return the number of blocks that fit into `memory` bytes.
 
     Raises OutOfMemory if a single request of `max_model_len` tokens would not fit.
     """
@@ -48,35 +61,26 @@ def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, 
     return min(num_blocks, MAX_POSITIONS // needs.block_size)
 
 
-def kv_sharding(spec: KVSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Blocks are whole on every device; kv heads are split over the tensor axis, unless they are a latent."""
-    axis = None if spec.is_latent else mesh_axis("kv_heads", mesh)
-    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
-
-
 def abstract_kv_cache(
-    pool_specs: tuple[KVSpec, ...],
+    pool_specs: Sequence[CacheSpec],
     *,
     pool_of_layer: tuple[int, ...] = (),
     num_blocks: int,
     block_size: int,
+    num_slots: int,
     dtype: jnp.dtype,
     mesh: Mesh | AbstractMesh,
 ) -> KVCache:
-    """Shapes and shardings of the pools; those of V are empty where a layer keeps latents."""
-
-    def pool(spec: KVSpec, size: int) -> Any:  # stands in for an array
-        num_kv_heads = spec.num_kv_heads * (1 if spec.is_latent else _copies(spec, mesh))
-        shape = (num_blocks, num_kv_heads, block_size, size)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=kv_sharding(spec, mesh))
-
+    """Return the shapes and shardings of the pools."""
+    sizes = CacheSizes(num_blocks, block_size, num_slots)
     return KVCache(
-        k=tuple(pool(spec, spec.head_dim) for spec in pool_specs),
-        v=tuple(pool(spec, spec.value_dim) for spec in pool_specs),
+        pools=tuple(spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs),
+        num_blocks=num_blocks,
+        block_size=block_size,
         pool_of_layer=pool_of_layer,
     )
 
 
 def init_kv_cache(abstract: KVCache) -> KVCache:
-    """The pools, zeroed once: what a masked position holds must be finite."""
+    """Allocate the pools, zeroed once: what a masked position holds must be finite."""
     return jax.tree.map(lambda pool: jnp.zeros(pool.shape, pool.dtype, device=pool.sharding), abstract)

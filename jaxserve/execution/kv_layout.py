@@ -9,8 +9,9 @@ one kind and 22 of the other has g = 4, and of its 7 groups the last leaves two 
 import collections
 import dataclasses
 import itertools
+from typing import Any, cast
 
-from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.cache import CacheSpec
 
 MAX_PADDING = 0.1
 """Of the layers of a kind, so many may be missing from its last group. Larger groups mean fewer block tables."""
@@ -24,8 +25,13 @@ class KVLayout:
     """Of each group: to how many tokens its layers attend, None: to all."""
     group_of_layer: tuple[int, ...]
     pool_of_layer: tuple[int, ...]
-    pool_specs: tuple[KVSpec, ...]
+    pool_specs: tuple[CacheSpec, ...]
     """What the layers of each pool keep."""
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether blocks hold all that a request has left behind, so that another may continue from them."""
+        return all(spec.is_paged for spec in self.pool_specs)
 
     @property
     def layers_by_window(self) -> dict[int | None, int]:
@@ -33,7 +39,7 @@ class KVLayout:
         return dict(collections.Counter(self.windows[group] for group in self.group_of_layer))
 
 
-def kv_layout(kv_specs: tuple[KVSpec, ...], *, max_model_len: int) -> KVLayout:
+def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
     """The layout for these layers and sequences of at most `max_model_len` tokens.
 
     If layers differ in what they keep of a token, they cannot share pools: all are one group then, which gives back
@@ -41,7 +47,7 @@ def kv_layout(kv_specs: tuple[KVSpec, ...], *, max_model_len: int) -> KVLayout:
     """
     windows = [_window(spec, max_model_len) for spec in kv_specs]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
-    shapes = {dataclasses.replace(spec, sliding_window=None) for spec in kv_specs}
+    shapes = {_without_window(spec) for spec in kv_specs}
     if len(layers_of) == 1 or len(shapes) > 1:
         widest = None if None in layers_of else max(window for window in layers_of if window is not None)
         layers = tuple(range(len(kv_specs)))
@@ -60,8 +66,12 @@ def kv_layout(kv_specs: tuple[KVSpec, ...], *, max_model_len: int) -> KVLayout:
     )
 
 
-def _window(spec: KVSpec, max_model_len: int) -> int | None:
-    """A window that no sequence outgrows is none."""
+def _without_window(spec: CacheSpec) -> CacheSpec:
+    return spec if spec.sliding_window is None else dataclasses.replace(cast(Any, spec), sliding_window=None)
+
+
+def _window(spec: CacheSpec, max_model_len: int) -> int | None:
+    """Return the layer's window, or None if it is at least `max_model_len` and can never take effect."""
     return spec.sliding_window if spec.sliding_window is not None and spec.sliding_window < max_model_len else None
 
 

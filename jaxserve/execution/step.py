@@ -19,7 +19,6 @@ from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots, admit
 from jaxserve.layers.batch import Kernels, KVCache, Launch
 from jaxserve.layers.embedding import gathered
-from jaxserve.layers.latent_attention import paged_attention_of
 from jaxserve.layers.peers import Peers
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
@@ -145,21 +144,20 @@ def forward(
         .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
         .reshape(slots.block_tables.shape)
     )
-    num_blocks, _, block_size, _ = kv_cache.k[0].shape
     batch = make_batch(
         pieces,
         slots.last_tokens,
         block_tables,
         group_of_layer=group_of_layer,
-        block_size=block_size,
-        num_blocks=num_blocks,
+        block_size=kv_cache.block_size,
+        num_blocks=kv_cache.num_blocks,
         is_decode_only=is_decode_only,
         launch=launch,
         kernels=kernels,
         peers=None if peers is None else peers.sums,
     )
 
-    hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
+    hidden, kv_cache = family.forward(params, config, batch, kv_cache)
     last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
         logits = family.logits(params, config, last_tokens, kernels)

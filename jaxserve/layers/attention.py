@@ -1,183 +1,25 @@
-"""Attention: a block's projections and rotations, and the island in which devices attend over their own kv heads.
-
-The models call an AttentionFn that the runner has bound, so that they know neither pages nor kernels.
+"""Attention blocks of grouped query heads: projections, norms of heads and rotations. What attends is the cache that a
+layer is given, see `layers.cache`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.cache import KeyValueCache
 from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
-from pallas_kernels import paged_attention as decode_kernels
-from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
-from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
-
-
-@dataclasses.dataclass(frozen=True)
-class KVSpec:
-    """What one layer keeps of every token: K and V of [num_kv_heads, head_dim], and how far back it looks."""
-
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None = None
-    """A token attends to this many tokens, itself included; None: to all before it."""
-    is_latent: bool = False
-    """One K for all query heads, whole on every device, with V among its columns: see `layers.latent_attention`."""
-
-    @property
-    def value_dim(self) -> int:
-        """The size of V: 0 where it is a part of K."""
-        return 0 if self.is_latent else self.head_dim
-
-
-@runtime_checkable
-class AttentionFn(Protocol):
-    """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
-
-    Returns the output and the changed pages.
-    """
-
-    def __call__(
-        self,
-        qkv: Float[Array, "T K members D"],
-        k_pages: Float[Array, "P K S D"],
-        v_pages: Float[Array, "P K S D"],
-        batch: Batch,
-        *,
-        rotation: Rotation | None,
-        head_norms: HeadNorms | None = None,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Float[Array, " H"] | None = None,
-        alibi_slopes: Float[Array, " H"] | None = None,
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-        """`qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
-        leaves norms to others, `rotation` None positions; `sinks` are logits that join a head's softmax's denominator;
-        of `alibi_slopes` a head's slope times (key's position - query's position) is added to its scores.
-        """
-        ...
-
-
-def paged_attention(
-    qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
-    batch: Batch,
-    *,
-    rotation: Rotation | None,
-    head_norms: HeadNorms | None = None,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """The AttentionFn of serving: K and V into their pages, then attention over block tables.
-
-    Rows with one token and rows with more of them have a kernel each. Heads split over a mesh axis stay there: every
-    device writes and reads its own kv heads, and nothing is exchanged.
-    """
-
-    def on_local_heads(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch):
-        q, k_pages, v_pages = rope_and_write_kv(
-            qkv,
-            k_pages,
-            v_pages,
-            batch.write_index,
-            rotation=rotation,
-            head_norms=head_norms,
-            implementation=batch.kernels,
-        )
-        out = attend_over_pages(
-            q,
-            k_pages,
-            v_pages,
-            batch,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )
-        return out, k_pages, v_pages
-
-    sharding = jax.typeof(k_pages).sharding
-    if sharding.mesh.empty:
-        return on_local_heads(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch)
-    axis = sharding.spec[1]
-    heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
-    if alibi_slopes is not None:  # a constant, so that every device has all of them
-        alibi_slopes = jax.sharding.reshard(alibi_slopes, PartitionSpec(axis))
-    island = jax.shard_map(
-        on_local_heads,
-        in_specs=(of_heads, of_heads, of_heads, whole, whole, PartitionSpec(axis), PartitionSpec(axis), whole),
-        out_specs=(heads, of_heads, of_heads),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )
-    return island(qkv, k_pages, v_pages, rotation, head_norms, sinks, alibi_slopes, batch.same_on_each_device())
-
-
-def attend_over_pages(
-    q: Float[Array, "T H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
-    batch: Batch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
-) -> Float[Array, "T H D"]:
-    """A step's queries, of one device's heads, over what its rows have in pages, this step's tokens included."""
-    num_tokens, num_rows = q.shape[0], batch.seq_lens.shape[0]
-    # The rows with one token come first, so that row b is token b.
-    decodes = slice(0, min(num_tokens, num_rows))
-    is_decode = jnp.arange(decodes.stop) < batch.num_decode_rows
-    scores = {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-    }
-    out, _ = decode_kernels.paged_attention(
-        q[decodes, None],
-        k_pages,
-        v_pages,
-        block_tables=batch.block_tables[decodes],
-        seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
-        room=num_tokens,
-        implementation=batch.kernels,
-        **scores,
-    )
-    if num_tokens == 1 or batch.is_decode_only:  # no row has more
-        return out[:, 0]
-    return ragged_prefill_attention(
-        q,
-        k_pages,
-        v_pages,
-        out[:, 0],
-        block_tables=batch.block_tables,
-        seq_lens=batch.seq_lens,
-        query_starts=batch.query_starts,
-        first_row=batch.num_decode_rows,
-        num_rows=batch.num_rows,
-        implementation=batch.kernels,
-        **scores,
-    )
+from pallas_kernels.kv_write import HeadNorms
+from pallas_kernels.paging import Scores
 
 
 def attention_specs(
@@ -195,7 +37,7 @@ def attention_specs(
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     output: str = "o_proj",
 ) -> Params:
-    """Weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
+    """Declare the weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
 
     Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
     split over kv heads keeps together what attends together; on more devices than K, each head is there several times
@@ -257,42 +99,34 @@ def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_inter
 def self_attention(
     params: Params,
     x: Float[Array, "T E"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    cache: KeyValueCache,
     *,
     batch: Batch,
-    attention: AttentionFn,
     rotation: Rotation | None,
     norm: Callable[[Array, Any], Array] | None = None,
     head_norm_eps: float | None = None,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
+    scores: Scores | None = None,
     leaves_shares: bool = False,
-) -> tuple[Float[Array, "T E"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """One attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions.
+) -> tuple[Float[Array, "T E"], KeyValueCache]:
+    """Compute one attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary
+    positions.
 
     `params` are the weights of `attention_specs`: q and k go through norms if it has weights among them ("q_norm",
     "k_norm"), biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with a gain
-    for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scale` is by
-    default D^-1/2, and `leaves_shares` is that of `linear_with_sum`.
+    for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scores` are by
+    default scaled by D^-1/2, and `leaves_shares` is that of `linear_with_sum`. Returns the output and the cache after
+    this step.
     """
     with jax.named_scope("attention"):
-        heads, k_pages, v_pages = attend_heads(
+        heads, cache = attend_heads(
             params,
             linear(x, params["qkv"], params.get("qkv_bias")),
-            k_pages,
-            v_pages,
+            cache,
             batch=batch,
-            attention=attention,
             rotation=rotation,
             norm=norm,
             head_norm_eps=head_norm_eps,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
+            scores=scores,
         )
         y = linear_with_sum(
             heads,
@@ -302,46 +136,30 @@ def self_attention(
             peers=batch.peers,
             leaves_shares=leaves_shares,
         )
-        return y, k_pages, v_pages
+        return y, cache
 
 
 def attend_heads(
     params: Params,
     qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    cache: KeyValueCache,
     *,
     batch: Batch,
-    attention: AttentionFn,
     rotation: Rotation | None,
     norm: Callable[[Array, Any], Array] | None = None,
     head_norm_eps: float | None = None,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-    """What stands between the two projections of `self_attention`."""
-    D = qkv.shape[-1]
+    scores: Scores | None = None,
+) -> tuple[Float[Array, "T H D"], KeyValueCache]:
+    """Do what stands between the two projections of `self_attention`."""
     head_norms = None
     if "q_norm" in params and norm is not None:
         qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], norm)
     elif "q_norm" in params:
         assert head_norm_eps is not None
         head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=head_norm_eps)
-    return attention(
-        qkv,
-        k_pages,
-        v_pages,
-        batch,
-        rotation=rotation,
-        head_norms=head_norms,
-        scale=D**-0.5 if scale is None else scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=params.get("sinks"),
-        alibi_slopes=alibi_slopes,
-    )
+    scores = Scores(scale=qkv.shape[-1] ** -0.5) if scores is None else scores
+    scores = dataclasses.replace(scores, sinks=params.get("sinks"))
+    return cache.attend(qkv, batch, scores, rotation=rotation, head_norms=head_norms)
 
 
 def _norm_heads(

@@ -5,10 +5,10 @@ are not checked at run time: jax rebuilds a pytree with leaves of other kinds to
 """
 
 import dataclasses
-from typing import Literal, NamedTuple, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import flax.struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.peers import PeerBuffers
 
@@ -82,24 +82,24 @@ class Batch:
 @no_type_check
 @flax.struct.dataclass
 class KVCache:
-    """Paged keys and values, in pools of [P blocks, K kv heads, S block size, D head dim] each; donated.
+    """What the layers of a model keep, in pools that are a LayerCache each (see `layers.cache`); donated.
 
-    One (block, head) tile is contiguous, so a kernel fetches it with one bulk copy. Each layer has a pool for itself,
-    or shares it with layers of other groups, which have other blocks of it.
+    Each layer has a pool for itself, or shares it with layers of other groups, which have other blocks of it.
     """
 
-    k: tuple[Float[Array, "P K S D"], ...]
-    v: tuple[Float[Array, "P K S D"], ...]
+    pools: tuple[Any, ...]
+    num_blocks: int = flax.struct.field(pytree_node=False)
+    """Static: number of blocks in each pool."""
+    block_size: int = flax.struct.field(pytree_node=False)
+    """Static: number of tokens in a block."""
     pool_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Static: the pool of each layer; empty: each has its own."""
 
-    def of_layer(self, index: int) -> tuple[Float[Array, "P K S D"], Float[Array, "P K S D"]]:
-        """K and V pool of this layer."""
-        pool = self.pool_of_layer[index] if self.pool_of_layer else index
-        return self.k[pool], self.v[pool]
+    def of_layer(self, index: int) -> Any:
+        """Return the LayerCache of this layer."""
+        return self.pools[self.pool_of_layer[index] if self.pool_of_layer else index]
 
-    def with_layer(self, index: int, k: Float[Array, "P K S D"], v: Float[Array, "P K S D"]) -> "KVCache":
-        """The same with these in place of the layer's pools."""
+    def with_layer(self, index: int, cache: Any) -> "KVCache":
+        """Return the cache with another LayerCache for this layer."""
         pool = self.pool_of_layer[index] if self.pool_of_layer else index
-        rest = slice(pool + 1, None)
-        return dataclasses.replace(self, k=(*self.k[:pool], k, *self.k[rest]), v=(*self.v[:pool], v, *self.v[rest]))
+        return dataclasses.replace(self, pools=(*self.pools[:pool], cache, *self.pools[pool + 1 :]))

@@ -17,6 +17,7 @@ from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.linear import linear_of_few_rows
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
 from jaxserve.layers.rope import Rotation
@@ -24,8 +25,8 @@ from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
-AttendHeads = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
-"""(weights of the attention, qkv, k_pages, v_pages) -> (output of the heads, k_pages, v_pages)"""
+AttendHeads = Callable[[Params, Array, Any], tuple[Array, Any]]
+"""(weights of the attention, qkv, LayerCache) -> (output of the heads, LayerCache)"""
 
 Rows = Array | small_matmul.Normed
 
@@ -54,24 +55,24 @@ def decode_layers(
     for index, (layer, following, kind, attend) in enumerate(steps):
         after = {"layer": layer, "following": following, "final_norm": params["norm"]}
         after |= {"activation": activation, "eps": eps}
-        own, pools = batch.of_layer(index), kv_cache.of_layer(index)
+        own, cache = batch.of_layer(index), kv_cache.of_layer(index)
         with jax.named_scope(f"layer_{index}"):
             if "qkv_bias" in layer["attention"]:
                 y = y + layer["attention"]["qkv_bias"][None]
             if kind == Kind.LAYER:
                 assert rotation is not None
-                x, y, *pools = _whole_layer(y, pools, x, own, rotation, **after)
+                x, y, cache = _whole_layer(y, cache, x, own, rotation, **after)
             else:
-                heads, *pools = attend(layer["attention"], y, *pools)
+                heads, cache = attend(layer["attention"], y, cache)
                 x, y = _after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers)
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
-        kv_cache = kv_cache.with_layer(index, *pools)
+        kv_cache = kv_cache.with_layer(index, cache)
     return y, kv_cache
 
 
 def _whole_layer(
     qkv: Float[Array, "T K members D"],
-    pools: tuple[Array, Array],
+    cache: PagedKV,
     x: Float[Array, "T E"],
     batch: Batch,
     rotation: Rotation,
@@ -81,8 +82,8 @@ def _whole_layer(
     final_norm: Float[Array, " E"],
     activation: Callable[[Array], Array],
     eps: float,
-) -> tuple[Array, Array, Array, Array]:
-    """What `_after_attention` gives, and the changed pools."""
+) -> tuple[Array, Array, PagedKV]:
+    """Return what `_after_attention` does, and the cache after this step."""
     next_qkv = None if following is None else matrices_of(following)["qkv"]
     gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     of_rows = {
@@ -92,12 +93,10 @@ def _whole_layer(
         "seq_lens": batch.seq_lens,
     }
 
-    def run(
-        qkv: Array, pools: tuple[Array, Array], x: Array, weights: Any, gains: tuple[Array, Array], of_rows: Any
-    ) -> Any:
+    def run(qkv: Array, cache: PagedKV, x: Array, weights: Any, gains: tuple[Array, Array], of_rows: Any) -> Any:
         return layer_matmuls.decode_layer(
             qkv,
-            *pools,
+            *cache,
             x,
             weights,
             gains,
@@ -111,8 +110,8 @@ def _whole_layer(
     if not jax.typeof(x).sharding.mesh.empty:  # of one device, or the same on each
         everywhere = PartitionSpec()
         run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    x, y, *changed = run(qkv, pools, x, _as_matrices(matrices_of(layer), next_qkv), gains, of_rows)
-    return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), *changed
+    x, y, *pages = run(qkv, cache, x, _as_matrices(matrices_of(layer), next_qkv), gains, of_rows)
+    return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), PagedKV(*pages)
 
 
 def _after_attention(

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers import decode_layer
-from jaxserve.layers.attention import AttentionFn, attend_heads, paged_attention, self_attention
+from jaxserve.layers.attention import attend_heads, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
@@ -24,17 +24,18 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.rope import Rope, rotations
 from pallas_kernels import all_reduce
+from pallas_kernels.paging import Scores
 
-Attend = Callable[[Params, Array, Array, Array], tuple[Array, Array, Array]]
-"""(weights, input, k_pages, v_pages) -> (output, k_pages, v_pages)"""
+Attend = Callable[[Params, Array, Any], tuple[Array, Any]]
+"""(weights, input, LayerCache) -> (output, LayerCache)"""
 Mlp = Callable[[Params, Array], Array]
 """(weights, input) -> output"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
 AddNorm = Callable[[Array, Array, Any], tuple[Array, Array]]
 """(residual stream, update, weights) -> (their sum, its norm)"""
-Block = Callable[[Params, Array, Array | None, Array, Array], tuple[Array, Array | None, Array, Array]]
-"""(weights of the layer, residual stream, update that is still to be added to it, k_pages, v_pages) -> the last four
+Block = Callable[[Params, Array, Array | None, Any], tuple[Array, Array | None, Any]]
+"""(weights of the layer, residual stream, update that is still to be added to it, LayerCache) -> the last three
 
 An update is added where the sum is normalised next, in the layer behind, so that both can be one kernel. None: there
 is nothing to add, as in the first layer.
@@ -126,7 +127,6 @@ def decoder(
     x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
-    attention: AttentionFn,
     *,
     sliding_windows: Sequence[int | None] | None = None,
     routing: Routing | None = None,
@@ -136,14 +136,17 @@ def decoder(
 
     `x` are the embedded tokens; `sliding_windows` has an entry a layer, by default None for each; `routing` is for the
     layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it. With
-    kernels "sm90" some layers of a decode step are one kernel, where `attention` is that of serving.
+    kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
     """
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    shared = {"attention": attention, "rotation": rotation, "head_norm_eps": config.norm_eps}
+    shared = {"rotation": rotation, "head_norm_eps": config.norm_eps}
     windows = sliding_windows or [None] * config.num_layers
-    views = [{"batch": batch.of_layer(index), "sliding_window": window} for index, window in enumerate(windows)]
+    views = [
+        {"batch": batch.of_layer(index), "scores": Scores(scale=config.head_dim**-0.5, sliding_window=window)}
+        for index, window in enumerate(windows)
+    ]
     step = StepShape(
         num_rows=len(x),
         dtype=x.dtype,
@@ -153,11 +156,10 @@ def decoder(
     )
     shapes = layer_shapes(
         params["layers"],
-        [kv_cache.of_layer(index)[0] for index in range(config.num_layers)],
+        [kv_cache.of_layer(index) for index in range(config.num_layers)],
         activation=activation,
         sliding_windows=windows,
         num_rotated=rotation[0].shape[1],
-        has_own_attention=attention is not paged_attention,
     )
     kinds = [path.kind for path in choose(shapes, step)]
     if Kind.OPERATIONS not in kinds and isinstance(activation, str):
@@ -199,25 +201,23 @@ def decoder(
 
 def layer_shapes(
     layers: Sequence[Params],
-    pages: Sequence[Any],
+    caches: Sequence[Any],
     *,
     activation: str | Gate,
     sliding_windows: Sequence[int | None],
     num_rotated: int | None,
-    has_own_attention: bool = False,
 ) -> list[LayerShape]:
-    """Return what the layers of a decoder are made of, with an entry a layer of all but the last three."""
+    """Return what the layers of a decoder are made of. All but `activation` and `num_rotated` have an entry a layer."""
     return [
         LayerShape(
             weights=layer,
             following=following,
-            pages=pool,
+            cache=cache,
             activation=activation,
             sliding_window=window,
             num_rotated=num_rotated,
-            has_own_attention=has_own_attention,
         )
-        for layer, following, pool, window in zip(layers, [*layers[1:], None], pages, sliding_windows, strict=True)
+        for layer, following, cache, window in zip(layers, [*layers[1:], None], caches, sliding_windows, strict=True)
     ]
 
 
@@ -249,9 +249,9 @@ def run_layers(
     update = None
     for index, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            x, update, *pools = block(layer, x, update, *kv_cache.of_layer(index))
+            x, update, cache = block(layer, x, update, kv_cache.of_layer(index))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
-        kv_cache = kv_cache.with_layer(index, *pools)
+        kv_cache = kv_cache.with_layer(index, cache)
     return x if update is None else finish(x, update), kv_cache
 
 
@@ -259,14 +259,13 @@ def sequential_block(
     layer: Params,
     x: Array,
     update: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    cache: Any,
     *,
     attend: Attend,
     mlp: Mlp,
     norm: Norm,
     add_norm: AddNorm | None = None,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Any]:
     """Attention, then the feed-forward, each with an update of the residual stream x.
 
     Norms stand where the layer has weights for them: before ("attention_norm", "mlp_norm") as in Llama, after
@@ -284,29 +283,28 @@ def sequential_block(
         return x, normed(name, x)
 
     x, y = add(x, update, "attention_norm")
-    update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
+    update, cache = attend(layer["attention"], y, cache)
     x, y = add(x, normed("attention_post_norm", update), "mlp_norm")
-    return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), k_pages, v_pages
+    return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), cache
 
 
 def parallel_block(
     layer: Params,
     x: Array,
     update: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    cache: Any,
     *,
     attend: Attend,
     mlp: Mlp,
     norm: Norm,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Any]:
     """Attention and the feed-forward side by side, both updates of the residual stream x (Wang and Komatsuzaki 2021).
 
     Both read "attention_norm" of x, unless the layer has an "mlp_norm" too.
     """
     x = x if update is None else x + update
     y = norm(x, layer["attention_norm"])
-    update, k_pages, v_pages = attend(layer["attention"], y, k_pages, v_pages)
+    update, cache = attend(layer["attention"], y, cache)
     if "mlp_norm" in layer:
         y = norm(x, layer["mlp_norm"])
-    return x, update + mlp(layer["mlp"], y), k_pages, v_pages
+    return x, update + mlp(layer["mlp"], y), cache

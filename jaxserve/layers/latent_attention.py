@@ -9,16 +9,16 @@ whole context for each chunk would save about two thirds of the attention's arit
 
 import dataclasses
 import functools
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, paged_attention
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.cache import CacheSizes, LatentCache
 from jaxserve.layers.decoder import run_layers, sequential_block
 from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.moe import Routing, moe_or_mlp
@@ -46,83 +46,94 @@ class LatentHeads:
     value_size: int
 
     @property
-    def kv_spec(self) -> KVSpec:
+    def cache_spec(self) -> "LatentSpec":
         """What a layer keeps of a token: its latent, then the rotated key."""
-        return KVSpec(num_kv_heads=1, head_dim=self.latent_size + self.rotated_size, is_latent=True)
+        return LatentSpec(self.latent_size + self.rotated_size)
 
 
-@runtime_checkable
-class LatentAttentionFn(Protocol):
-    """Store what the tokens of a step leave behind, then attend over everything stored, of which latents are values."""
+@dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Declare one vector for each token, whole on every device."""
 
-    def __call__(
+    size: int
+    """Of the latent and the rotated key together."""
+
+    @property
+    def sliding_window(self) -> None:
+        """A token attends to all tokens before it."""
+        return None
+
+    @property
+    def is_paged(self) -> bool:
+        """Blocks hold all that is kept."""
+        return True
+
+    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "PagedLatent":
+        """Return the shapes of the pools."""
+        whole = NamedSharding(mesh, PartitionSpec(None, None, None, None))
+        shape = sizes.num_blocks, 1, sizes.block_size, self.size
+        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        return PagedLatent(pool)
+
+    def describe(self) -> str:
+        """Return the size of the vector."""
+        return f"a latent of {self.size}"
+
+
+class PagedLatent(NamedTuple):
+    """The latents of tokens, and behind each its rotated key, in P blocks; donated."""
+
+    c: Float[Array, "P 1 S D"]
+
+    def attend(
         self,
         q: Float[Array, "T H D"],
         stored: Float[Array, "T D"],
-        pages: Float[Array, "P 1 S D"],
         batch: Batch,
         *,
         latent_size: int,
         scale: float,
-    ) -> tuple[Float[Array, "T H R"], Float[Array, "P 1 S D"]]:
-        """The output and the changed pages; `latent_size` R is the size of values, which keys begin with."""
-        ...
+    ) -> tuple[Float[Array, "T H R"], "PagedLatent"]:
+        """Write what is stored into its pages, then attend over block tables, as `LatentCache` says.
 
+        Heads split over a mesh axis stay there; pages are whole on every device, each of which writes all of them.
+        Raises NotImplementedError for sizes that `batch.kernels` are not made for.
+        """
 
-def paged_attention_of(kv_cache: KVCache) -> AttentionFn | LatentAttentionFn:
-    """What a model with such a cache attends by: latents leave the pools of V empty."""
-    return paged_attention if kv_cache.v[0].shape[-1] else paged_latent_attention
+        def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, PagedLatent]:
+            pages = write_pages(pages, stored[:, None], batch.write_index)
+            out = kernels.latent_attention(
+                q,
+                pages,
+                block_tables=batch.block_tables,
+                seq_lens=batch.seq_lens,
+                query_starts=batch.query_starts,
+                num_decode_rows=batch.num_decode_rows,
+                num_rows=batch.num_rows,
+                latent_size=latent_size,
+                scale=scale,
+                is_decode_only=batch.is_decode_only,
+                implementation=batch.kernels,
+            )
+            return out, PagedLatent(pages)
 
-
-def paged_latent_attention(
-    q: Float[Array, "T H D"],
-    stored: Float[Array, "T D"],
-    pages: Float[Array, "P 1 S D"],
-    batch: Batch,
-    *,
-    latent_size: int,
-    scale: float,
-) -> tuple[Float[Array, "T H R"], Float[Array, "P 1 S D"]]:
-    """The LatentAttentionFn of serving.
-
-    Heads split over a mesh axis stay there; pages are whole on every device, each of which writes all of them.
-    Raises NotImplementedError for sizes that `batch.kernels` are not made for.
-    """
-
-    def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, Array]:
-        pages = write_pages(pages, stored[:, None], batch.write_index)
-        out = kernels.latent_attention(
-            q,
-            pages,
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_starts=batch.query_starts,
-            num_decode_rows=batch.num_decode_rows,
-            num_rows=batch.num_rows,
-            latent_size=latent_size,
-            scale=scale,
-            is_decode_only=batch.is_decode_only,
-            implementation=batch.kernels,
+        sharding = jax.typeof(q).sharding
+        if sharding.mesh.empty:
+            return on_local_heads(q, stored, self.c, batch)
+        heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
+        island = jax.shard_map(
+            on_local_heads,
+            in_specs=(heads, whole, whole, whole),
+            out_specs=(heads, whole),
+            check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return out, pages
-
-    sharding = jax.typeof(q).sharding
-    if sharding.mesh.empty:
-        return on_local_heads(q, stored, pages, batch)
-    heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
-    island = jax.shard_map(
-        on_local_heads,
-        in_specs=(heads, whole, whole, whole),
-        out_specs=(heads, whole),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )
-    return island(q, stored, pages, batch.same_on_each_device())
+        return island(q, stored, self.c, batch.same_on_each_device())
 
 
 def latent_attention_specs(
     prefix: str, heads: LatentHeads, *, hidden_size: int, bias: bool, is_interleaved: bool
 ) -> Params:
-    """Weights of one block; `prefix` names it in the checkpoint.
+    """Declare the weights of one block; `prefix` names it in the checkpoint.
 
     What makes latents of a hidden state is one matrix, "down", whole on every device: its rows are the query's latent
     (if there is one), the latent, and the rotated key. `is_interleaved`: rotations turn the pairs (2i, 2i + 1) of the
@@ -200,16 +211,14 @@ def latent_attention_specs(
 def latent_attention(
     params: Params,
     x: Float[Array, "T E"],
-    pages: Float[Array, "P 1 S D"],
-    no_pages: Float[Array, "P 1 S 0"],
+    cache: LatentCache,
     *,
     heads: LatentHeads,
     batch: Batch,
-    attention: LatentAttentionFn,
     rotation: Rotation,
     scale: float,
-) -> tuple[Float[Array, "T E"], Float[Array, "P 1 S D"], Float[Array, "P 1 S 0"]]:
-    """One block with the weights of `latent_attention_specs`; `no_pages`, the pool of V, is passed on."""
+) -> tuple[Float[Array, "T E"], LatentCache]:
+    """Compute one block with the weights of `latent_attention_specs`; return its output and the cache after it."""
     with jax.named_scope("attention"):
         ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
         query_latent, latent, key = jnp.split(linear(x, params["down"], params.get("down_bias")), ends, axis=1)
@@ -218,7 +227,7 @@ def latent_attention(
         q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
         latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
         stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
-        out, pages = attention(q, stored, pages, batch, latent_size=heads.latent_size, scale=scale)
+        out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=scale)
         values = _by_head("thr,hvr->thv", out, params["v_up"])
         y = linear_with_sum(
             values,
@@ -228,7 +237,7 @@ def latent_attention(
             peers=batch.peers,
             leaves_shares=False,
         )
-        return y, pages, no_pages
+        return y, cache
 
 
 def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Weight) -> Float[Array, "T H outputs"]:
@@ -244,18 +253,16 @@ def latent_decoder(
     kv_cache: KVCache,
     *,
     heads: LatentHeads,
-    attention: LatentAttentionFn,
     activation: str,
     rope: Rope,
     norm_eps: float,
     routing: Routing,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """`layers.decoder.decoder` with latent attention: hidden states after the final norm, and the cache."""
+    """Run `layers.decoder.decoder` with latent attention: hidden states after the final norm, and the cache."""
     sharpness = rope.scaling.score_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     attend = functools.partial(
         latent_attention,
         heads=heads,
-        attention=attention,
         rotation=rotations(rope, batch.positions),
         scale=sharpness * (heads.plain_size + heads.rotated_size) ** -0.5,
     )

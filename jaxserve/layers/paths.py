@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.mlp import FUSED_ACTIVATIONS, Gate
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
@@ -45,24 +46,22 @@ class Path(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer is made of. Weights and pages are arrays or their shapes, with shardings.
+    """What a layer is made of. Weights and caches are arrays or their shapes, with shardings.
 
     Attributes:
         weights: of the layer; its keys say which norms and biases it has.
         following: weights of the next layer, whose qkv is computed with this one; None behind the last.
-        pages: of its keys.
+        cache: what it keeps, a LayerCache.
         activation: as `mlp.gate_of` takes it.
         num_rotated: pairs of a head that positions rotate; None if something else tells positions.
-        has_own_attention: whether it attends by another function than serving does.
     """
 
     weights: Params
     following: Params | None
-    pages: Any
+    cache: Any
     activation: str | Gate
     sliding_window: int | None
     num_rotated: int | None
-    has_own_attention: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,18 +172,18 @@ def _why_not_one_kernel(layer: LayerShape, step: StepShape) -> str | None:
     """Return why the layer and its attention are not one kernel, or None if they are."""
     if not step.is_decode_only:
         return "some rows may have several tokens"
-    if layer.has_own_attention:
-        return "the attention is not that of serving"
+    if not isinstance(layer.cache, PagedKV):
+        return "keys and values are not in pages"
     if layer.sliding_window is not None:
         return f"there is a window of {layer.sliding_window}"
     if more := layer.weights["attention"].keys() - {"qkv", "out", "qkv_bias"}:
         return f"the attention has {_listed(more)}"
     if layer.num_rotated is None:
         return "positions do not rotate heads"
-    if any(axis is not None for axis in jax.typeof(layer.pages).sharding.spec):
+    if any(axis is not None for axis in jax.typeof(layer.cache.k).sharding.spec):
         return "devices have heads of their own"
     qkv = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
-    return layer_matmuls.why_not_attention(qkv, layer.pages, _shapes_of_matrices(layer), half=layer.num_rotated)
+    return layer_matmuls.why_not_attention(qkv, layer.cache.k, _shapes_of_matrices(layer), half=layer.num_rotated)
 
 
 def matrices_of(layer: Params) -> dict[str, Weight]:

@@ -1,7 +1,7 @@
 """Model families: a Hugging Face `model_type` names the module that knows its config, its weights and its forward pass.
 
 Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
-`param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache, attention)` and
+`param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache)` and
 `logits(params, config, hidden, kernels)`; all functions are pure. Where windows may differ, a layer attends with the
 batch that `batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of
 the config tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`. Where layers are
@@ -92,17 +92,17 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
 
 
 def describe_paths(
-    family: ModuleType, config: Any, layers: Sequence[Params], pages: Sequence[Any], steps: Iterable[StepShape]
+    family: ModuleType, config: Any, layers: Sequence[Params], caches: Sequence[Any], steps: Iterable[StepShape]
 ) -> list[str]:
     """Return how the layers of a family's model run in such steps, and why not faster: lines for people.
 
-    `layers` and `pages` are the weights and pools of keys of each layer, or their shapes.
+    `layers` and `caches` are the weights and LayerCaches, or their shapes.
     """
     if (own := getattr(family, "OWN_LAYERS", None)) is not None:
         return [f"all steps: {Kind.OPERATIONS} (no fused layer has {own})"]
     shapes = layer_shapes(
         layers,
-        pages,
+        caches,
         activation=config.activation,
         sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
         num_rotated=len(frequencies(config.rope)),

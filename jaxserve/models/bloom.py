@@ -9,12 +9,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config
 
@@ -117,17 +118,14 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     attend = functools.partial(
         self_attention,
         batch=batch,
-        attention=attention,
         rotation=None,
-        alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32),
+        scores=Scores(scale=config.head_dim**-0.5, alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32)),
     )
     feed_forward = functools.partial(mlp, activation=ACTIVATION, kernels=batch.kernels, peers=batch.peers)
     arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
@@ -141,18 +139,17 @@ def _norm_as_residual_block(
     layer: Params,
     x: Array,
     update: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    cache: Any,
     *,
     attend: Attend,
     mlp: Mlp,
     norm: Norm,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Any]:
     """Attention, then the feed-forward, each an update of what it has read: the norm of the residual stream."""
     x = norm(x if update is None else x + update, layer["attention_norm"])
-    update, k_pages, v_pages = attend(layer["attention"], x, k_pages, v_pages)
+    update, cache = attend(layer["attention"], x, cache)
     x = norm(x + update, layer["mlp_norm"])
-    return x, mlp(layer["mlp"], x), k_pages, v_pages
+    return x, mlp(layer["mlp"], x), cache
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

@@ -11,11 +11,10 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import decoder_specs
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.latent_attention import LatentAttentionFn, LatentHeads, latent_attention_specs, latent_decoder
+from jaxserve.layers.latent_attention import LatentHeads, LatentSpec, latent_attention_specs, latent_decoder
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
@@ -157,14 +156,12 @@ def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
+def kv_specs(config: Config) -> tuple[LatentSpec, ...]:
     """What each layer caches."""
-    return (config.latent_heads.kv_spec,) * config.num_layers
+    return (config.latent_heads.cache_spec,) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: LatentAttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's latents in it."""
     return latent_decoder(
         params,
@@ -172,7 +169,6 @@ def forward(
         batch,
         kv_cache,
         heads=config.latent_heads,
-        attention=attention,
         activation=config.activation,
         rope=config.rope,
         norm_eps=config.norm_eps,

@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, soft_cap, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
@@ -105,9 +106,7 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
@@ -116,11 +115,10 @@ def forward(
         attend = functools.partial(
             self_attention,
             batch=batch.of_layer(index),
-            attention=attention,
             rotation=rotation,
-            scale=config.query_pre_attn_scalar**-0.5,
-            sliding_window=window,
-            soft_cap=config.attention_soft_cap,
+            scores=Scores(
+                scale=config.query_pre_attn_scalar**-0.5, sliding_window=window, soft_cap=config.attention_soft_cap
+            ),
         )
         mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)

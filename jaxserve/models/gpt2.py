@@ -7,12 +7,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Block, Names, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, embed_positions, position_spec, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 
@@ -145,15 +146,13 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
 
     def block(scale: float) -> Block:
-        attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None, scale=scale)
+        attend = functools.partial(self_attention, batch=batch, rotation=None, scores=Scores(scale=scale))
         return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
 
     x = embed(params["embed"], batch) + embed_positions(params["positions"], batch.positions)

@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
 from jaxserve.models import hf_config, hf_rope
@@ -117,13 +118,11 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=rotation)
+    attend = functools.partial(self_attention, batch=batch, rotation=rotation)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(
         parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm

@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
+from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, router_spec
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
 from jaxserve.models import hf_config, hf_rope
@@ -173,9 +174,7 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     x = embed(params["embed"], batch)
     return decoder(
@@ -184,7 +183,6 @@ def forward(
         x,
         batch,
         kv_cache,
-        attention,
         sliding_windows=config.sliding_windows,
         routing=config.routing,
         gate=ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit),

@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
@@ -92,25 +93,21 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def attend(weights: Params, y: Array, k_pages: Array, v_pages: Array) -> tuple[Array, Array, Array]:
-        update, k_pages, v_pages = self_attention(
+    def attend(weights: Params, y: Array, cache: Any) -> tuple[Array, Any]:
+        update, cache = self_attention(
             weights,
             y,
-            k_pages,
-            v_pages,
+            cache,
             batch=batch,
-            attention=attention,
             rotation=rotation,
-            scale=config.attention_multiplier,
+            scores=Scores(scale=config.attention_multiplier),
         )
-        return update * config.residual_multiplier, k_pages, v_pages
+        return update * config.residual_multiplier, cache
 
     def mlp(weights: Params, y: Array) -> Array:
         update = gated_mlp(weights, y, config.activation, kernels=batch.kernels, peers=batch.peers)

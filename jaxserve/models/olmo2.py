@@ -7,12 +7,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
@@ -101,9 +102,7 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
@@ -111,9 +110,7 @@ def forward(
     def norm_heads_together(x: Float[Array, "T H D"], gain: Float[Array, "H D"]) -> Float[Array, "T H D"]:
         return norm(x.reshape(x.shape[0], -1), gain.reshape(-1)).reshape(x.shape)
 
-    attend = functools.partial(
-        self_attention, batch=batch, attention=attention, rotation=rotation, norm=norm_heads_together
-    )
+    attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm_heads_together)
     mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
     x = embed(params["embed"], batch)

@@ -6,13 +6,14 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs, self_attention
+from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
 from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec, unembed
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 
@@ -139,12 +140,10 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     norm = functools.partial(layer_norm, eps=NORM_EPS)
-    attend = functools.partial(self_attention, batch=batch, attention=attention, rotation=None)
+    attend = functools.partial(self_attention, batch=batch, rotation=None)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
@@ -160,18 +159,17 @@ def _norm_after_block(
     layer: Params,
     x: Array,
     update: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    cache: Any,
     *,
     attend: Attend,
     mlp: Mlp,
     norm: Norm,
-) -> tuple[Array, None, Array, Array]:
+) -> tuple[Array, None, Any]:
     """Attention, then the feed-forward, each added to the residual stream, which is normalised after each."""
     assert update is None, "each layer adds its own"
-    update, k_pages, v_pages = attend(layer["attention"], x, k_pages, v_pages)
+    update, cache = attend(layer["attention"], x, cache)
     x = norm(x + update, layer["attention_norm"])
-    return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), None, k_pages, v_pages
+    return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), None, cache
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionFn, KVSpec, attention_specs
+from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
@@ -88,13 +89,11 @@ def kv_specs(config: Config) -> tuple[KVSpec, ...]:
     return (KVSpec(config.num_kv_heads, config.head_dim, config.sliding_window),) * config.num_layers
 
 
-def forward(
-    params: Params, config: Config, batch: Batch, kv_cache: KVCache, attention: AttentionFn
-) -> tuple[Float[Array, "T E"], KVCache]:
+def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
     """Hidden states after the final norm, and the cache with this step's keys and values in it."""
     x = embed(params["embed"], batch)
     windows = (config.sliding_window,) * config.num_layers
-    return decoder(params, config, x, batch, kv_cache, attention, sliding_windows=windows)
+    return decoder(params, config, x, batch, kv_cache, sliding_windows=windows)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
 
 
@@ -22,7 +23,7 @@ def latent_attention_xla(
 ) -> Float[Array, "T H R"]:
     """See `latent_attention`."""
     num_tokens, max_rows = q.shape[0], seq_lens.shape[0]
-    scores = {"scale": scale, "sliding_window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None}
+    scores = Scores(scale=scale)
     # Row b of those with one token is token b.
     decodes = slice(0, min(num_tokens, max_rows))
     is_decode = jnp.arange(decodes.stop) < num_decode_rows
@@ -34,7 +35,7 @@ def latent_attention_xla(
         seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
         query_lens=None,
         room=num_tokens,
-        **scores,
+        scores=scores,
     )
     if not is_decode_only and num_tokens > 1:
         out = ragged_prefill_attention_xla(
@@ -47,7 +48,7 @@ def latent_attention_xla(
             query_starts=query_starts,
             first_row=num_decode_rows,
             num_rows=num_rows,
-            **scores,
+            scores=scores,
         )
         return out[..., :latent_size]
     return out[:, 0, :, :latent_size]

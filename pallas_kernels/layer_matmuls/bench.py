@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls.op import Weights, decode_layer, layer_matmuls
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paging import Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 from pallas_kernels.timing import Row, floor, measure, on_gpu
 
@@ -96,7 +97,9 @@ def _run_layer(
             qkv, k_pages, v_pages, of_rows["write_index"], rotation=of_rows["rotation"], implementation=name
         )
         contexts = {key: of_rows[key] for key in ("block_tables", "seq_lens")}
-        heads, _ = paged_attention(q[:, None], k_pages, v_pages, **contexts, scale=scale, implementation=name)
+        heads, _ = paged_attention(
+            q[:, None], k_pages, v_pages, **contexts, scores=Scores(scale=scale), implementation=name
+        )
         x, y = layer_matmuls(heads.reshape(len(q), -1), x, weights, gains, **of_layer, implementation=name)
     return y.reshape(qkv.shape), x, k_pages, v_pages
 

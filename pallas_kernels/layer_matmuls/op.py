@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls import sm90
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paging import Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 
 Implementation = Literal["xla", "sm90"]
@@ -109,8 +110,9 @@ def decode_layer(
         raise ValueError(f"v_pages must be as k_pages, {_describe(k_pages)}, got {_describe(v_pages)}")
     if implementation == "xla":
         q, k_pages, v_pages = rope_and_write_kv(qkv, k_pages, v_pages, write_index, rotation=rotation)
+        scores = Scores(scale=scale)
         heads, _ = paged_attention(
-            q[:, None], k_pages, v_pages, block_tables=block_tables, seq_lens=seq_lens, scale=scale
+            q[:, None], k_pages, v_pages, block_tables=block_tables, seq_lens=seq_lens, scores=scores
         )
         heads = heads.reshape(len(q), -1)
         x, y = layer_matmuls(heads, residual, weights, gains, activation=activation, eps=eps)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import paged_attention as jax_triton
 
 from pallas_kernels.paged_attention.op import Implementation, paged_attention
+from pallas_kernels.paging import Scores
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
 
@@ -73,7 +74,9 @@ def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
     """Return the implementations that run on this device, by name."""
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Implementation, **layout: Any) -> jax.Array:
-        return paged_attention(q, k, v, **layout, scale=step.head_dim**-0.5, implementation=implementation)[0]
+        return paged_attention(
+            q, k, v, **layout, scores=Scores(scale=step.head_dim**-0.5), implementation=implementation
+        )[0]
 
     def triton(q: jax.Array, k: jax.Array, v: jax.Array, *, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
         # It expects [K, P, S, D]: with the axes' names swapped, heads are read with other strides than its own.

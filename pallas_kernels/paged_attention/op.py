@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
 from pallas_kernels.paged_attention.xla import paged_attention_xla
-from pallas_kernels.paging.checks import check_attention
+from pallas_kernels.paging import Scores
 
 Implementation = Literal["xla", "sm90"]
 
@@ -22,11 +22,7 @@ def paged_attention(
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
     query_lens: Int[Array, " B"] | None = None,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
+    scores: Scores,
     room: int | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
@@ -34,12 +30,8 @@ def paged_attention(
 
     The context of row b is its first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b,
     n]` holding the positions [n * S, (n + 1) * S). Its queries are the first `query_lens[b]` of q[b] (None: all Q), the
-    last of them at position seq_lens[b] - 1; each attends to its position and those before it, with a `sliding_window`
-    of W only to the last W of them. H is a multiple of K: each run of H // K query heads uses the same KV head. `scale`
-    multiplies the scores; `soft_cap` c then maps them to c * tanh(score / c); with `alibi_slopes`, one per head, the
-    head's slope times (key's position - query's position) is added to that (ALiBi, Press et al. 2021,
-    arXiv:2108.12409). `sinks` are logits, one per head, that are added to the softmax's denominator only (Xiao et al.
-    2023, arXiv:2309.17453, as in gpt-oss).
+    last of them at position seq_lens[b] - 1; each attends to its position and those before it, as far as `scores` says.
+    H is a multiple of K: each run of H // K query heads uses the same KV head.
 
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
@@ -57,14 +49,7 @@ def paged_attention(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if room is not None and room < q.shape[0]:
         raise ValueError(f"room must be {q.shape[0]} or more, the number of rows, got {room}")
-    check_attention(
-        num_heads=q.shape[2],
-        num_kv_heads=k_pages.shape[1],
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    scores.check(num_heads=q.shape[2], num_kv_heads=k_pages.shape[1])
     room = q.shape[0] if room is None else room
     run = {"xla": paged_attention_xla, "sm90": paged_attention_sm90}[implementation]
     return run(
@@ -74,10 +59,6 @@ def paged_attention(
         block_tables=block_tables,
         seq_lens=seq_lens,
         query_lens=query_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
+        scores=scores,
         room=room,
     )

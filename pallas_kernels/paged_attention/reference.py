@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.paging import Scores
 from pallas_kernels.paging.reference import attend_reference
 
 
@@ -14,11 +15,7 @@ def paged_attention_reference(
     block_tables: Int[np.ndarray, "B N"],
     seq_lens: Int[np.ndarray, " B"],
     query_lens: Int[np.ndarray, " B"] | None = None,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[np.ndarray, " H"] | None = None,
-    alibi_slopes: Float[np.ndarray, " H"] | None = None,
+    scores: Scores,
 ) -> tuple[Float[np.ndarray, "B Q H D"], Float[np.ndarray, "B Q H"]]:
     """See `paged_attention`; arrays in NumPy, the results in float64."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
@@ -30,10 +27,6 @@ def paged_attention_reference(
             v_pages,
             block_table=block_tables[row],
             seq_len=seq_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            scores=scores,
         )
     return out, lse

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
 from pallas_kernels.paged_attention.plan import make_plan
 from pallas_kernels.paged_attention.tiles import ROWS, Config, Problem, part_rows
+from pallas_kernels.paging import Scores
 from pallas_kernels.paging.checks import check_pages_for_sm90
 
 MAX_COLUMNS = 16
@@ -49,11 +50,7 @@ def paged_attention_sm90(
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
     query_lens: Int[Array, " B"] | None,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " H"] | None,
-    alibi_slopes: Float[Array, " H"] | None,
+    scores: Scores,
     room: int,
     config: Config | None = None,
     interpret: bool = False,
@@ -82,9 +79,9 @@ def paged_attention_sm90(
         columns=columns,
         queries_per_token=queries_per_token,
         num_queries=num_queries,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        scale=scores.scale,
+        sliding_window=scores.sliding_window,
+        soft_cap=scores.soft_cap,
         interpret=interpret,
     )
     if query_lens is None:
@@ -95,7 +92,7 @@ def paged_attention_sm90(
         num_tiles=problem.num_tiles,
         num_shares=config.num_shares,
         block_kv=config.block_kv,
-        sliding_window=sliding_window,
+        sliding_window=scores.sliding_window,
     )
     # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
@@ -112,7 +109,7 @@ def paged_attention_sm90(
         rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * width - head_rows)))
         return rows.reshape(problem.num_tiles, width)
 
-    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(sinks), by_row(alibi_slopes)]
+    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(scores.sinks), by_row(scores.alibi_slopes)]
     num_places = max(tiles.shape[0], room * num_kv_heads * padded_rows)
     out, lse = _call(problem, num_rows * problem.num_tiles, num_places, q.dtype, operands)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging.xla import Scores, attend, ceil_div
+from pallas_kernels.paging import Scores
+from pallas_kernels.paging.xla import attend, ceil_div
 
 # Measured on CPU with python -m pallas_kernels.bench paged_attention. The rows of a group divide the overhead per
 # chunk, but a group runs as long as its longest row.
@@ -22,15 +23,10 @@ def paged_attention_xla(
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
     query_lens: Int[Array, " B"] | None,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " H"] | None,
-    alibi_slopes: Float[Array, " H"] | None,
+    scores: Scores,
     room: int,
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
     """See `paged_attention`."""
-    scores = Scores(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     num_rows, num_queries = q.shape[:2]
     group = min(GROUP, num_rows)
     if query_lens is None:

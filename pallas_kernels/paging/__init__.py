@@ -1,1 +1,5 @@
-"""Code common to the attentions over a paged KV cache: argument checks, one XLA loop, one float64 reference."""
+"""Code common to the attentions over a paged KV cache: scores, checks, one XLA loop, one float64 reference."""
+
+from pallas_kernels.paging.scores import Scores
+
+__all__ = ["Scores"]

@@ -1,31 +1,7 @@
-"""The checks that every attention over pages makes of its arguments, before it knows which implementation runs."""
+"""What every kernel for Hopper that attends over pages asks of its arguments."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-
-def check_attention(
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " sinks"] | None,
-    alibi_slopes: Float[Array, " slopes"] | None,
-) -> None:
-    """Raise ValueError for heads that do not fit together, or a window or cap that is not positive."""
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must have one logit for each of {num_heads} query heads, got shape {sinks.shape}")
-    if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
-        raise ValueError(
-            f"alibi_slopes must have one slope for each of {num_heads} query heads, got shape {alibi_slopes.shape}"
-        )
 
 
 def check_pages_for_sm90(

@@ -5,6 +5,8 @@ with.
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.paging.scores import Scores
+
 
 def attend_reference(
     q: Float[np.ndarray, "Q H D"],
@@ -13,11 +15,7 @@ def attend_reference(
     *,
     block_table: Int[np.ndarray, " N"],
     seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[np.ndarray, " H"] | None,
-    alibi_slopes: Float[np.ndarray, " H"] | None,
+    scores: Scores,
 ) -> tuple[Float[np.ndarray, "Q H D"], Float[np.ndarray, "Q H"]]:
     """Attend with the last Q tokens of a context of `seq_len`; return the result and the log of the softmax's
     denominator.
@@ -27,22 +25,21 @@ def attend_reference(
     sharing = num_heads // keys.shape[1]
     keys, values = np.repeat(keys, sharing, axis=1), np.repeat(values, sharing, axis=1)
 
-    scores = np.einsum("qhd,chd->hqc", q.astype(np.float64), keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * np.tanh(scores / soft_cap)
+    logits = np.einsum("qhd,chd->hqc", q.astype(np.float64), keys) * scores.scale
+    if scores.soft_cap is not None:
+        logits = scores.soft_cap * np.tanh(logits / scores.soft_cap)
     position = np.arange(seq_len - num_queries, seq_len)[:, None]
     key_position = np.arange(seq_len)[None]
-    if alibi_slopes is not None:
-        scores = scores + alibi_slopes.astype(np.float64)[:, None, None] * (key_position - position)
+    if scores.alibi_slopes is not None:
+        logits = logits + np.asarray(scores.alibi_slopes, np.float64)[:, None, None] * (key_position - position)
     allowed = key_position <= position
-    if sliding_window is not None:
-        allowed &= key_position > position - sliding_window
-    scores = np.where(allowed[None], scores, -np.inf)
-    if sinks is None:
-        sinks = np.full(num_heads, -np.inf)
-    sink = sinks.astype(np.float64)[:, None, None]
-    maximum = np.maximum(scores.max(axis=-1, keepdims=True, initial=-1e30), sink)
-    weights = np.exp(scores - maximum)
+    if scores.sliding_window is not None:
+        allowed &= key_position > position - scores.sliding_window
+    logits = np.where(allowed[None], logits, -np.inf)
+    sinks = np.full(num_heads, -np.inf) if scores.sinks is None else scores.sinks
+    sink = np.asarray(sinks, np.float64)[:, None, None]
+    maximum = np.maximum(logits.max(axis=-1, keepdims=True, initial=-1e30), sink)
+    weights = np.exp(logits - maximum)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - maximum)
     return np.einsum("hqc,chd->qhd", weights / total, values), (np.log(total) + maximum)[..., 0].T
 

@@ -4,27 +4,17 @@ A loop over chunks of the context keeps a running softmax (Milakov and Gimelshei
 for softmax"); its trip count depends on the data, so that the cost follows the contexts in use.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.paging.scores import Scores
 
 # Finite: a row whose chunk is masked as a whole gives exp(0), not exp(-inf + inf) = NaN. What such a chunk adds is
 # finite, and exp(MASKED - maximum) = 0 takes it away again with the first chunk that has something to attend to.
 MASKED = -1e30
 
 EXACT = lax.Precision.HIGHEST  # on a GPU the default would round float32 factors to 10 bits
-
-
-class Scores(NamedTuple):
-    """How the weights of a softmax are computed from dot products."""
-
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: Float[Array, " H"] | None
-    alibi_slopes: Float[Array, " H"] | None
 
 
 def attend(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
@@ -72,7 +73,9 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
 
         seeds = range(min(8, num_rotations(step.num_bytes)))
         implementation = "sm90" if on_gpu() else "xla"
-        call = functools.partial(_call, layout=layout, scale=step.head_dim**-0.5, implementation=implementation)
+        call = functools.partial(
+            _call, layout=layout, scores=Scores(scale=step.head_dim**-0.5), implementation=implementation
+        )
         inputs = [_arrays(step, seed) for seed in seeds]
         yield row(implementation, call, with_plan(inputs), out=jnp.zeros_like(inputs[0][0]))
         if on_gpu() and len(set(step.chunks)) == 1 and step.chunks[0][0] == step.chunks[0][1]:
@@ -87,10 +90,10 @@ def _call(
     v: jax.Array,
     *,
     layout: dict[str, Any],
-    scale: float,
+    scores: Scores,
     implementation: Any,
 ) -> jax.Array:
-    return ragged_prefill_attention(q, k, v, out, **layout, scale=scale, implementation=implementation)
+    return ragged_prefill_attention(q, k, v, out, **layout, scores=scores, implementation=implementation)
 
 
 def _layout(step: _Step) -> dict[str, Any]:

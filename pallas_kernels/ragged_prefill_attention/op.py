@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging.checks import check_attention
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention.sm90 import ragged_prefill_attention_sm90
 from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
 
@@ -25,11 +25,7 @@ def ragged_prefill_attention(
     query_starts: Int[Array, " B+1"],
     first_row: Int[Array, ""],
     num_rows: Int[Array, ""],
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    alibi_slopes: Float[Array, " H"] | None = None,
+    scores: Scores,
     implementation: Implementation = "xla",
 ) -> Float[Array, "T H D"]:
     """Compute causal attention of T tokens of B sequences, ragged, over keys and values in pages.
@@ -37,11 +33,8 @@ def ragged_prefill_attention(
     Row b owns the tokens [query_starts[b], query_starts[b + 1]); only the rows [first_row, num_rows) are computed. Its
     context is the first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b, n]` holding
     the positions [n * S, (n + 1) * S). Its query i has position seq_lens[b] - query_len[b] + i and attends to that
-    position and those before it; with a `sliding_window` of W only to the last W of them. H is a multiple of K: each
-    run of H // K query heads uses the same KV head. `scale` multiplies the scores; `soft_cap` c then maps them to c *
-    tanh(score / c); with `alibi_slopes`, one per head, the head's slope times (key's position - query's position) is
-    added to that (ALiBi, Press et al. 2021, arXiv:2108.12409). `sinks` are logits, one per head, that are added to the
-    softmax's denominator only (Xiao et al. 2023, arXiv:2309.17453, as in gpt-oss).
+    position and those before it, as far as `scores` says. H is a multiple of K: each run of H // K query heads uses the
+    same KV head.
 
     Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens before those
     rows get the results in `before`, 0 if it is None; "sm90" writes the others into that array, in place if nothing
@@ -58,14 +51,7 @@ def ragged_prefill_attention(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if before is not None and (before.shape, before.dtype) != (q.shape, q.dtype):
         raise ValueError(f"before must be like q, {q.dtype}{list(q.shape)}, got {before.dtype}{list(before.shape)}")
-    check_attention(
-        num_heads=q.shape[1],
-        num_kv_heads=k_pages.shape[1],
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    scores.check(num_heads=q.shape[1], num_kv_heads=k_pages.shape[1])
     run = {"xla": ragged_prefill_attention_xla, "sm90": ragged_prefill_attention_sm90}[implementation]
     return run(
         q,
@@ -77,9 +63,5 @@ def ragged_prefill_attention(
         query_starts=query_starts,
         first_row=first_row,
         num_rows=num_rows,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
+        scores=scores,
     )

@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.paging import Scores
 from pallas_kernels.paging.reference import attend_reference
 
 
@@ -17,11 +18,7 @@ def ragged_prefill_attention_reference(
     query_starts: Int[np.ndarray, " B+1"],
     first_row: int,
     num_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[np.ndarray, " H"] | None = None,
-    alibi_slopes: Float[np.ndarray, " H"] | None = None,
+    scores: Scores,
 ) -> Float[np.ndarray, "T H D"]:
     """See `ragged_prefill_attention`; arrays in NumPy, the result in float64."""
     out = np.zeros(q.shape)
@@ -36,10 +33,6 @@ def ragged_prefill_attention_reference(
             v_pages,
             block_table=block_tables[row],
             seq_len=int(seq_lens[row]),
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            scores=scores,
         )
     return out

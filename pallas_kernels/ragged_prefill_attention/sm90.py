@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.paging import Scores
 from pallas_kernels.paging.checks import check_pages_for_sm90
 from pallas_kernels.ragged_prefill_attention.device import tiling
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
@@ -72,11 +73,7 @@ def ragged_prefill_attention_sm90(
     query_starts: Int[Array, " B+1"],
     first_row: Int[Array, ""],
     num_rows: Int[Array, ""],
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " H"] | None,
-    alibi_slopes: Float[Array, " H"] | None,
+    scores: Scores,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
@@ -85,8 +82,8 @@ def ragged_prefill_attention_sm90(
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     check_pages_for_sm90(q, k_pages, v_pages)
-    if scale <= 0:
-        raise NotImplementedError(f"scale must be positive, got {scale}")
+    if scores.scale <= 0:
+        raise NotImplementedError(f"scale must be positive, got {scores.scale}")
     num_tokens, num_heads, head_dim = q.shape
     config = config or heuristic(head_dim)
     problem = Problem(
@@ -99,9 +96,9 @@ def ragged_prefill_attention_sm90(
         v_stages=config.v_stages,
         q_slots=config.q_slots,
         num_blocks=config.num_blocks,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        scale=scores.scale,
+        sliding_window=scores.sliding_window,
+        soft_cap=scores.soft_cap,
         interpret=interpret,
     )
     tiles = plan(
@@ -116,7 +113,8 @@ def ragged_prefill_attention_sm90(
         before = jnp.zeros_like(q)
     # A copy takes that many tokens at least.
     q = jnp.pad(q, ((0, max(0, ROWS - num_tokens)), (0, 0), (0, 0)))
-    return _call(q, k_pages, v_pages, before, block_tables, tiles, sinks, alibi_slopes, problem=problem)
+    operands = q, k_pages, v_pages, before, block_tables, tiles, scores.sinks, scores.alibi_slopes
+    return _call(*operands, problem=problem)
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging.xla import Scores, attend, ceil_div
+from pallas_kernels.paging import Scores
+from pallas_kernels.paging.xla import attend, ceil_div
 
 TILE, CHUNK = 64, 128  # measured on CPU with python -m pallas_kernels.bench ragged_prefill_attention
 
@@ -24,14 +25,9 @@ def ragged_prefill_attention_xla(
     query_starts: Int[Array, " B+1"],
     first_row: Int[Array, ""],
     num_rows: Int[Array, ""],
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " H"] | None,
-    alibi_slopes: Float[Array, " H"] | None,
+    scores: Scores,
 ) -> Float[Array, "T H D"]:
     """See `ragged_prefill_attention`."""
-    scores = Scores(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     num_tokens = q.shape[0]
     tile = min(TILE, num_tokens)
 

@@ -120,7 +120,7 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     (running,) = (one for one in engine.scheduler._running if one.request_id == "clean")
     tables = gemma.runner.state["slots"].block_tables  # as the device has them
     given_back = tables[0, running.slot, : running.first_blocks[0]]
-    assert np.isnan(gemma.runner.state["kv_cache"].v[0][given_back]).any()
+    assert np.isnan(gemma.runner.state["kv_cache"].pools[0].v[given_back]).any()
     drain(engine, results)
     assert results.pop("clean").token_ids == tokens
     assert all(result.finish_reason == "error" for result in results.values())

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.paged_kv import KVSpec
 
 
 def layout_of(windows, **options):

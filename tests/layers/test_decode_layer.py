@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
+from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_cache, make_mesh, make_model, split
 from depths import quick_first, quick_only
 from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -16,10 +17,10 @@ from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers import paths
-from jaxserve.layers.attention import paged_attention
-from jaxserve.layers.batch import KVCache
 from jaxserve.layers.decoder import layer_shapes
+from jaxserve.layers.latent_attention import PagedLatent
 from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import rounded_to
 from jaxserve.layers.paths import Kind, StepShape, choose, describe
 from jaxserve.layers.weight import Quantized
@@ -56,9 +57,9 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     family, config, params = make_model(model_type)
     rng = np.random.default_rng(0)
     shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
-    pools = [tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3)) for _ in range(2)]
+    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(3)]
     batch = make_batch([5, 1, 12, 8, 0])
-    given = params, batch, KVCache(*pools)
+    given = params, batch, make_cache(pools)
     mesh = None
     if num_devices is not None:
         mesh = make_mesh(num_devices)
@@ -68,7 +69,7 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
 
     @jax.jit
     def forward(params, batch, kv_cache):
-        return family.forward(params, config, batch, kv_cache, paged_attention)
+        return family.forward(params, config, batch, kv_cache)
 
     def run():
         jax.clear_caches()  # what kernels take is no argument
@@ -91,38 +92,41 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_raises(
-        AssertionError, np.testing.assert_allclose, got[1].k[1], pools[0][1]
+        AssertionError, np.testing.assert_allclose, got[1].pools[1].k, pools[1].k
     )  # something is written
 
 
-def test_an_attention_of_ones_own_is_called(monkeypatch):
+def test_a_cache_of_its_own_kind_is_asked_to_attend(monkeypatch):
     """No kernel of a whole layer attends in its place."""
     family, config, params = make_model("llama")
-    pools = [tuple(jnp.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, 16)) for _ in range(3)) for _ in range(2)]
+    pages = PagedKV(*(jnp.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, 16)) for _ in range(2)))
     calls = []
 
-    def attention(*args, **options):
-        calls.append(args)
-        return paged_attention(*args, **options)
+    class Own(NamedTuple):
+        pages: PagedKV
+
+        def attend(self, *args, **options):
+            calls.append(args)
+            out, pages = self.pages.attend(*args, **options)
+            return out, Own(pages)
 
     monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
-    family.forward(params, config, make_batch([5, 1]), KVCache(*pools), attention)
+    family.forward(params, config, make_batch([5, 1]), make_cache([Own(pages)] * 3))
     assert len(calls) == config.num_layers
 
 
-def shapes_of(layers, *, activation="silu", window=None, half=32, own_attention=False, pages=None):
-    if pages is None:
+def shapes_of(layers, *, activation="silu", window=None, half=32, cache=None):
+    if cache is None:
         num_kv_heads, _, head_dim, _ = layers[0]["attention"]["qkv"].shape
-        pages = jnp.zeros((NUM_BLOCKS, num_kv_heads, 8, head_dim), jnp.bfloat16)
+        cache = PagedKV(*[jnp.zeros((NUM_BLOCKS, num_kv_heads, 8, head_dim), jnp.bfloat16)] * 2)
     return layer_shapes(
         layers,
-        [pages] * len(layers),
+        [cache] * len(layers),
         activation=activation,
         sliding_windows=[window] * len(layers),
         num_rotated=half,
-        has_own_attention=own_attention,
     )
 
 
@@ -189,7 +193,7 @@ def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, r
         ({"num_devices": 2}, "devices have heads of their own"),
         ({"is_decode_only": False}, "several tokens"),
         ({"window": 8}, "a window of 8"),
-        ({"own_attention": True}, "not that of serving"),
+        ({"cache": PagedLatent(None)}, "keys and values are not in pages"),
         ({"norms": ("q_norm", "k_norm")}, "the attention has k_norm, q_norm"),
         ({"norms": ("q_norm",)}, "the attention has q_norm"),
         ({"norms": ("k_norm",)}, "the attention has k_norm"),
@@ -209,9 +213,10 @@ def test_which_layers_are_one_kernel(changes, reason):
     if (num_devices := changes.get("num_devices")) is not None:
         spec = PartitionSpec(None, "tensor" if num_devices > 1 else None)
         pages = jax.device_put(pages, NamedSharding(make_mesh(num_devices), spec))
-    options = {name: changes[name] for name in ("window", "half", "own_attention") if name in changes}
+    options = {"cache": PagedKV(pages, pages)}
+    options |= {name: changes[name] for name in ("window", "half", "cache") if name in changes}
     step = {name: changes[name] for name in ("num_rows", "is_decode_only") if name in changes}
-    for path in choose(shapes_of(layers, pages=pages, **options), step_of(**step)):
+    for path in choose(shapes_of(layers, **options), step_of(**step)):
         assert (path.kind == Kind.LAYER) == (reason is None)
         assert path.kind in (Kind.LAYER, Kind.BETWEEN)
         assert path.reason is None if reason is None else reason in path.reason

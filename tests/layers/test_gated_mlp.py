@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.layers import mlp
-from jaxserve.layers.attention import paged_attention
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import abstract_params
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.layers.weight import Dense
@@ -132,14 +132,15 @@ def compile_prefill(num_tokens=8192, num_blocks=1024):
         num_rows=array(),
         kernels="sm90",
     )
-    pools = (array(num_blocks, config.num_kv_heads, 16, config.head_dim, dtype=dtype),)
+    pool = array(num_blocks, config.num_kv_heads, 16, config.head_dim, dtype=dtype)
+    kv_cache = KVCache((PagedKV(pool, pool),), num_blocks=num_blocks, block_size=16)
 
     def step(params, batch, kv_cache):
-        return family.forward(params, config, batch, kv_cache, paged_attention)
+        return family.forward(params, config, batch, kv_cache)
 
     def lower():
         with jax.set_mesh(mesh):
-            return jax.jit(step, donate_argnums=2).lower(params, batch, KVCache(pools, pools))
+            return jax.jit(step, donate_argnums=2).lower(params, batch, kv_cache)
 
     # As the engine has a step of so many tokens compiled.
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}

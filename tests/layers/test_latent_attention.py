@@ -9,9 +9,9 @@ from paged import empty_cache, make_batch
 
 from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
-from jaxserve.layers.attention import KVSpec
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.latent_attention import LatentHeads, latent_attention_specs, paged_latent_attention
+from jaxserve.layers.latent_attention import LatentHeads, PagedLatent, latent_attention_specs
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import abstract_params
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
@@ -22,13 +22,13 @@ HEADS = LatentHeads(num_heads=4, query_rank=6, latent_size=10, plain_size=5, rot
 
 def test_every_device_has_all_of_a_latent():
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    specs = (HEADS.kv_spec, KVSpec(2, 8))
+    specs = (HEADS.cache_spec, KVSpec(2, 8))
     cache = empty_cache(specs, 3, mesh)
-    assert [pool.shape for pool in (*cache.k, *cache.v)] == [(3, 1, 4, 14), (3, 2, 4, 8), (3, 1, 4, 0), (3, 2, 4, 8)]
-    assert cache.k[0].sharding.is_fully_replicated
-    assert cache.k[1].addressable_shards[0].data.shape == (3, 1, 4, 8)
+    assert [pool.shape for pool in jax.tree.leaves(cache)] == [(3, 1, 4, 14), (3, 2, 4, 8), (3, 2, 4, 8)]
+    assert cache.pools[0].c.sharding.is_fully_replicated
+    assert cache.pools[1].k.addressable_shards[0].data.shape == (3, 1, 4, 8)
     dtype = np.dtype(np.float32)
-    shards = [shard.data for pool in (*cache.k, *cache.v) for shard in pool.addressable_shards]
+    shards = [shard.data for pool in jax.tree.leaves(cache) for shard in pool.addressable_shards]
     assert block_bytes(specs, block_size=4, dtype=dtype, mesh=mesh) * 3 == sum(shard.nbytes for shard in shards)
     assert block_bytes(specs, block_size=4, dtype=dtype, mesh=mesh) == (2 * 14 + 2 * 2 * 8) * 4 * 4
 
@@ -72,7 +72,8 @@ def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
     mesh, num_rows = with_explicit_axes(h200_mesh((num_devices,), ("tensor",))), 16
     bfloat16 = np.dtype(jnp.bfloat16)
     params = abstract_params(family.param_specs(config), dtype=bfloat16, mesh=mesh)
-    cache = abstract_kv_cache(family.kv_specs(config), num_blocks=4096, block_size=16, dtype=bfloat16, mesh=mesh)
+    sizes = {"num_blocks": 4096, "block_size": 16, "num_slots": 0}
+    cache = abstract_kv_cache(family.kv_specs(config), **sizes, dtype=bfloat16, mesh=mesh)
 
     def integers(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -91,7 +92,7 @@ def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
     )
 
     def step(params, batch, cache):
-        return family.forward(params, config, batch, cache, paged_latent_attention)
+        return family.forward(params, config, batch, cache)
 
     def lower():
         with jax.set_mesh(mesh):
@@ -108,4 +109,4 @@ def test_the_kernel_names_the_size_that_it_refuses():
     batch, _ = make_batch([([1, 2, 3], (0,), 0, 3)], num_tokens=4, num_rows=1, num_blocks=1)
     q, stored, pages = (jnp.zeros(shape, jnp.bfloat16) for shape in ((4, 4, 14), (4, 14), (1, 1, 4, 14)))
     with pytest.raises(NotImplementedError, match=r"kv_lora_rank.* must be a multiple of 128 up to 512, got 10"):
-        paged_latent_attention(q, stored, pages, batch.replace(kernels="sm90"), latent_size=10, scale=1.0)
+        PagedLatent(pages).attend(q, stored, batch.replace(kernels="sm90"), latent_size=10, scale=1.0)

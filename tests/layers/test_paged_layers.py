@@ -12,13 +12,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
-from jaxserve.layers.attention import attend_heads, paged_attention
+from jaxserve.layers.attention import attend_heads
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4
+SCORES = Scores(scale=0.3, sliding_window=20)
 
 
 def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
@@ -43,8 +46,7 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
         query_starts=query_starts,
         first_row=0,
         num_rows=len(lens),
-        scale=0.3,
-        sliding_window=20,
+        scores=SCORES,
     )
     new = np.full((2, num_tokens, KV_HEADS, HEAD_DIM), np.nan, np.float32)
     before = [pages.copy() for pages in after]
@@ -71,8 +73,9 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
     return tuple(map(jnp.asarray, (qkv, *before))), batch, (want, *after)
 
 
-def layer(*args):
-    return paged_attention(*args, rotation=None, scale=0.3, sliding_window=20)
+def layer(qkv, k_pages, v_pages, batch):
+    out, cache = PagedKV(k_pages, v_pages).attend(qkv, batch, SCORES, rotation=None, head_norms=None)
+    return out, *cache
 
 
 MIXES = {
@@ -140,8 +143,8 @@ def test_norms_of_heads_are_no_kernels_of_their_own(is_decode_only):
 
     @functools.partial(jax.jit, donate_argnums=(2, 3))
     def attend(params, qkv, k_pages, v_pages, batch, rotation):
-        of_heads = functools.partial(attend_heads, attention=paged_attention, head_norm_eps=1e-6)
-        return of_heads(params, qkv, k_pages, v_pages, batch=batch, rotation=rotation)
+        cache = PagedKV(k_pages, v_pages)
+        return attend_heads(params, qkv, cache, batch=batch, rotation=rotation, head_norm_eps=1e-6)
 
     pages = array(1_000, 2, 16, 128, dtype=jnp.bfloat16)
     arrays = (array(8, 2, 6, 128, dtype=jnp.bfloat16), pages, pages)

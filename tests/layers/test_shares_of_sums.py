@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_mesh, make_model, split
+from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_cache, make_mesh, make_model, split
 from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.layers.attention import paged_attention
-from jaxserve.layers.batch import KVCache
 from jaxserve.layers.linear import linear
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.peers import MAX_ROWS_OF_SUMS, MAX_ROWS_OF_SUMS_OF_TWO, abstract_peers
 from jaxserve.layers.weight import Dense
 from pallas_kernels import all_reduce
@@ -50,9 +49,11 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_wi
     peers = allocate_peer_buffers(abstract_sums(mesh, HIDDEN_SIZE))
     rng = np.random.default_rng(3)
     shape = (NUM_BLOCKS, 4, BLOCK_SIZE, 16)
-    pools = [[jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(NUM_LAYERS)] for _ in range(2)]
+    pools = [
+        PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(2))) for _ in range(NUM_LAYERS)
+    ]
     by_head = NamedSharding(mesh, PartitionSpec(None, "tensor"))
-    cache = jax.device_put(KVCache(*map(tuple, pools)), by_head)
+    cache = jax.device_put(make_cache(pools), by_head)
     batch = jax.device_put(make_batch([5, 1, 12, 8]), NamedSharding(mesh, PartitionSpec()))
     sums = []
     for name in ("all_reduce_add_rms_norm", "all_reduce"):
@@ -63,7 +64,7 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_wi
 
     def run(batch):
         with jax.set_mesh(mesh):
-            forward = jax.jit(lambda *arguments: family.forward(arguments[0], config, *arguments[1:], paged_attention))
+            forward = jax.jit(lambda *arguments: family.forward(arguments[0], config, *arguments[1:]))
             return np.asarray(forward(params, batch, cache)[0], np.float32)
 
     want = run(batch)

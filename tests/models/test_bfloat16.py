@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from golden_models import CASES
+from jax.sharding import AbstractMesh
 from paged import BLOCK_SIZE, make_batch
 
-from jaxserve.layers.batch import KVCache
-from jaxserve.layers.latent_attention import paged_attention_of
+from jaxserve.execution.kv_cache import abstract_kv_cache
 from jaxserve.layers.params import leaf_specs
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
@@ -26,13 +26,14 @@ def test_bfloat16_step(golden):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype_in(dtype)), leaf_specs(family.param_specs(config))
     )
 
-    def pools(size):
-        specs = family.kv_specs(config)
-        return tuple(jax.ShapeDtypeStruct((9, s.num_kv_heads, BLOCK_SIZE, size(s)), dtype) for s in specs)
-
-    cache = KVCache(k=pools(lambda spec: spec.head_dim), v=pools(lambda spec: spec.value_dim))
+    sizes = {"num_blocks": 9, "block_size": BLOCK_SIZE, "num_slots": 0}
+    mesh = AbstractMesh((1,), ("tensor",))
+    cache = jax.tree.map(
+        lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        abstract_kv_cache(family.kv_specs(config), **sizes, dtype=dtype, mesh=mesh),
+    )
     batch, _ = make_batch([([1, 2, 3], (0,), 0, 3), ([4], (1,), 0, 1)], num_tokens=6, num_rows=3, num_blocks=9)
-    forward = functools.partial(family.forward, config=config, attention=paged_attention_of(cache))
+    forward = functools.partial(family.forward, config=config)
     hidden, cache_after = jax.eval_shape(
         lambda params, cache: forward(params, batch=batch, kv_cache=cache), params, cache
     )

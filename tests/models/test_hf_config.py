@@ -6,8 +6,9 @@ import pytest
 from golden_models import GOLDENS
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import KVSpec
+from jaxserve.layers.latent_attention import LatentSpec
 from jaxserve.layers.moe import Routing
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import FAMILIES, get_family, gpt_oss
@@ -358,7 +359,7 @@ def test_layers_of_deepseek():
         True,
     )
     config = read("deepseek_v2", **DEEPSEEK)
-    assert FAMILIES["deepseek_v2"].kv_specs(config) == (KVSpec(1, 16 + 8, is_latent=True),) * 3
+    assert FAMILIES["deepseek_v2"].kv_specs(config) == (LatentSpec(16 + 8),) * 3
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_two_all_reduces_a_layer_and_no_cache_moves(num_kv_heads):
     names = re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", compiled.as_text())
     # One for the embedding, two a layer; the logits are gathered from the devices' shares of the vocabulary.
     assert collections.Counter(names) == {"all-reduce": 1 + 2 * config.num_layers, "all-gather": 1}
-    pool = cache.k[0]
+    pool = cache.pools[0].k
     assert pool.addressable_shards[0].data.shape == (4, 1, BLOCK_SIZE, 12)
 
 

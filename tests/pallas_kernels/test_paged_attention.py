@@ -12,6 +12,7 @@ from poisoned_pages import make_pages
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paging import Scores
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 
@@ -33,18 +34,18 @@ def make_case(
     return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v)), layout
 
 
-def expected(arrays, layout, **options):
+def expected(arrays, layout, scores):
     arrays = [np.asarray(x.astype(jnp.float32)) for x in arrays]
     layout = {name: np.asarray(x) for name, x in layout.items()}
-    options |= {name: np.asarray(options[name]) for name in ("sinks", "alibi_slopes") if name in options}
-    return paged_attention_reference(*arrays, **layout, **options)
+    return paged_attention_reference(*arrays, **layout, scores=scores)
 
 
-attend = jax.jit(paged_attention, static_argnames=("scale", "sliding_window", "soft_cap", "implementation"))
+attend = jax.jit(paged_attention, static_argnames="implementation")
 
 
 def check(arrays, layout, **options):
-    got, want = attend(*arrays, **layout, **options), expected(arrays, layout, **options)
+    scores = Scores(**options)
+    got, want = attend(*arrays, **layout, scores=scores), expected(arrays, layout, scores)
     assert [x.dtype for x in got] == [arrays[0].dtype, jnp.float32]
     tolerance = TOLERANCE[arrays[0].dtype.type]
     for a, b in zip(got, want, strict=True):
@@ -115,9 +116,9 @@ def test_block_sizes(block_size):
 def test_batch_composition_does_not_change_a_row():
     rng = np.random.default_rng(4)
     (q, k, v), layout = make_case(rng, [40, 0, 0, 0, 0], max_blocks=20)
-    alone = attend(q, k, v, **layout, scale=0.3)
+    alone = attend(q, k, v, **layout, scores=Scores(scale=0.3))
     layout["seq_lens"] = jnp.array([40, 77, 3, 0, 5], jnp.int32)  # the other rows read whatever is there
-    together = attend(q, k, v, **layout, scale=0.3)
+    together = attend(q, k, v, **layout, scores=Scores(scale=0.3))
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[0]))
 
@@ -127,7 +128,7 @@ def test_a_nan_inside_the_context_shows(poisoned):
     arrays, layout = make_case(np.random.default_rng(5), [30, 30])
     block = layout["block_tables"][0, 3]
     arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
-    got, _ = attend(*arrays, **layout, scale=0.3)
+    got, _ = attend(*arrays, **layout, scores=Scores(scale=0.3))
     is_nan = np.isnan(np.asarray(got)).all(axis=-1)
     np.testing.assert_array_equal(is_nan[:, 0], [[False, False, True, True], [False] * 4])
 
@@ -135,10 +136,10 @@ def test_a_nan_inside_the_context_shows(poisoned):
 def test_results_over_parts_of_a_context_combine():
     rng = np.random.default_rng(6)
     (q, k, v), layout = make_case(rng, [40])
-    whole, whole_lse = attend(q, k, v, **layout, scale=0.3)
-    first = attend(q, k, v, **{**layout, "seq_lens": jnp.array([24], jnp.int32)}, scale=0.3)
+    whole, whole_lse = attend(q, k, v, **layout, scores=Scores(scale=0.3))
+    first = attend(q, k, v, **{**layout, "seq_lens": jnp.array([24], jnp.int32)}, scores=Scores(scale=0.3))
     tables = jnp.roll(layout["block_tables"], -6, axis=1)
-    second = attend(q, k, v, block_tables=tables, seq_lens=jnp.array([16], jnp.int32), scale=0.3)
+    second = attend(q, k, v, block_tables=tables, seq_lens=jnp.array([16], jnp.int32), scores=Scores(scale=0.3))
     lse = jnp.logaddexp(first[1], second[1])
     parts = sum(out * jnp.exp(part - lse)[..., None] for out, part in (first, second))
     np.testing.assert_allclose(np.asarray(lse), np.asarray(whole_lse), rtol=1e-5)
@@ -149,19 +150,19 @@ def test_refuses_what_does_not_exist():
     arrays, layout = make_case(np.random.default_rng(0), [1], max_blocks=1, heads=(3, 3, 4))
     unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse these first
     with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        unchecked(*arrays, **layout, scale=1.0, implementation="triton")
+        unchecked(*arrays, **layout, scores=Scores(scale=1.0), implementation="triton")
     with pytest.raises(ValueError, match="sinks must have one logit for each of 3 query heads"):
-        unchecked(*arrays, **layout, scale=1.0, sinks=jnp.zeros(2))
+        unchecked(*arrays, **layout, scores=Scores(scale=1.0, sinks=jnp.zeros(2)))
     with pytest.raises(ValueError, match="alibi_slopes must have one slope for each of 3 query heads"):
-        unchecked(*arrays, **layout, scale=1.0, alibi_slopes=jnp.zeros(2))
+        unchecked(*arrays, **layout, scores=Scores(scale=1.0, alibi_slopes=jnp.zeros(2)))
     with pytest.raises(ValueError, match="sliding_window"):
-        paged_attention(*arrays, **layout, scale=1.0, sliding_window=0)
+        paged_attention(*arrays, **layout, scores=Scores(scale=1.0, sliding_window=0))
     with pytest.raises(ValueError, match="soft_cap"):
-        paged_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
+        paged_attention(*arrays, **layout, scores=Scores(scale=1.0, soft_cap=0.0))
     with pytest.raises(ValueError, match=r"room must be \d+ or more, the number of rows, got 0"):
-        paged_attention(*arrays, **layout, scale=1.0, room=0)
+        paged_attention(*arrays, **layout, scores=Scores(scale=1.0), room=0)
     with pytest.raises(ValueError, match="evenly"):
-        paged_attention(arrays[0][:, :, :2], *arrays[1:], **layout, scale=1.0)
+        paged_attention(arrays[0][:, :, :2], *arrays[1:], **layout, scores=Scores(scale=1.0))
 
 
 @pytest.mark.parametrize("axis_types", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
@@ -174,13 +175,17 @@ def test_runs_on_local_heads(axis_types):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P()), out_specs=(heads, heads))
     def run(q, k, v, sinks, slopes, layout):
-        return paged_attention(q, k, v, **layout, scale=0.3, sliding_window=20, sinks=sinks, alibi_slopes=slopes)
+        return paged_attention(
+            q, k, v, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks, alibi_slopes=slopes)
+        )
 
     with jax.set_mesh(mesh):
         placed = jax.device_put((*arrays, SINKS, SLOPES), tuple(jax.NamedSharding(mesh, spec) for spec in specs))
         got = run(*placed, layout)
-        replicated = attend(*arrays, **layout, scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)
-    want = expected(arrays, layout, scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)
+        replicated = attend(
+            *arrays, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)
+        )
+    want = expected(arrays, layout, Scores(scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES))
     for results in (got, replicated):
         for a, b in zip(results, want, strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=2e-5)

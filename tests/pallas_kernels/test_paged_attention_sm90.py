@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
+from pallas_kernels.paging import Scores
 
 # Of the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or 11. A row
 # alone, with a few hundred values, may be somewhat worse.
@@ -54,16 +55,18 @@ def make_case(
         "block_tables": tables,
         "seq_lens": np.array(lens, np.int32),
         "query_lens": None if query_lens is None else np.array(query_lens, np.int32),
-        "sinks": 2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
-        "alibi_slopes": np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
     }
-    options = {"scale": head_dim**-0.5, "sliding_window": None, "soft_cap": None, **options}
+    scores = Scores(
+        sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
+        alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
+        **{"scale": head_dim**-0.5} | options,
+    )
     # For results of others.
     room = len(lens) + 3
     in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
-    want = paged_attention_reference(*in_float, **layout, **options)
-    layout = {name: None if x is None else jnp.asarray(x) for name, x in layout.items()}
-    return (q, k, v), layout | options | {"room": room}, want
+    want = paged_attention_reference(*in_float, **layout, scores=scores)
+    layout, scores = jax.tree.map(jnp.asarray, (layout, scores))
+    return (q, k, v), layout | {"scores": scores, "room": room}, want
 
 
 def check(got, want):
@@ -158,8 +161,8 @@ ON_A_GPU = {
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case):
     arrays, options, want = make_case(**ON_A_GPU[case])
-    scalars = {name: options.pop(name) for name in ("scale", "sliding_window", "soft_cap", "room")}
-    run = jax.jit(lambda *args, **layout: paged_attention(*args, **layout, **scalars, implementation="sm90"))
+    room = options.pop("room")
+    run = jax.jit(lambda *args, **layout: paged_attention(*args, **layout, room=room, implementation="sm90"))
     first = run(*arrays, **options)
     check(first, want)
     again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums come in the same order
@@ -190,13 +193,16 @@ def compiled(
     tables = jax.ShapeDtypeStruct((num_rows, 512), jnp.int32)
     seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
 
-    layout = {"block_tables": tables, "seq_lens": seq_lens}
-    if has_alibi:
-        layout["alibi_slopes"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
+    layout = {
+        "block_tables": tables,
+        "seq_lens": seq_lens,
+        "scores": Scores(scale=0.1, alibi_slopes=slopes, **options),
+    }
 
     def layers(q, pools, layout):
         for k, v in pools:
-            q, _ = paged_attention(q, k, v, **layout, scale=0.1, **options, implementation="sm90")
+            q, _ = paged_attention(q, k, v, **layout, implementation="sm90")
         return q
 
     return compile_for_h200(layers, q, pools, layout)

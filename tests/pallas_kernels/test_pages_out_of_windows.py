@@ -12,12 +12,13 @@ from poisoned_pages import make_pages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.sm90 import Config as DecodeConfig
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.sm90 import Config as PrefillConfig
 from pallas_kernels.ragged_prefill_attention.sm90 import ragged_prefill_attention_sm90
 
 WINDOW, BLOCK_SIZE, HEAD_DIM = 90, 16, 16
-OPTIONS = {"scale": 0.25, "sliding_window": WINDOW, "soft_cap": None, "sinks": None}
+OPTIONS = {"scores": Scores(scale=0.25, sliding_window=WINDOW)}
 
 
 def make_case(chunks):
@@ -47,7 +48,7 @@ def test_decode(capsys, implementation):
         want, got = run(q[:, None], k, v)[0], run(q[:, None], *given_back)[0]
     else:
         config = DecodeConfig(block_kv=64, stages=2, streams=1, num_ctas=2)
-        others = {"query_lens": None, "alibi_slopes": None, "room": 2, "config": config, "interpret": True}
+        others = {"query_lens": None, "room": 2, "config": config, "interpret": True}
         run = functools.partial(paged_attention_sm90, **layout, **OPTIONS, **others)
         want = paged_attention(q[:, None], k, v, **layout, **OPTIONS)[0]
         got = interpret(capsys, run, q[:, None], *given_back)[0]
@@ -63,8 +64,6 @@ def test_prefill(capsys, implementation):
         got = ragged_prefill_attention(q, *given_back, **layout, **OPTIONS)
     else:
         config = PrefillConfig(block_kv=64, k_stages=2, v_stages=2, q_slots=2, num_blocks=2)
-        run = functools.partial(
-            ragged_prefill_attention_sm90, **layout, **OPTIONS, alibi_slopes=None, config=config, interpret=True
-        )
+        run = functools.partial(ragged_prefill_attention_sm90, **layout, **OPTIONS, config=config, interpret=True)
         got = interpret(capsys, run, q, *given_back, None)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 
@@ -56,23 +57,23 @@ def make_case(
     return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v, before)), layout
 
 
-def expected(arrays, layout, **options):
+def expected(arrays, layout, scores):
     arrays = [np.asarray(x.astype(jnp.float32)) for x in arrays]
     layout = {name: np.asarray(x) for name, x in layout.items()}
     layout |= {name: int(layout[name]) for name in ("first_row", "num_rows")}
-    options |= {name: np.asarray(options[name]) for name in ("sinks", "alibi_slopes") if name in options}
-    return ragged_prefill_attention_reference(*arrays, **layout, **options)
+    return ragged_prefill_attention_reference(*arrays, **layout, scores=scores)
 
 
-attend = jax.jit(ragged_prefill_attention, static_argnames=("scale", "sliding_window", "soft_cap", "implementation"))
+attend = jax.jit(ragged_prefill_attention, static_argnames="implementation")
 
 
 def check(arrays, layout, **options):
-    got = attend(*arrays, **layout, **options)
+    scores = Scores(**options)
+    got = attend(*arrays, **layout, scores=scores)
     assert got.dtype == arrays[0].dtype
     tolerance = TOLERANCE[arrays[0].dtype.type]
     np.testing.assert_allclose(
-        np.asarray(got.astype(jnp.float32)), expected(arrays, layout, **options), atol=tolerance, rtol=tolerance
+        np.asarray(got.astype(jnp.float32)), expected(arrays, layout, scores), atol=tolerance, rtol=tolerance
     )
 
 
@@ -158,17 +159,17 @@ def test_refuses_what_does_not_exist():
     )
     unchecked = inspect.unwrap(ragged_prefill_attention)  # the test suite's type check would refuse the name first
     with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        unchecked(*arrays, **layout, scale=1.0, implementation="triton")
+        unchecked(*arrays, **layout, scores=Scores(scale=1.0), implementation="triton")
     with pytest.raises(ValueError, match="alibi_slopes must have one slope for each of 3 query heads"):
-        unchecked(*arrays, **layout, scale=1.0, alibi_slopes=jnp.zeros(2))
+        unchecked(*arrays, **layout, scores=Scores(scale=1.0, alibi_slopes=jnp.zeros(2)))
     with pytest.raises(ValueError, match="sliding_window"):
-        ragged_prefill_attention(*arrays, **layout, scale=1.0, sliding_window=0)
+        ragged_prefill_attention(*arrays, **layout, scores=Scores(scale=1.0, sliding_window=0))
     with pytest.raises(ValueError, match=r"before must be like q, float32\[4, 3, 4\], got float16\[4, 3, 4\]"):
-        ragged_prefill_attention(*arrays[:3], arrays[3].astype(jnp.float16), **layout, scale=1.0)
+        ragged_prefill_attention(*arrays[:3], arrays[3].astype(jnp.float16), **layout, scores=Scores(scale=1.0))
     with pytest.raises(ValueError, match="soft_cap"):
-        ragged_prefill_attention(*arrays, **layout, scale=1.0, soft_cap=0.0)
+        ragged_prefill_attention(*arrays, **layout, scores=Scores(scale=1.0, soft_cap=0.0))
     with pytest.raises(ValueError, match="evenly"):
-        ragged_prefill_attention(arrays[0][:, :2], *arrays[1:3], **layout, scale=1.0)
+        ragged_prefill_attention(arrays[0][:, :2], *arrays[1:3], **layout, scores=Scores(scale=1.0))
 
 
 @pytest.mark.parametrize("axis_types", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
@@ -180,12 +181,14 @@ def test_runs_on_local_heads(axis_types):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*[heads] * 4, P("tensor"), P()), out_specs=heads)
     def run(q, k, v, before, sinks, layout):
-        return ragged_prefill_attention(q, k, v, before, **layout, scale=0.3, sliding_window=20, sinks=sinks)
+        return ragged_prefill_attention(
+            q, k, v, before, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks)
+        )
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, jax.NamedSharding(mesh, heads))
         got = run(*placed, jax.device_put(SINKS, jax.NamedSharding(mesh, P("tensor"))), layout)
-        replicated = attend(*arrays, **layout, scale=0.3, sliding_window=20, sinks=SINKS)
-    want = expected(arrays, layout, scale=0.3, sliding_window=20, sinks=SINKS)
+        replicated = attend(*arrays, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=SINKS))
+    want = expected(arrays, layout, Scores(scale=0.3, sliding_window=20, sinks=SINKS))
     np.testing.assert_allclose(np.asarray(got), want, atol=2e-5)
     np.testing.assert_allclose(np.asarray(replicated), want, atol=2e-5)

@@ -15,6 +15,7 @@ from interpreting import interpret
 from poisoned_pages import make_pages
 
 from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
@@ -65,15 +66,17 @@ def make_case(
         "block_tables": tables,
         "seq_lens": np.array(lens, np.int32),
         "query_starts": query_starts,
-        "sinks": 2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
-        "alibi_slopes": np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
     }
+    scores = Scores(
+        sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
+        alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
+        **{"scale": head_dim**-0.5} | options,
+    )
     rows = {"first_row": num_skipped, "num_rows": len(chunks)}
-    options = {"scale": head_dim**-0.5, "sliding_window": None, "soft_cap": None, **options}
     in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v, before)]
-    want = ragged_prefill_attention_reference(*in_float, **layout, **rows, **options)
-    layout = {name: None if x is None else jnp.asarray(x) for name, x in layout.items()}
-    return (q, k, v, before), layout | {name: jnp.int32(x) for name, x in rows.items()}, options, want
+    want = ragged_prefill_attention_reference(*in_float, **layout, **rows, scores=scores)
+    layout = {name: jnp.asarray(x) for name, x in layout.items()} | {name: jnp.int32(x) for name, x in rows.items()}
+    return (q, k, v, before), layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
 
 
 def check(got, want):
@@ -123,11 +126,11 @@ INTERPRETED = {
 
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
-    arrays, layout, options, want = make_case(**INTERPRETED[case])
+    arrays, layout, want = make_case(**INTERPRETED[case])
     block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
     q_slots = 1 if case in ("cap", "Gemma 2") else 2
     config = Config(block_kv=block_kv, k_stages=3, v_stages=2, q_slots=q_slots, num_blocks=2)
-    run = functools.partial(ragged_prefill_attention_sm90, **layout, **options, config=config, interpret=True)
+    run = functools.partial(ragged_prefill_attention_sm90, **layout, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
 
 
@@ -161,18 +164,18 @@ ON_A_GPU = {
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case):
-    arrays, layout, options, want = make_case(**ON_A_GPU[case])
-    run = jax.jit(lambda *args, **layout: ragged_prefill_attention(*args, **layout, **options, implementation="sm90"))
+    arrays, layout, want = make_case(**ON_A_GPU[case])
+    run = jax.jit(lambda *args, **layout: ragged_prefill_attention(*args, **layout, implementation="sm90"))
     check(run(*arrays, **layout), want)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
 def test_a_nan_inside_the_context_shows(poisoned):
-    arrays, layout, options, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, 64))
+    arrays, layout, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, 64))
     block = layout["block_tables"][0, 3]
     arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
-    got = ragged_prefill_attention(*arrays, **layout, **options, implementation="sm90")
+    got = ragged_prefill_attention(*arrays, **layout, implementation="sm90")
     is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
     np.testing.assert_array_equal(is_nan[:100], [[False] * 4 + [True] * 4] * 100)
     assert not is_nan[100:].any()
@@ -194,12 +197,12 @@ def compiled(
         "num_rows": (),
     }
     layout = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-    if has_alibi:
-        layout["alibi_slopes"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
+    layout["scores"] = Scores(scale=0.1, alibi_slopes=slopes, **options)
 
     def layers(q, pools, out, layout):
         for k, v in pools:
-            out = ragged_prefill_attention(q, k, v, out, **layout, scale=0.1, **options, implementation="sm90")
+            out = ragged_prefill_attention(q, k, v, out, **layout, implementation="sm90")
         return out
 
     return compile_for_h200(layers, q, pools, q, layout, donate_argnums=(2,))
@@ -276,16 +279,16 @@ def test_the_plan_has_each_token_from_the_first_row_on_once(tile_size):
 
 
 def test_refuses_with_a_reason():
-    arrays, layout, options, _ = make_case([(20, 20)], heads=(4, 2, 64))
+    arrays, layout, _ = make_case([(20, 20)], heads=(4, 2, 64))
     unchecked = inspect.unwrap(ragged_prefill_attention_sm90)
     with pytest.raises(NotImplementedError, match="all be bfloat16 or all float16, got float32, bfloat16"):
-        unchecked(arrays[0].astype(jnp.float32), *arrays[1:], **layout, **options)
+        unchecked(arrays[0].astype(jnp.float32), *arrays[1:], **layout)
     with pytest.raises(NotImplementedError, match="scale must be positive"):
-        ragged_prefill_attention_sm90(*arrays, **layout, **options | {"scale": 0.0})
+        ragged_prefill_attention_sm90(*arrays, **layout | {"scores": Scores(scale=0.0)})
     for heads, block_size, message in [
         ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, got 72"),
         ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
     ]:
-        arrays, layout, options, _ = make_case([(20, 20)], heads=heads, block_size=block_size)
+        arrays, layout, _ = make_case([(20, 20)], heads=heads, block_size=block_size)
         with pytest.raises(NotImplementedError, match=message):
-            ragged_prefill_attention_sm90(*arrays, **layout, **options)
+            ragged_prefill_attention_sm90(*arrays, **layout)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.workloads import LLAMA_100M
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.params import init_params, layouts
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import with_explicit_axes
@@ -44,6 +44,11 @@ def make_batch(lens, kernels="xla"):
         is_decode_only=True,
         kernels=kernels,
     )
+
+
+def make_cache(pools):
+    """A pool a layer."""
+    return KVCache(tuple(pools), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
 @functools.cache

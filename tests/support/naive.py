@@ -1,6 +1,7 @@
 """The plainest way to run a model, which everything faster must agree with: a full forward pass a token, no cache."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,54 +9,52 @@ import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import gathered
+from jaxserve.layers.latent_attention import LatentSpec
 from pallas_kernels.kv_write import norm_and_rotate
+from pallas_kernels.paging import Scores
 
 
-def dense_attention(
-    qkv,
-    k_pages,
-    v_pages,
-    batch,
-    *,
-    rotation,
-    head_norms=None,
-    scale,
-    sliding_window=None,
-    soft_cap=None,
-    sinks=None,
-    alibi_slopes=None,
-):
-    """An AttentionFn for one sequence whose tokens are all in the batch, in order; the pages pass through untouched."""
+class DenseKV(NamedTuple):
+    """The cache of one sequence whose tokens are all in the batch, in order: nothing is kept."""
+
+    def attend(self, qkv, batch, scores, *, rotation, head_norms):
+        return dense_attention(qkv, batch, scores, rotation=rotation, head_norms=head_norms), self
+
+
+class DenseLatent(NamedTuple):
+    """`DenseKV` where all heads attend to one vector a token."""
+
+    def attend(self, q, stored, batch, *, latent_size, scale):
+        qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
+        return dense_attention(qkv, batch, Scores(scale=scale))[..., :latent_size], self
+
+
+def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
+    """Causal attention among the tokens of a batch."""
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
     v = qkv[:, :, -1]
     grouped = q.reshape(num_tokens, num_kv_heads, members - 2, head_dim)
     precision = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum(
+    logits = jnp.einsum(
         "qkgd,skd->kgqs", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    ) * jnp.float32(scale)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    ) * jnp.float32(scores.scale)
+    if scores.soft_cap is not None:
+        logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
     distance = batch.positions[:, None] - batch.positions[None, :]
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.reshape(*scores.shape[:2], 1, 1) * distance.astype(jnp.float32)[None, None]
+    if scores.alibi_slopes is not None:
+        slopes = scores.alibi_slopes.reshape(*logits.shape[:2], 1, 1)
+        logits = logits - slopes * distance.astype(jnp.float32)[None, None]
     visible = distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    scores = jnp.where(visible[None, None], scores, -jnp.inf)
-    if sinks is not None:  # a key without a value
-        sink = sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1, 1)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:3], 1))], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens]
+    if scores.sliding_window is not None:
+        visible &= distance < scores.sliding_window
+    logits = jnp.where(visible[None, None], logits, -jnp.inf)
+    if scores.sinks is not None:  # a key without a value
+        sink = scores.sinks.astype(jnp.float32).reshape(*logits.shape[:2], 1, 1)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:3], 1))], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens]
     out = jnp.einsum("kgqs,skd->qkgd", weights, v.astype(jnp.float32), precision=precision)
-    return out.reshape(q.shape).astype(q.dtype), k_pages, v_pages
-
-
-def dense_latent_attention(q, stored, pages, batch, *, latent_size, scale):
-    """`dense_attention` as a LatentAttentionFn."""
-    qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
-    out, pages, _ = dense_attention(qkv, pages, pages, batch, rotation=None, scale=scale)
-    return out[..., :latent_size], pages
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 def one_sequence(token_ids):
@@ -90,15 +89,8 @@ def naive_hidden(params, config, family, token_ids):
 
 
 def _forward(params, config, family, token_ids):
-    specs = family.kv_specs(config)
-
-    def no_pages(sizes):
-        shapes = [(1, spec.num_kv_heads, 1, size) for spec, size in zip(specs, sizes, strict=True)]
-        return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-
-    cache = KVCache(k=no_pages(spec.head_dim for spec in specs), v=no_pages(spec.value_dim for spec in specs))
-    attention = dense_latent_attention if specs[0].is_latent else dense_attention
-    hidden, _ = family.forward(params, config, one_sequence(token_ids), cache, attention)
+    pools = tuple(DenseLatent() if isinstance(spec, LatentSpec) else DenseKV() for spec in family.kv_specs(config))
+    hidden, _ = family.forward(params, config, one_sequence(token_ids), KVCache(pools, num_blocks=1, block_size=1))
     return hidden
 
 

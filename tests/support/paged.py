@@ -10,7 +10,6 @@ from naive import QUICK_TO_COMPILE
 from jaxserve.execution.kv_cache import abstract_kv_cache, init_kv_cache
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.embedding import gathered
-from jaxserve.layers.latent_attention import paged_attention_of
 
 BLOCK_SIZE = 4
 
@@ -18,7 +17,14 @@ BLOCK_SIZE = 4
 def empty_cache(kv_specs, num_blocks, mesh):
     """Pools of float32 zeros."""
     return init_kv_cache(
-        abstract_kv_cache(kv_specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=np.dtype(np.float32), mesh=mesh)
+        abstract_kv_cache(
+            kv_specs,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_slots=0,
+            dtype=np.dtype(np.float32),
+            mesh=mesh,
+        )
     )
 
 
@@ -57,7 +63,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=4, compiler_options=QUICK_TO_COMPILE)
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
-    hidden, kv_cache = family.forward(params, config, batch, kv_cache, paged_attention_of(kv_cache))
+    hidden, kv_cache = family.forward(params, config, batch, kv_cache)
     return gathered(family.logits(params, config, hidden, "xla")), kv_cache
 
 

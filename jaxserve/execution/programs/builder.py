@@ -90,9 +90,9 @@ class StepBuilder:
                     )
                 )
         cache = model.kv_cache(1)
-        pages = [cache.of_layer(index)[0] for index in range(len(model.params["layers"]))]
+        caches = [cache.of_layer(index) for index in range(len(model.params["layers"]))]
         with model.on_mesh():
-            return describe_paths(model.family, model.config, model.params["layers"], pages, steps)
+            return describe_paths(model.family, model.config, model.params["layers"], caches, steps)
 
     def lower(self, program: Program, num_blocks: int) -> Lowered:
         """Trace and lower a program, for a pool of so many blocks: seconds of Python where there are kernels.

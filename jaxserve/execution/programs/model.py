@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.batch import Bucket, make_buckets
-from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
+from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes, slot_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
@@ -69,10 +69,16 @@ class StepModel:
             num_groups=num_groups,
             has_finer_sizes=spec.traits.has_finer_buckets,
         )
-        pools = {"block_size": spec.block_size, "dtype": self.dtype, "mesh": mesh}
-        self.bytes_per_block = block_bytes(self.layout.pool_specs, **pools)
+        pools = {"dtype": self.dtype, "mesh": mesh}
+        self.bytes_per_block = block_bytes(self.layout.pool_specs, block_size=spec.block_size, **pools)
+        self._slot_bytes = slot_bytes(self.layout.pool_specs, num_slots=spec.max_num_seqs, **pools)
         self._kv_cache = functools.partial(
-            abstract_kv_cache, self.layout.pool_specs, pool_of_layer=self.layout.pool_of_layer, **pools
+            abstract_kv_cache,
+            self.layout.pool_specs,
+            pool_of_layer=self.layout.pool_of_layer,
+            block_size=spec.block_size,
+            num_slots=spec.max_num_seqs,
+            **pools,
         )
         self.peers = None
         if self.has_kernels and spec.has_peers:
@@ -102,8 +108,8 @@ class StepModel:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the slots take on a device, and what its peers send it."""
-        return sum(map(shard_bytes, jax.tree.leaves((self.slots, self.peers))))
+        """Bytes on a device of the slots, of what layers keep by slot, and of what its peers send it."""
+        return self._slot_bytes + sum(map(shard_bytes, jax.tree.leaves((self.slots, self.peers))))
 
     def state(self, name: State, num_blocks: int) -> Any:
         """Return the shapes of what stays on the device, for a KV pool of so many blocks."""

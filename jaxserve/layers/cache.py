@@ -1,0 +1,88 @@
+"""What a layer keeps of the tokens that it has seen, from one step to the next: a LayerCache, declared by a CacheSpec.
+
+A LayerCache is a pytree, usually a NamedTuple of arrays, with the operations that layers of its kind call. So a layer
+knows neither pages nor kernels, and a model may have layers of several kinds. `execution.kv_cache` makes the arrays.
+"""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float
+
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.rope import Rotation
+from pallas_kernels.kv_write import HeadNorms
+from pallas_kernels.paging import Scores
+
+
+class CacheSizes(NamedTuple):
+    """How much a cache holds: blocks of tokens, and slots of requests."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+
+
+@runtime_checkable
+class CacheSpec(Protocol):
+    """What one layer keeps, as a family declares it: a frozen dataclass. Layers of equal specs may use one cache."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens, itself included, a token attends to; None for all before it."""
+        ...
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether blocks hold all that is kept, so that a request may continue from blocks that another has filled."""
+        ...
+
+    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Any:
+        """Return the LayerCache with the shapes and shardings of its arrays; `dtype` is that of activations."""
+        ...
+
+    def describe(self) -> str:
+        """Return what is kept, in words that `jaxserve models` prints."""
+        ...
+
+
+@runtime_checkable
+class KeyValueCache(Protocol):
+    """A LayerCache of layers whose heads attend to keys and values."""
+
+    def attend(
+        self,
+        qkv: Float[Array, "T K members D"],
+        batch: Batch,
+        scores: Scores,
+        *,
+        rotation: Rotation | None,
+        head_norms: HeadNorms | None,
+    ) -> tuple[Float[Array, "T H D"], Any]:
+        """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
+
+        `qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
+        leaves norms to others, `rotation` None positions. Returns the heads' output, and the cache as it is after that.
+        """
+        ...
+
+
+@runtime_checkable
+class LatentCache(Protocol):
+    """A LayerCache of layers in which one vector a token is key and value of all heads."""
+
+    def attend(
+        self,
+        q: Float[Array, "T H D"],
+        stored: Float[Array, "T D"],
+        batch: Batch,
+        *,
+        latent_size: int,
+        scale: float,
+    ) -> tuple[Float[Array, "T H R"], Any]:
+        """Store what a step's tokens leave behind, then attend over everything stored.
+
+        `latent_size` R is the size of values, which keys begin with. Returns the output, and the cache after that.
+        """
+        ...
