@@ -1,9 +1,11 @@
 """The first step of a route: a body that passes the table of fields, for a model that is served."""
 
+import msgspec
 from starlette.requests import Request
 
 from jaxserve.server.body import read_json
-from jaxserve.server.protocol.common import RequestBody, decode_request
+from jaxserve.server.protocol.common import RequestBody, decode_body, decode_request
+from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.state import ServerState
 
 
@@ -13,4 +15,20 @@ async def read_request[T: RequestBody](state: ServerState, request: Request, kin
     for each in unknown:
         state.unknown_fields.count(each, route=kind.route)
     state.check_model(body.model)
+    return body
+
+
+async def read_struct[T: msgspec.Struct](state: ServerState, request: Request, kind: type[T], *, route: str) -> T:
+    """Return a body that is not in the table of fields; its field `model` is checked.
+
+    Raises InvalidRequest, naming the field, and ModelNotFound.
+    """
+
+    def read(content: bytes) -> tuple[T, list[UnknownName]]:
+        return decode_body(content, kind), unknown_names(content, kind)
+
+    body, unknown = await read_json(request, read)
+    for each in unknown:
+        state.unknown_fields.count(each, route=route)
+    state.check_model(getattr(body, "model", None))
     return body

@@ -7,10 +7,10 @@ from waiting import wait_until
 
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
 from jaxserve.server.middleware.admission import OPEN_PATHS
+from jaxserve.server.routes import docs, playground
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
-from jaxserve.server.routes.playground import FILES
 
-WITHOUT_JSON = {"/metrics", "/openapi.json"} | FILES
+WITHOUT_JSON = {"/metrics", "/openapi.json"} | playground.FILES | docs.FILES
 ADMIN = {"authorization": "Bearer admin"}
 USER = {"role": "user", "content": "hi"}
 
@@ -52,6 +52,10 @@ REQUESTS = {
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/responses": {"input": "a", "include": ["message.output_text.logprobs"]},
     "/invocations": {"messages": [USER], "max_tokens": 3},
+    "/v1/messages": {"messages": [USER], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    **{f"{prefix}/score": {"text_1": "a", "text_2": ["b", "c"]} for prefix in ("", "/v1")},
+    **{f"{prefix}/rerank": {"query": "a", "documents": ["b", {"text": "c"}]} for prefix in ("", "/v1", "/v2")},
     "/tokenize": {"prompt": "a", "return_token_strs": True},
     "/detokenize": {"tokens": [5]},
 }

@@ -16,12 +16,12 @@ from jaxserve.server.app import ADMIN_PATHS, ROUTES
 from jaxserve.server.middleware.keys import admin_keys, client_keys
 from jaxserve.server.process.access import check_access
 from jaxserve.server.process.tls import ssl_context
-from jaxserve.server.routes import playground
+from jaxserve.server.routes import docs, playground
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
 
 KEY = "s3cret-\u00e9"
 ADMIN_KEY = "root-0"
-OPEN = {"/live", "/health", *playground.FILES}
+OPEN = {"/live", "/health", "/ping", *playground.FILES, *docs.FILES}
 PATHS = [*sorted({route.path.replace("{model:path}", "fake") for route in ROUTES} - OPEN), "/nothing", "/health/"]
 
 
@@ -60,7 +60,7 @@ def test_entry_with_the_key(locked):
     assert locked.get("/v1/models", headers={"authorization": b"bearer  " + KEY.encode()}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/live", "/health"])
+@pytest.mark.parametrize("path", ["/live", "/health", "/ping"])
 def test_probes_need_no_key(locked, path):
     assert locked.get(path).status_code == 200
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.errors import error_body, error_response, refusal
 from jaxserve.server.middleware.keys import Keys
-from jaxserve.server.routes import playground
+from jaxserve.server.routes import docs, playground
 from jaxserve.server.state import server_state
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ LINGERING_SECONDS = 5.0  # in which they must arrive
 
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # RFC 3986, 3.2.2; it may be empty
 
-OPEN_PATHS = playground.FILES | {"/live", "/health"}  # answered without a key
-PROBE_PATHS = frozenset({"/live", "/health", "/metrics", "/version", "/engine/state"})
+OPEN_PATHS = playground.FILES | docs.FILES | {"/live", "/health", "/ping"}  # answered without a key
+PROBE_PATHS = frozenset({"/live", "/health", "/ping", "/load", "/metrics", "/version", "/engine/state"})
 """Paths answered while draining, which a draining server does not wait for."""
 
 

@@ -14,7 +14,7 @@ logger = logging.getLogger("jaxserve.access")
 HEADER = "x-request-id"
 _HEADER = HEADER.encode()
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # safe in a header and in a log line
-QUIET_PATHS = frozenset({"/live", "/health", "/metrics", "/engine/state"})  # polled every few seconds
+QUIET_PATHS = frozenset({"/live", "/health", "/ping", "/load", "/metrics", "/engine/state"})  # polled every few seconds
 _CLIENT_GONE = 499
 
 

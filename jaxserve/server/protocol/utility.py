@@ -59,6 +59,12 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Load(msgspec.Struct):
+    """Number of requests that the engine runs or has waiting."""
+
+    server_load: int
+
+
 class Health(msgspec.Struct):
     """`ok`, or the reason why not."""
 

@@ -51,9 +51,7 @@ async def create(request: Request) -> Response:
     """Return the vector of each input."""
     state = server_state(request.scope)
     body = await read_request(state, request, EmbeddingRequest)
-    size = len(await request.body())
-    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, receive=request.receive)
-    await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
+    groups = await embed(state, body, request)
     answer_id = f"embd-{body.request_id or request.scope['request_id']}"
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
@@ -65,6 +63,14 @@ async def create(request: Request) -> Response:
         data.extend([_embedding(body, index, group) for index, group in some])
     answer.data = data
     return json_response(answer)
+
+
+async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
+    """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
+    size = len(await request.body())
+    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, receive=request.receive)
+    await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
+    return groups
 
 
 def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:

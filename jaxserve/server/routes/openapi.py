@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve import __version__
+from jaxserve.server.anthropic.protocol import CountRequest, MessagesRequest, MessagesResponse, TokenCount
+from jaxserve.server.anthropic.protocol import ErrorBody as MessagesError
 from jaxserve.server.engine_view import EngineState
 from jaxserve.server.errors import ErrorBody
 from jaxserve.server.middleware.admission import OPEN_PATHS
@@ -17,10 +19,12 @@ from jaxserve.server.protocol.chat import ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from jaxserve.server.protocol.responses import DeletedResponse, ItemList, ResponseBody, ResponsesRequest
+from jaxserve.server.protocol.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
     Health,
+    Load,
     TokenizeRequest,
     TokenizeResponse,
     Version,
@@ -39,6 +43,7 @@ class _Operation(NamedTuple):
     answer: type
     streams: bool = False
     is_admin: bool = False
+    error: type = ErrorBody
 
 
 _OPERATIONS = (
@@ -53,11 +58,38 @@ _OPERATIONS = (
     _Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", None, DeletedResponse),
     _Operation("post", "/v1/responses/{response_id}/cancel", "Stop one in the background", None, ResponseBody),
     _Operation("get", "/v1/responses/{response_id}/input_items", "What it was an answer to", None, ItemList),
+    _Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API does",
+        MessagesRequest,
+        MessagesResponse,
+        streams=True,
+        error=MessagesError,
+    ),
+    _Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation",
+        CountRequest,
+        TokenCount,
+        error=MessagesError,
+    ),
+    *(
+        _Operation("post", f"{prefix}/score", "How near texts are to each other", ScoreRequest, ScoreResponse)
+        for prefix in ("", "/v1")
+    ),
+    *(
+        _Operation("post", f"{prefix}/rerank", "Sort documents by a query", RerankRequest, RerankResponse)
+        for prefix in ("", "/v1", "/v2")
+    ),
     _Operation("get", "/v1/models", "The served models", None, ModelList),
     _Operation("get", "/v1/models/{model}", "One served model", None, Model),
     _Operation("post", "/tokenize", "Token ids of a prompt or a conversation", TokenizeRequest, TokenizeResponse),
     _Operation("post", "/detokenize", "Text of token ids", DetokenizeRequest, DetokenizeResponse),
     _Operation("get", "/health", "Whether new requests are taken", None, Health),
+    *(_Operation(method, "/ping", "The same as /health", None, Health) for method in ("get", "post")),
+    _Operation("get", "/load", "How many requests there are", None, Load),
     _Operation("get", "/live", "Whether the process answers", None, Health),
     _Operation("get", "/version", "The version of jaxserve", None, Version),
     _Operation("get", "/engine/state", "What the engine is doing", None, EngineState),
@@ -76,10 +108,9 @@ async def show(_request: Request) -> Response:
 def document() -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of all routes with a JSON body."""
     bodies = [kind for operation in _OPERATIONS for kind in (operation.body, operation.answer) if kind is not None]
-    schemas, components = msgspec.json.schema_components(
-        [*bodies, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    schema_of = dict(zip([*bodies, ErrorBody], schemas, strict=True))
+    errors = sorted({operation.error for operation in _OPERATIONS}, key=lambda kind: kind.__module__)
+    schemas, components = msgspec.json.schema_components([*bodies, *errors], ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip([*bodies, *errors], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
@@ -107,7 +138,7 @@ def _describe(operation: _Operation, schema_of: Mapping[type, dict[str, Any]]) -
             "200": {"description": "OK", "content": content},
             "default": {
                 "description": "Error",
-                "content": {"application/json": {"schema": schema_of[ErrorBody]}},
+                "content": {"application/json": {"schema": schema_of[operation.error]}},
             },
         },
     }

@@ -10,19 +10,18 @@ from starlette.responses import Response
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest
 from jaxserve.server import generation
-from jaxserve.server.body import EncodedList, json_response, read_json
-from jaxserve.server.protocol.common import decode_body
-from jaxserve.server.protocol.names import UnknownName, unknown_names
+from jaxserve.server.body import EncodedList, json_response
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
     Health,
+    Load,
     TokenizeRequest,
     TokenizeResponse,
     Version,
     check_tokenize_request,
 )
-from jaxserve.server.reading import read_request
+from jaxserve.server.reading import read_request, read_struct
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.template import render_chat
 
@@ -73,17 +72,10 @@ def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = server_state(request.scope)
-    body, unknown = await read_json(request, _detokenize_request)
-    for each in unknown:
-        state.unknown_fields.count(each, route="detokenize")
-    state.check_model(body.model)
+    body = await read_struct(state, request, DetokenizeRequest, route="detokenize")
     size = len(await request.body())
     decoding = generation.prepare(state, lambda: _detokenized(state, body), size=size, receive=request.receive)
     return json_response(await decoding)
-
-
-def _detokenize_request(content: bytes) -> tuple[DetokenizeRequest, list[UnknownName]]:
-    return decode_body(content, DetokenizeRequest), unknown_names(content, DetokenizeRequest)
 
 
 def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:
@@ -98,6 +90,12 @@ async def health(request: Request) -> Response:
     closed = server_state(request.scope).why_closed()
     body = Health("ok" if closed is None else str(closed))
     return Response(msgspec.json.encode(body), 200 if closed is None else 503, media_type="application/json")
+
+
+async def load(request: Request) -> Response:
+    """Return how many requests the engine runs or has waiting."""
+    stats = server_state(request.scope).frontend.client.stats()
+    return json_response(Load(stats.num_running + stats.num_waiting))
 
 
 async def live(_request: Request) -> Response:

@@ -1,0 +1,152 @@
+"""POST /v1/messages: a conversation in the shapes of Anthropic's API, answered by the same engine as a chat."""
+
+import uuid
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.server import errors, generation
+from jaxserve.server.anthropic.conversation import chat_request, name_as_sent
+from jaxserve.server.anthropic.protocol import (
+    CountRequest,
+    ErrorBody,
+    ErrorDetail,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    TokenCount,
+)
+from jaxserve.server.anthropic.writer import MessageWriter, frame
+from jaxserve.server.body import json_response
+from jaxserve.server.protocol.chat import ChatChunkChoice, ChatRequest, check_chat_request
+from jaxserve.server.reading import read_struct
+from jaxserve.server.routes.chat import Chat, prepare
+from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.streaming import EventStream, Write, while_wanted
+from jaxserve.server.template import render_chat
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def _in_its_shape(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route with its errors in Anthropic's shape."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await route(request)
+        except JaxserveError as error:
+            response = await errors.on_jaxserve_error(request, error)
+            response.body = msgspec.json.encode(_error_body(error, request.scope["request_id"]))
+            response.headers["content-length"] = str(len(response.body))
+            return response
+
+    return answer
+
+
+@_in_its_shape
+async def create(request: Request) -> Response:
+    """Answer a conversation."""
+    state = server_state(request.scope)
+    body, chat_body = await _read(state, request, MessagesRequest)
+    size = len(await request.body())
+    request_id = f"msg_{uuid.uuid4().hex}"
+    try:
+        group = await prepare(state, chat_body, request_id=request_id, size=size, receive=request.receive)
+    except InvalidRequest as error:
+        name_as_sent(error, body)
+        raise
+    usage = MessagesUsage(input_tokens=len(group.prompt_token_ids), output_tokens=0)
+    message = MessagesResponse(id=request_id, model=state.model, content=[], usage=usage)
+    answer = _Answer(body, Chat(state, chat_body, group, answer_id=request_id), message)
+    if body.stream:
+
+        async def tell_failure(error: Exception) -> bytes:
+            failure = _error_body(error, request.scope["request_id"])
+            return b"event: error\ndata: %b\n\n" % msgspec.json.encode(failure)
+
+        return EventStream(
+            answer.run, slow_readers=state.slow_readers, stopping=state.stopping, done=b"", tell_failure=tell_failure
+        )
+    await while_wanted(answer.run(), receive=request.receive, stopping=state.stopping)
+    return json_response(message)
+
+
+@_in_its_shape
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation, as the model would read them."""
+    state = server_state(request.scope)
+    body, chat_body = await _read(state, request, CountRequest)
+    size = len(await request.body())
+    try:
+        check_chat_request(chat_body)
+        count = await generation.prepare(state, lambda: _count(state, chat_body), size=size, receive=request.receive)
+    except InvalidRequest as error:
+        name_as_sent(error, body)
+        raise
+    return json_response(TokenCount(count))
+
+
+def _count(state: ServerState, body: ChatRequest) -> int:
+    text = render_chat(state.frontend.tokenizer, state.message_style, body)
+    generation.check_text_length(text, state, may_exceed=True, param="messages")
+    return len(state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+
+
+async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> tuple[T, ChatRequest]:
+    """Return the body, and the chat that it stands for. Raises InvalidRequest and ModelNotFound."""
+    body = await read_struct(state, request, kind, route="messages")
+    try:
+        return body, chat_request(body, has_thoughts=state.syntax.has_thoughts)
+    except InvalidRequest as error:
+        name_as_sent(error, body)
+        raise
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(self, body: MessagesRequest, chat: Chat, message: MessagesResponse):
+        self._body = body
+        self._chat = chat
+        self._writer = MessageWriter(message)
+
+    async def run(self, write: Write | None = None) -> None:
+        """Run the request and `write` its events in order."""
+        is_begun = False
+
+        def take(choice: ChatChunkChoice) -> None:
+            nonlocal is_begun
+            if not is_begun:  # the engine's refusal comes before any event
+                is_begun = True
+                for event in self._writer.start():
+                    if write is not None:
+                        write(frame(event))
+            for event in self._writer.take(choice):
+                if write is not None:
+                    write(frame(event))
+
+        try:
+            await self._chat.run(take)
+        except InvalidRequest as error:
+            name_as_sent(error, self._body)
+            raise
+        for event in self._writer.finish(self._chat.usage.total()):
+            if write is not None:
+                write(frame(event))
+
+
+def _error_body(error: Exception, request_id: str) -> ErrorBody:
+    detail = errors.error_body(error).error
+    status = error.status if isinstance(error, JaxserveError) else 500
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
+    return ErrorBody(error=ErrorDetail(type=kind, message=detail.message, param=detail.param), request_id=request_id)
