@@ -45,8 +45,8 @@ GPU_MEMORY_RESERVE = 512 * 2**20
 """Bytes left to what XLA's plan does not show: library workspaces, fragmentation."""
 
 KV_CACHE_UNIT = 2**26
-"""Bytes, of which the KV cache takes a multiple: compiled steps are for so many blocks, and found on disk again only if
-the next start counts as many.
+"""The size of the KV cache is a multiple of this many bytes: steps are compiled for a number of blocks, and are found
+on disk again only if the next start arrives at the same number.
 """
 
 MEMINFO = pathlib.Path("/proc/meminfo")
@@ -60,7 +60,7 @@ class _Laps:
         self._phases: list[str] = []
 
     def lap(self, phase: str) -> None:
-        """The end of a phase."""
+        """End a phase."""
         last, self._last = self._last, time.perf_counter()
         self._phases.append(f"{phase} {self._last - last:.1f} s")
 
@@ -102,7 +102,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
     specs, dequantizes = family.param_specs(model_config), config.dequantize
-    if dequantizes is None:  # what has no kernel for codes would make floats of them in every step
+    if dequantizes is None:  # without a kernel for their codes, weights would be dequantized in every step
         has_experts = any(spec.expert_size is not None for spec in jax.tree.leaves(specs))
         dequantizes = kernels != "sm90" or mesh.size > 1 or has_experts
     specs = stored_specs(path, specs, dtype=dtype, quantization=config.quantization, dequantizes=dequantizes)
@@ -131,7 +131,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else None)
     is_measured = memory is None
     if memory is None:
-        free = _available_memory(mesh) - _bytes_a_device(weights) - KV_CACHE_UNIT  # weights lie in rounded-up places
+        free = _available_memory(mesh) - _bytes_a_device(weights) - KV_CACHE_UNIT  # allocations are rounded up
         memory = _kv_cache_memory(free, builder.expected_step_memory, weights=weights, config=config, mesh=mesh)
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
     lowering = None
@@ -236,7 +236,9 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
 
 
 def _kv_kinds(runner: Runner) -> tuple[KVKind, ...]:
-    """What a token takes in the blocks of each kind of layers, the places included that a group leaves empty."""
+    """Return what a token takes in the blocks of each kind of layer, including the unused pools of a partly filled KV
+    group.
+    """
     windows, per_group = runner.layout.windows, runner.bytes_per_block // runner.block_size
     return tuple(
         KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)
@@ -267,7 +269,9 @@ def _make_mesh(tensor_parallel_size: int) -> Mesh:
 
 
 def _reaches_peers(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh reach each other's memory, if they add up partial sums. Warns if they do not."""
+    """Return true if the devices of a mesh reach each other's memory, or do not add up partial sums. Warns if they
+    cannot.
+    """
     if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
         return True
     logger.warning("these devices do not reach each other's memory: XLA adds up partial sums, which takes longer")
@@ -282,7 +286,7 @@ def _max_model_len(config: EngineConfig, model_config: Any) -> int:
 
 
 def _kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels:
-    """Nothing falls back silently: on a GPU plain XLA is slow, and runs only for those who ask for it."""
+    """Choose the kernels. Nothing falls back silently: on a GPU plain XLA is slow, and is used only on request."""
     if config.kernels == "xla":
         return "xla"
     device = mesh.devices.flat[0]
@@ -302,7 +306,7 @@ def _kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels:
 
 @contextlib.contextmanager
 def _naming_unsupported() -> Iterator[None]:
-    """What a kernel cannot do, as one line."""
+    """Report in one line what a kernel does not support."""
     try:
         yield
     except NotImplementedError as error:
@@ -331,7 +335,7 @@ def _bytes_a_device(weights: list[jax.ShapeDtypeStruct]) -> int:
 
 def _available_memory(mesh: Mesh) -> int:
     """Bytes that are free on the fullest device of the mesh."""
-    if mesh.devices.flat[0].platform == "cpu":  # all "devices" share the host
+    if mesh.devices.flat[0].platform == "cpu":  # all "devices" are the host
         return _host_memory() // mesh.size
     stats = [device.memory_stats() for device in mesh.devices.flat]
     return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
@@ -348,9 +352,9 @@ def _host_memory() -> int:
 def _kv_cache_memory(
     free: int, step_memory: int, *, weights: list[jax.ShapeDtypeStruct], config: EngineConfig, mesh: Mesh
 ) -> int:
-    """What is left for the KV cache, on all devices, of `free` bytes a device besides the weights.
+    """Return how many bytes remain for the KV cache on all devices, given `free` bytes per device besides the weights.
 
-    Steps that are compiled later than the cache is made need room for XLA's trials too: two of the largest weight.
+    If steps are compiled after the cache is allocated, XLA's trials need memory too: two copies of the largest weight.
     """
     trials = 0 if config.warmup else 2 * max(map(shard_bytes, weights))
     left = free - step_memory - trials - GPU_MEMORY_RESERVE

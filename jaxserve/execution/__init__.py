@@ -1,1 +1,3 @@
-"""What the scheduler has decided, done on the device: one jitted, donated step."""
+"""Executes on the device what the scheduler has decided: packed plans, jitted programs with donated state, and their
+results.
+"""

@@ -1,6 +1,6 @@
-"""From a StepPlan to device arrays: one packed int32 upload a step, unpacked inside the jitted step.
+"""Turn a StepPlan into device arrays: one packed int32 upload per step, unpacked inside the jitted step.
 
-The host writes and the device reads the same layout (`Bucket.fields`), so there is one place that knows it.
+Only `Bucket.fields` knows the layout, which the host writes and the device reads.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pallas_kernels.peers import PeerBuffers
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The padded shape that a step is compiled for: tokens, rows, and entries of block tables that it may add."""
+    """The padded shape that a step is compiled for: tokens, rows, and how many entries it may add to block tables."""
 
     num_tokens: int
     num_rows: int
@@ -35,7 +35,7 @@ class Bucket:
             "num_tokens": self.num_rows,
             "samples": self.num_rows,
             "num_output_tokens": self.num_rows,  # generated before this step, pending ones included
-            "next_token_ids": self.num_rows,  # the prompt token behind the row's last one, for prompt logprobs
+            "next_token_ids": self.num_rows,  # the prompt token after the row's last one, for prompt logprobs
             "new_block_index": self.num_new_blocks,  # (group * num_slots + slot) * max_blocks + index in the table
             "new_block_ids": self.num_new_blocks,
         }
@@ -57,12 +57,15 @@ def make_buckets(
     num_groups: int = 1,
     has_finer_sizes: bool = False,
 ) -> list[Bucket]:
-    """Every size that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every request.
-    With `has_finer_sizes` there are more where steps are bound by arithmetic, so that padding costs as tokens do.
+    """Return every size that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every
+    request.
 
-    Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
-    A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most
-    1 + n // block_size new blocks in each of `num_groups` tables.
+    With `has_finer_sizes` there are more where steps are bound by arithmetic, because padding then costs as much as
+    tokens. Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain
+    nothing.
+
+    A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most 1 +
+    n // block_size new blocks in each of `num_groups` tables.
     """
     sizes = [1]
     while sizes[-1] < max_num_batched_tokens:
@@ -75,11 +78,12 @@ def make_buckets(
 
 
 def _finer(sizes: list[int], max_num_rows: int) -> list[int]:
-    """These sizes and some between powers of two: the mean from 512 on, quarters from 4096 on, and the mean of 128 and
-    256, and of 256 and 512, as far as there may be more rows, for decode steps.
+    """Return these sizes and some between powers of two: the mean from 512 on, quarters from 4096 on, and the mean of
+    128 and 256, and of 256 and 512, as far as there may be more rows, for decode steps.
 
-    A size less than 10% from the largest or from `max_num_rows` is left out: below it, it would save little, and above
-    it few steps would have it. Powers of two up to 256 stay, for steps in which rows may have several tokens.
+    A size less than 10% from the largest or from `max_num_rows` is left out: below them it would save little, and above
+    `max_num_rows` few steps would use it. Powers of two up to 256 stay, for steps in which rows may have several
+    tokens.
     """
     budget = sizes[-1]
     between: list[int] = []
@@ -96,7 +100,7 @@ def _finer(sizes: list[int], max_num_rows: int) -> list[int]:
 
 
 def pack_nothing(bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
-    """The packed upload of a step that changes nothing, [bucket.packed_size] int32: all rows are padding."""
+    """Return the packed upload of a step that changes nothing, [bucket.packed_size] int32: all rows are padding."""
     packed = np.zeros(bucket.packed_size, np.int32)
     view = _views(packed, bucket)
     view["slots"][:] = num_slots  # padding rows write nowhere
@@ -108,7 +112,9 @@ def pack_nothing(bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups:
 def pack(
     plan: StepPlan, bucket: Bucket, *, num_slots: int, max_blocks: int, num_groups: int, features: int
 ) -> np.ndarray:
-    """The packed upload of a plan, [bucket.packed_size] int32. Admitted rows bring their block tables separately."""
+    """Return the packed upload of a plan, [bucket.packed_size] int32. The block tables of admitted rows are uploaded
+    separately.
+    """
     packed = pack_nothing(bucket, num_slots=num_slots, max_blocks=max_blocks, num_groups=num_groups)
     view = _views(packed, bucket)
     rows = slice(0, len(plan.rows))
@@ -157,7 +163,7 @@ def pack(
 
 
 def wants_prompt_logprobs(plan: StepPlan) -> bool:
-    """Whether some row computes prompt tokens, and its request wants their log probabilities."""
+    """Return true if some row computes prompt tokens and its request wants their log probabilities."""
     return any(
         row.request.request.params.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens
         for row in plan.rows
@@ -169,7 +175,7 @@ def _views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
 
 
 def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array, " length"]]:
-    """The named pieces of the packed upload, on the device."""
+    """Return the named pieces of the packed upload, on the device."""
     return {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
 
 
@@ -186,9 +192,10 @@ def make_batch(
     kernels: Kernels,
     peers: PeerBuffers | None,
 ) -> Batch:
-    """The Batch of a step from its uploaded pieces and the slots' last tokens and block tables. In graph.
+    """Return the Batch of a step, from its uploaded pieces and the slots' last tokens and block tables. Runs inside a
+    program.
 
-    `group_of_layer` matters if there are several groups of layers.
+    `group_of_layer` matters only if there are several KV groups.
     """
     num_rows, num_decode_rows = pieces["header"][0], pieces["header"][1]
     token = jnp.arange(pieces["token_ids"].shape[0], dtype=jnp.int32)
@@ -196,9 +203,9 @@ def make_batch(
     query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32)])
     is_padding = token >= query_starts[-1]
     if is_decode_only:
-        row, positions = token, starts  # 0 in rows of padding
+        row, positions = token, starts  # 0 in padding rows
     else:
-        # As a comparison with all, which is one small kernel where a binary search would be a loop.
+        # By comparison with all, which is one small kernel; a binary search would be a loop.
         row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.where(is_padding, 0, row)
         positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
@@ -226,5 +233,5 @@ def make_batch(
     )
     if len(groups) == 1:
         return batch
-    # None, so that a model that does not ask for its layers' views is found when it is traced.
+    # None, so that a model that does not ask for its layers' views fails when it is traced.
     return dataclasses.replace(batch, write_index=None, block_tables=None, groups=groups, group_of_layer=group_of_layer)

@@ -1,6 +1,6 @@
-"""What follows a forward pass for requests that want an embedding: hidden states to one vector a row.
+"""Pool the hidden states of a forward pass into one vector per row, for requests that want an embedding.
 
-A prompt comes in chunks, so a mean is summed up in its request's slot; the last chunk's step divides.
+A prompt may come in chunks, so a mean is accumulated in its request's slot; the step of the last chunk divides.
 """
 
 import jax
@@ -20,10 +20,11 @@ def pool(
     row_features: Int32[Array, " B"],
     features: Int32[Array, ""],
 ) -> tuple[Float[Array, "N E"], Float[Array, "B E"]]:
-    """The new `sums` of the slots, and each row's vector: the mean over its sequence so far, or its last hidden state.
+    """Return the new `sums` of the slots, and each row's vector: the mean over its sequence so far, or its last hidden
+    state.
 
-    `sums` is float32, over the tokens before this step; a row whose position in its sequence `starts` at 0 starts its
-    sum. `features` are the bits that some row needs: without that of means, sums are not computed.
+    `sums` is float32, over the tokens before this step; a row whose start is 0 begins a new sum. `features` are the
+    bits that some row needs: without that of means, no sums are computed.
     """
     num_slots, size = sums.shape
     ends = jnp.cumsum(num_tokens, dtype=jnp.int32)
@@ -42,6 +43,6 @@ def pool(
     is_mean = (row_features & Feature.MEAN_POOLING != 0) & has_means
     last = hidden[jnp.maximum(ends - 1, 0)].astype(jnp.float32)
     length = jnp.maximum(starts + num_tokens, 1).astype(jnp.float32)[:, None]
-    # Outside of the condition, which would copy what it only passes on.
+    # Outside the condition, which would copy what it only passes through.
     sums = sums.at[jnp.where(is_mean, slot_ids, num_slots)].set(row_sums, mode="drop")
     return sums, jnp.where(is_mean[:, None], row_sums / length, last)

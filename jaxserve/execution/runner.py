@@ -33,8 +33,9 @@ from jaxserve.sampling.state import pack_extras
 from jaxserve.scheduling.plan import StepPlan
 
 _LAUNCHING = threading.Lock()
-"""Of programs of several devices, which wait for each other in them (see `pallas_kernels.peers`): the engines of a
-process take turns, so that all devices have the programs in one order. A call returns when all have been given theirs.
+"""Held while a program of several devices is launched. The devices wait for each other in such programs (see
+`pallas_kernels.peers`), so the engines of a process take turns and all devices get the programs in one order. A call
+returns when every device has been given its program.
 """
 
 
@@ -59,12 +60,14 @@ class HostLogprobs:
 
 
 class StepOutputs(NamedTuple):
-    """What the host reads of a step, a row each but for those of prompts; the last three None unless asked for."""
+    """What the host reads of a step, one entry per row except for prompt logprobs; the last three are None unless
+    requested.
+    """
 
     token_ids: Int[Array, " R"]
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
-    """One entry a token of the step: the log probability of the prompt token that follows it."""
+    """One entry per token of the step: the log probability of the prompt token that follows it."""
     embeddings: Float[Array, "R E"] | None
 
 
@@ -75,28 +78,28 @@ class PendingStep(NamedTuple):
     outputs: StepOutputs
 
     def token_ids(self) -> list[int]:
-        """The drawn token of each row; anything where it is corrupted."""
+        """Return the sampled token of each row; undefined for a corrupted row."""
         return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)].tolist()
 
     def is_corrupted(self) -> list[bool]:
-        """Which rows had logits that are not numbers."""
+        """Return for each row whether its logits contained NaN."""
         return (np.asarray(self.outputs.token_ids)[: len(self.plan.rows)] == CORRUPTED).tolist()
 
     def logprobs(self) -> HostLogprobs | None:
-        """One entry a row, if some row asked for them."""
+        """Return the log probabilities, one entry per row, if some row requested them."""
         return _on_host(self.outputs.logprobs)
 
     def prompt_logprobs(self) -> HostLogprobs | None:
-        """One entry a token of the step, if some row asked for them."""
+        """Return the prompt's log probabilities, one entry per token of the step, if some row requested them."""
         return _on_host(self.outputs.prompt_logprobs)
 
     def embeddings(self) -> Float32[np.ndarray, "B E"] | None:
-        """One vector a row, if some row asked for one."""
+        """Return the embeddings, one vector per row, if some row requested one."""
         return None if self.outputs.embeddings is None else np.asarray(self.outputs.embeddings)
 
 
 class _Memory(NamedTuple):
-    """Bytes that a program takes per device besides its arguments."""
+    """Bytes that a program needs per device besides its arguments."""
 
     made: int
     temporary: int
@@ -138,8 +141,8 @@ class Runner:
         return self.steps.num_recompiles_after_warmup
 
     def step_memory(self) -> int:
-        """Bytes that steps take per device besides weights and KV: slots, peers' rows, and what the largest of them
-        makes, whose programs are compiled for it.
+        """Return the bytes that steps need per device besides weights and KV: slots, peers' rows, and what the largest
+        step allocates, whose programs are compiled for this.
         """
         step = self.builder.shapes.step_for(
             self.builder.shapes.largest.bucket.num_tokens,
@@ -156,15 +159,15 @@ class Runner:
         return self.model.state_bytes + forward.made + used
 
     def set_num_blocks(self, num_blocks: int) -> None:
-        """How many blocks the KV pools will have, for which steps are compiled. Before `allocate`."""
+        """Set how many blocks the KV pools will have, for which steps are compiled. To be called before `allocate`."""
         assert "kv_cache" not in self.state
         if num_blocks != self.num_blocks:
             self.num_blocks = num_blocks
             self.steps.clear()
 
     def check_kernels(self) -> None:
-        """Lower two programs that have all kernels between them, so that what these cannot do shows before a request
-        needs it. The number of blocks must be set. Raises NotImplementedError.
+        """Lower two programs that together use all kernels, so that a model that a kernel does not support is reported
+        before a request needs it. The number of blocks must be set. Raises NotImplementedError.
         """
         shapes = self.builder.shapes
         nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
@@ -174,8 +177,8 @@ class Runner:
                 self._lower(program)
 
     def allocate(self) -> None:
-        """Make the KV pools, of `num_blocks`, and the slots, and wait for them: what has no room shows here, not in the
-        first step. Before the first step, once.
+        """Allocate the KV pools, with `num_blocks` blocks, and the slots, and wait for them: a lack of memory shows
+        here and not in the first step. To be called once, before the first step.
         """
         self._close_lowering()
         model = self.model
@@ -193,7 +196,8 @@ class Runner:
     def warm_up(self, *, progress: bool) -> WarmUp:
         """Compile every program that a plan can ask for; the number of blocks must be set.
 
-        Before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for that.
+        To be called before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for
+        that.
         """
         assert isinstance(self.mesh, Mesh)
         return self.steps.warm_up(
@@ -252,7 +256,9 @@ class Runner:
         return PendingStep(plan, outputs)
 
     def step_for(self, plan: StepPlan, needed: int, *, has_prompt_logprobs: bool) -> Step:
-        """The smallest step that holds the plan and does what its rows need: `needed` are bits of `Feature`."""
+        """Return the smallest step that holds the plan and supports what its rows need: `needed` are bits of
+        `Feature`.
+        """
         return self.builder.shapes.step_for(
             max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
@@ -263,7 +269,7 @@ class Runner:
         )
 
     def _run(self, program: Program, *arguments: Any) -> Any:
-        """Start a program, on these besides the state. Returns what it makes besides the state."""
+        """Start a program with the state and these arguments, update the state, and return the other results."""
         executable = self.steps[program]
         with _LAUNCHING if self.mesh.size > 1 else contextlib.nullcontext():
             *state, made = executable(*(self.state[name] for name in program.takes), *arguments)
@@ -283,7 +289,9 @@ class Runner:
             self._lowering = None
 
     def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[Any, ...]:
-        """Write the slots of new requests, but for what it returns: the forward pass takes that along."""
+        """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
+        those.
+        """
         carried = forward.carries_admissions(self.model)
         rest = requests[ADMISSION_ROWS:] if carried else requests
         for some in itertools.batched(rest, ADMISSION_ROWS):
@@ -296,7 +304,7 @@ class Runner:
                 self._run(AdmitExtras(), np.int32(request.slot), extras)
         if not carried:
             return ()
-        if not requests:  # the block tables of eight rows may be megabytes
+        if not requests:  # the block tables of eight rows may take megabytes
             return (self._no_admissions,)
         return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
 
@@ -308,7 +316,9 @@ class Runner:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowered: Lowered) -> Set[MosaicKernel]:
-        """What to compile before a program. Nothing if programs were found lowered: they are found compiled, too."""
+        """Return the kernels to compile before a program; none if programs were found lowered, since they are found
+        compiled, too.
+        """
         if not self.model.has_kernels or (self._lowering is not None and not self._lowering.num_made):
             return frozenset()
         return frozenset().union(*map(kernels_of, parts_of(lowered)))

@@ -1,8 +1,8 @@
-"""Slots: what the device remembers of each running request between steps.
+"""Slots: the state that the device keeps of each running request between steps.
 
-A request holds one slot from admission until it finishes or is preempted. Admission writes its whole row (block table,
-sampling parameters); of each step the forward pass then adds block ids, and the draw its token, so that the next step
-needs no token from the host.
+A request holds one slot from admission until it finishes or is preempted. Admission writes the whole row of the slot
+(block table, sampling parameters); in each step the forward pass adds new block ids and `draw` the sampled token, so
+that the next step needs no token from the host.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxserve.sampling.state import Extras, SamplingState
 
 
 class Masks(NamedTuple):
-    """What slots may draw from next: token i, if bit i % 32 of word i // 32 is set."""
+    """The tokens that slots may sample next: token i is allowed if bit i % 32 of word i // 32 is set."""
 
     slots: Int32[np.ndarray, " R"]
     words: UInt32[np.ndarray, "R W"]
@@ -33,7 +33,7 @@ ADMISSION_ROWS = 8
 @no_type_check
 @flax.struct.dataclass
 class Slots:
-    """Device state of N slots, each with a table of M blocks for each of G groups of layers; donated."""
+    """Device state of N slots, each with a block table of M entries for each of G KV groups; donated."""
 
     last_tokens: Int[Array, " N"]
     block_tables: Int[Array, "G N M"]
@@ -53,7 +53,9 @@ def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: 
 
 
 def pack_admissions(requests: Sequence[Request], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
-    """One upload for up to ADMISSION_ROWS requests that have just got a slot: [rows, 1 + G * M + scalars] int32."""
+    """Return the upload for up to ADMISSION_ROWS requests that have just been given a slot: [rows, 1 + G * M + scalars]
+    int32.
+    """
     size = num_groups * max_blocks
     packed = np.zeros((ADMISSION_ROWS, 1 + size + sampling_state.NUM_SCALARS), np.int32)
     packed[:, 0] = num_slots
@@ -62,13 +64,13 @@ def pack_admissions(requests: Sequence[Request], *, num_slots: int, max_blocks: 
         for first, table in zip(range(1, 1 + size, max_blocks), request.block_tables, strict=True):
             row[first : first + len(table)] = table
         row[1 + size :] = sampling_state.pack_scalars(request.request)
-    # A kernel may fetch what it does not let into its result: any block will do where there is none any more.
+    # A kernel may fetch a block that it masks out, so any valid id will do for a block that was given back.
     packed[:, 1 : 1 + size] = np.maximum(packed[:, 1 : 1 + size], 0)
     return packed
 
 
 def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
-    """Write the rows of newly admitted requests. In graph, `slots` donated."""
+    """Write the rows of newly admitted requests. Runs inside a program; `slots` is donated."""
     num_groups, _, max_blocks = slots.block_tables.shape
     slot_ids, size = packed[:, 0], num_groups * max_blocks
     tables = packed[:, 1 : 1 + size].reshape(-1, num_groups, max_blocks).swapaxes(0, 1)
@@ -85,7 +87,7 @@ def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
 
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:
-    """One upload of masks, padded to `num_rows` rows; padding rows have an out-of-range slot."""
+    """Return the upload of masks, padded to `num_rows` rows; padding rows have a slot that is out of range."""
     packed = np.zeros((num_rows, 1 + masks.words.shape[1]), np.uint32)
     packed[:, 0] = num_slots
     packed[: len(masks.slots), 0] = masks.slots
@@ -94,7 +96,7 @@ def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndar
 
 
 def allow(slots: Slots, packed: UInt32[Array, "rows width"]) -> Slots:
-    """Let slots draw from the tokens of their masks only. In graph, `slots` donated."""
+    """Restrict slots to the tokens of their masks. Runs inside a program; `slots` is donated."""
     extras = slots.sampling.extras
     allowed_mask = extras.allowed_mask.at[packed[:, 0].astype(jnp.int32)].set(packed[:, 1:], mode="drop")
     extras = dataclasses.replace(extras, allowed_mask=allowed_mask)

@@ -1,1 +1,1 @@
-"""How a step becomes programs: which there are, what each is made of, and how they are lowered and compiled."""
+"""How a step becomes programs: their kinds, their inputs and results, and how they are lowered and compiled."""

@@ -21,8 +21,8 @@ from jaxserve.execution.programs.parts import Compiled, Lowered
 logger = logging.getLogger(__name__)
 
 MAX_KERNELS_AT_A_TIME = 64
-"""More than there are processors. Mosaic's lock lets in who waits for it once all before them have left: so kernels are
-compiled in rounds, each as long as its slowest, and the more wait, the fewer rounds there are.
+"""More than there are processors. Mosaic's lock lets waiting threads in once all before them have left, so kernels are
+compiled in rounds that take as long as their slowest kernel; the more kernels wait, the fewer rounds there are.
 """
 
 
@@ -40,9 +40,9 @@ class WarmUp(NamedTuple):
 class CompiledSteps:
     """Executables by key, compiled on first use or all at once by `warm_up`.
 
-    `lower(key)` lowers the function for a key, and `compiler_options(key)` are XLA's for it. The executables accept
-    exactly the shapes, dtypes, shardings and tree structures that they were compiled for, so a silent recompile cannot
-    happen; a key that was not warmed up counts.
+    `lower(key)` lowers the function for a key, and `compiler_options(key)` returns its options for XLA. The executables
+    accept exactly the shapes, dtypes, shardings and tree structures that they were compiled for, so nothing is
+    recompiled silently; keys that were not warmed up are counted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CompiledSteps:
         return key in self._executables
 
     def clear(self) -> None:
-        """Forget what was compiled."""
+        """Drop all executables."""
         self._executables.clear()
         self._is_warm = False
 
@@ -98,11 +98,11 @@ class CompiledSteps:
         mesh: Mesh | None = None,
         progress: bool,
     ) -> WarmUp:
-        """Compile every key, side by side: XLA compiles outside the GIL.
+        """Compile every key in parallel: XLA compiles outside the GIL.
 
-        `lower` is called by one thread, or by as many as wait for other processes that do the work. What `kernels_of`
-        tells of a program is compiled before it, for the devices of `mesh`, when all is lowered. From the first program
-        with kernels on, those without wait too: they would take turns with kernels.
+        `lower` is called by one thread, or by as many as wait for other processes that do the work. The kernels that
+        `kernels_of` finds in a program are compiled before it, for the devices of `mesh`, when all programs are
+        lowered. From the first program with kernels on, those without wait too: they would take turns with kernels.
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
@@ -152,8 +152,8 @@ class CompiledSteps:
                 concurrent.futures.wait([future for future in submitted if not future.cancelled()])
                 for pool in pools:
                     pool.shutdown()
-                # One that was interrupted while it started a thread, which is at work already or about to be, does not
-                # know it; nor can who has not begun be joined.
+                # An executor that was interrupted while it started a thread, which is running or about to, does not
+                # know of that thread; and a thread that has not begun cannot be joined.
                 while any(thread.name.startswith(f"{name}-") for thread in threading.enumerate()):
                     time.sleep(0.01)
         self._is_warm = True
@@ -161,17 +161,17 @@ class CompiledSteps:
 
 
 def _wait(futures: Iterable[concurrent.futures.Future[Any]]) -> None:
-    """Until all are done. Raises what the first one raises that fails."""
+    """Wait until all are done. Raises the exception of the first one that fails."""
     for future in concurrent.futures.as_completed(futures):
         future.result()
 
 
 def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:
-    """Keep compiled steps on disk, so that the next start finds them. '' turns it off, None takes the default place.
-    Returns the place, if there is one on this machine.
+    """Keep compiled steps on disk, so that the next start finds them. '' turns this off, None selects the default
+    directory. Returns the directory, None if there is none.
 
-    A cache that the process has configured already is left alone. Raises ConfigError if `directory` cannot be made;
-    without the default place there is no cache.
+    A cache that the process has configured already is left alone. Raises ConfigError if `directory` cannot be created;
+    if the default directory cannot, there is no cache.
     """
     if directory == "":
         return None
@@ -181,7 +181,8 @@ def enable_persistent_cache(directory: str | None) -> pathlib.Path | None:
     try:
         path = pathlib.Path(directory or "~/.cache/jaxserve/xla").expanduser()
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: nobody's home, ValueError: a null character
+    # RuntimeError: no home directory, ValueError: a null character
+    except (OSError, RuntimeError, ValueError) as error:
         if directory:
             raise ConfigError(f"compilation_cache_dir: {error}") from error
         logger.warning("steps are compiled at every start, there is no place to keep them: %s", error)

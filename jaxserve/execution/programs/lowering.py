@@ -1,8 +1,8 @@
-"""The steps of a model as lowered programs, made by other processes or found on disk.
+"""Get the steps of a model as lowered programs, from other processes or from disk.
 
-To lower a step takes seconds of Python under the GIL, most of it for its kernels, and some 25 programs have these.
-So processes without a device do it (`lowering_worker`), which start while weights load; what they return is kept beside
-XLA's cache of compiled programs, under a hash of all that it was made from.
+Lowering a step takes seconds of Python under the GIL, most of it for its kernels, and some 25 programs have kernels. So
+it is done by processes without a device (`lowering_worker`), which start while weights load; their results are kept
+next to XLA's cache of compiled programs, under a hash of everything that they depend on.
 """
 
 import concurrent.futures
@@ -35,11 +35,11 @@ from jaxserve.execution.programs.spec import MeshSpec, StepSpec
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 25
-"""As many as a dense model has programs with layers at the default sizes: 16 processors lower all at once, not in two
-turns.
+"""The number of programs with layers of a dense model at the default sizes, so that 16 processors lower all of them at
+once and not in two rounds.
 """
 MAX_KEPT_BYTES = 2 << 30
-"""Of lowered steps on disk. Those that no start has used for longest make room."""
+"""Most bytes of lowered steps on disk. Those that no start has used for longest are removed first."""
 
 CODE = (
     "layers",
@@ -56,7 +56,7 @@ CODE = (
     "errors.py",
     "../pallas_kernels",
 )
-"""Where the code of a step and what it imports lies, from the package's folder."""
+"""Paths of a step's code and of what it imports, relative to the package's folder."""
 
 JAX_OPTIONS = (
     "jax_default_matmul_precision",
@@ -68,7 +68,7 @@ JAX_OPTIONS = (
     "jax_threefry_partitionable",
     "jax_use_shardy_partitioner",
 )
-"""Of `jax.config`, what decides how a step is lowered."""
+"""The options of `jax.config` that affect how a step is lowered."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A message to a worker: lower this program for a pool of so many blocks."""
+    """A message to a worker: lower this program for a pool of `num_blocks` blocks."""
 
     program: Program
     num_blocks: int
@@ -120,7 +120,7 @@ class Lowering:
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
     def lower(self, program: Program, num_blocks: int) -> Lowered:
-        """This program for a pool of so many blocks. Raises what `StepBuilder.lower` raises."""
+        """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises."""
         job = Job(program, num_blocks)
         prepared = self._prepared.pop(job, None)
         try:
@@ -144,7 +144,7 @@ class Lowering:
         threading.Thread(target=run, name="lowering", daemon=True).start()
 
     def close(self) -> None:
-        """End the workers. What they are at fails. What is too much on disk goes."""
+        """End the workers, whose current jobs fail, and remove from disk what exceeds MAX_KEPT_BYTES."""
         with self._lock:
             self._is_closed = True
             workers = list(self._workers)
@@ -181,7 +181,9 @@ class Lowering:
         return exported
 
     def _give_back(self, worker: "_Worker") -> None:
-        """For the next job, unless it has gone and there are others: then the next job starts one in its place."""
+        """Return a worker for the next job. If it has died and is not the last one it is dropped, and the next job
+        starts a new one.
+        """
         with self._lock:
             if worker.is_gone and len(self._workers) > 1 and not self._is_closed:
                 self._workers.remove(worker)
@@ -237,7 +239,7 @@ class _Worker:
     """
 
     def __init__(self, settings: WorkerSettings):
-        """Raises OSError if there is no process to be had."""
+        """Start the process. Raises OSError if that fails."""
         self.is_gone = False
         reader, writer = os.pipe()
         self._answers = open(reader, "rb")  # noqa: SIM115 - closed by `close`
@@ -260,11 +262,11 @@ class _Worker:
             raise
         finally:
             os.close(writer)
-        with contextlib.suppress(OSError):  # it has ended already, which the first job tells
+        with contextlib.suppress(OSError):  # it has ended already, which the first job will report
             write_message(self._process.stdin, settings)
 
     def run(self, job: Job) -> bytes:
-        """Blocks until the step is lowered. Raises _WorkerFailed."""
+        """Block until the step is lowered. Raises _WorkerFailed."""
         try:
             write_message(self._process.stdin, job)
             answer = read_message(self._answers, Answer)
@@ -296,7 +298,7 @@ def write_message(pipe: IO[bytes] | None, message: msgspec.Struct) -> None:
 
 
 def read_message[T](pipe: IO[bytes] | None, kind: type[T]) -> T | None:
-    """The next message, None at the end."""
+    """Return the next message; None at the end."""
     assert pipe is not None
     length = pipe.read(4)
     if len(length) < 4:
@@ -326,8 +328,8 @@ def _jax_options() -> dict[str, Any]:
 
 @functools.cache
 def _versions() -> dict[str, Any] | None:
-    """What decides how a step is lowered, besides the settings and its sizes: versions of packages, and a hash of our
-    own code. None if that does not lie in files of its own, as in a zip.
+    """Return what decides how a step is lowered, besides the settings and its sizes: versions of packages, and a hash
+    of our own code. None if the code is not in files of its own (in a zip, for example).
     """
     package = pathlib.Path(__file__).parents[2]
     code = hashlib.sha256()

@@ -1,8 +1,8 @@
-"""The Mosaic kernels of lowered programs, to be compiled before the programs are.
+"""Find the Mosaic kernels of lowered programs, so that they are compiled before the programs.
 
-XLA and Mosaic both take a process-wide lock on LLVM's options, which are not the same, whenever they compile, and share
-it with their own kind only: programs with kernels, compiled side by side, mostly wait for each other. A kernel that has
-been compiled is found again by its hash, whichever program it stands in.
+XLA and Mosaic both take a process-wide lock on LLVM's options, which differ between them, whenever they compile, and
+hold it together only with compilations of their own kind: programs with kernels that are compiled in parallel mostly
+wait for each other. A kernel that has been compiled is found again by its hash, whichever program contains it.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ _TARGET = TARGET.encode()
 
 
 class MosaicKernel(NamedTuple):
-    """The attributes of a call that decide what is compiled: two calls that have the same share a kernel."""
+    """The attributes of a call that decide what is compiled: calls with equal attributes use one compiled kernel."""
 
     kernel_hash: bytes
     module: bytes
@@ -29,7 +29,7 @@ class MosaicKernel(NamedTuple):
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> set[MosaicKernel]:
-    """The kernels that a program calls."""
+    """Return the kernels that a program calls."""
     return {MosaicKernel(*(_value(config[name]) for name in MosaicKernel._fields)) for config in _configs(lowered)}
 
 
@@ -40,13 +40,13 @@ def compile_kernel(kernel: MosaicKernel, mesh: Mesh) -> None:
         result = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.ffi.ffi_call(TARGET, result, has_side_effect=True)(**kernel._asdict())
 
-    # Of several devices each has a call of its own: XLA would not repeat one that may have an effect.
+    # Each of several devices has a call of its own: XLA would not replicate a call that may have side effects.
     on_each = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
     jax.jit(on_each).lower().compile()
 
 
 def _configs(lowered: jax.stages.Lowered) -> list[ir.DictAttr]:
-    """The attributes of every call of a kernel."""
+    """Return the attributes of every kernel call."""
     configs: list[ir.DictAttr] = []
 
     def visit(operation: ir.Operation) -> ir.WalkResult:

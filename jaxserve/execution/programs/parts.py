@@ -1,8 +1,9 @@
-"""A program as two, one launched after the other: while a GPU runs the first, the host prepares the second.
+"""Split a program into two that are launched one after the other: while a GPU runs the first, the host prepares the
+second.
 
-XLA looks at each kernel of a program before it launches the first one, a millisecond for 32 layers, and jax at each
-array. Where steps overlap nobody waits for that, but a lone prompt does. The function is traced as a whole and cut
-where `layers.launch` has marked it; so models know nothing of it.
+XLA visits each kernel of a program before it launches the first one, which takes a millisecond for 32 layers, and jax
+visits each array. Where steps overlap that time is hidden, but a lone prompt waits for it. The function is traced as a
+whole and cut where `layers.launch` has marked it, so models do not know of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ from jaxserve.layers.launch import is_boundary
 
 
 class Crossing(msgspec.Struct, frozen=True):
-    """An array that the first part makes for the second: its place in `made`, and what it is."""
+    """An array that the first part computes for the second: its index in `made`, its shape, dtype and partition
+    spec.
+    """
 
     place: int
     shape: tuple[int, ...]
@@ -27,27 +30,29 @@ class Crossing(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Which arrays go where. `leaves` are those of a program's arguments, `made` is what the first part returns."""
+    """Which arrays go to which part. `leaves` are the flat arguments of the whole program, `made` the results of the
+    first part.
+    """
 
     first_inputs: tuple[int, ...]
-    """Of `leaves`."""
+    """Indices into `leaves`."""
     second_inputs: tuple[int, ...]
-    """Of `leaves`; behind them the second part takes `crossing`."""
+    """Indices into `leaves`; after them the second part takes `crossing`."""
     crossing: tuple[Crossing, ...]
     outputs: tuple[int, ...]
-    """Of `made` and what the second part returns."""
+    """Indices into `made` followed by the results of the second part."""
     first_donated: tuple[int, ...]
-    """Of the first part's inputs."""
+    """Indices into the inputs of the first part."""
     second_donated: tuple[int, ...]
-    """Of the second's."""
+    """Indices into the inputs of the second part."""
 
     @property
     def donated(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of both."""
+        """The donated inputs of both parts."""
         return self.first_donated, self.second_donated
 
     def inputs(self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[list[Any], list[Any]]:
-        """The shapes of what both take, from those of `leaves`."""
+        """Return the shapes of the inputs of both parts, given those of `leaves`."""
         crossing = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*x.spec)))
             for x in self.crossing
@@ -79,8 +84,8 @@ class Halves(NamedTuple):
 
 
 def cut_in_two(jaxpr: core.Jaxpr, *, donated: Sequence[int]) -> Halves | None:
-    """Behind its boundary, where no share of a sum would have to cross; None if there is none. `donated` inputs are
-    given up by the part that has them last.
+    """Cut a program after its boundary; None if it has none, or if partial sums would have to cross. `donated` inputs
+    are donated by the last part that uses them.
     """
     marked = next((index for index, eqn in enumerate(jaxpr.eqns) if is_boundary(eqn)), None)
     if marked is None:
@@ -97,8 +102,8 @@ def cut_in_two(jaxpr: core.Jaxpr, *, donated: Sequence[int]) -> Halves | None:
     else:
         return None
     read_before = {var for eqn in before for var in eqn.invars if isinstance(var, core.Var)}
-    # In the order of the results: jax pairs donated arrays with results of their shape in the order of both. What is
-    # returned as it was given is returned by the second part.
+    # In the order of the results, because jax pairs donated arrays with results of their shape in the order of both. An
+    # input that is returned unchanged is returned by the second part.
     kept = _in_order([*(var for var in results if var in set(made)), *crossing])
     late_results = _in_order([var for var in results if var not in set(made)])
     read_late = read_after | {var for var in late_results if var in given}
@@ -131,7 +136,7 @@ def cut_in_two(jaxpr: core.Jaxpr, *, donated: Sequence[int]) -> Halves | None:
 
 
 class LoweredInTwo(NamedTuple):
-    """What stands for a `jax.stages.Lowered`."""
+    """Takes the place of a `jax.stages.Lowered`."""
 
     first: jax.stages.Lowered
     second: jax.stages.Lowered
@@ -146,7 +151,7 @@ class LoweredInTwo(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of `jax.stages.Compiled.memory_analysis`, what is asked for here."""
+    """The fields of `jax.stages.Compiled.memory_analysis` that are used here."""
 
     output_size_in_bytes: int
     alias_size_in_bytes: int
@@ -154,7 +159,7 @@ class Memory(NamedTuple):
 
 
 class CompiledInTwo(NamedTuple):
-    """What stands for a `jax.stages.Compiled`."""
+    """Takes the place of a `jax.stages.Compiled`."""
 
     first: jax.stages.Compiled
     second: jax.stages.Compiled
@@ -170,7 +175,7 @@ class CompiledInTwo(NamedTuple):
         return jax.tree.unflatten(self.results, [everything[index] for index in cut.outputs])
 
     def memory_analysis(self) -> Memory:
-        """Of both, which do not run at the same time: what crosses counts among the outputs."""
+        """Return the memory of both parts, which do not run at the same time; arrays that cross count as outputs."""
         parts = [memory for part in (self.first, self.second) if (memory := part.memory_analysis()) is not None]
         assert len(parts) == 2, "XLA always has one"
         return Memory(
@@ -185,7 +190,7 @@ Compiled = jax.stages.Compiled | CompiledInTwo
 
 
 def parts_of(lowered: Lowered) -> tuple[jax.stages.Lowered, ...]:
-    """The programs that it is."""
+    """Return the programs that a lowered step consists of."""
     return (lowered.first, lowered.second) if isinstance(lowered, LoweredInTwo) else (lowered,)
 
 
