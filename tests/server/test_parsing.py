@@ -64,7 +64,7 @@ CASES = [
     (
         "hermes",
         f"\n\nLet me look.\n{hermes('now', '{}')}\n{hermes('f', '[1]')}\nDone. ",
-        [Content("\n\nLet me look."), *call("now"), *call("f", "[1]"), Content("\nDone.")],
+        [Content("\n\nLet me look."), *call("now"), *call("f", '{"": [1]}'), Content("\nDone.")],
     ),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', call("f", '{"a": 1}')),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call("f")),
@@ -81,7 +81,7 @@ CASES = [
     ("hermes", '<tool_call>{"na', [Content('<tool_call>{"na')]),
     # Half a surrogate cannot be sent.
     ("hermes", '<tool_call>{"name": "\\ud83d"}', [Content('<tool_call>{"name": "\\ud83d"}')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>', call("f", '"\\ud83d"')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>', call("f", '{"": "\\ud83d"}')),
     ("qwen3_coder", tagged("get_weather", place='["\\uD83D"]'), call("get_weather", '{"place": ["\\ud83d"]}')),
     ("llama3_json", "It is {not} a call.", [Content("It is {not} a call.")]),
     ("llama3_json", f'{{"name": "f", "parameters": {ARGUMENTS}}}', call("f", ARGUMENTS)),
@@ -441,6 +441,11 @@ def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
         ("{'a': 'it\\'s \"x\"', \"b\": 'c'}", '{"a": "it\'s \\"x\\"", "b": "c"}'),
         ("{a: True, b: None, c: (1, .5,), d: 0x1f}", '{"a": true, "b": null, "c": [1, 0.5], "d": 31}'),
         ('{"a": 1 "b": 2,}', '{"a": 1 , "b": 2}'),
+        ('{"a": 1,, "b": 2,}', '{"a": 1, "b": 2}'),
+        (
+            "{a: Oslo Town, b: /tmp/x y, c: 5 Main Street }",
+            '{"a": "Oslo Town", "b": "/tmp/x y", "c": "5 Main Street" }',
+        ),
         ('{"a": "x\ny\td\\d"}', '{"a": "x\\ny\\td\\\\d"}'),
         ('{"a": [1, {"b": 2}', '{"a": [1, {"b": 2}]}'),
         ('{"a": [1, 2}', '{"a": [1, 2]}'),

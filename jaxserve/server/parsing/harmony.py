@@ -13,7 +13,8 @@ import regex
 
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import Content, Reasoning
-from jaxserve.server.parsing.literal import ValueReader
+from jaxserve.server.parsing.literal import ValueReader, to_json
+from jaxserve.server.parsing.schema import arguments_of
 from jaxserve.server.parsing.source import Steps
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
@@ -22,7 +23,7 @@ MARKS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN)
 
 _MARK = regex.compile("|".join(regex.escape(mark) for mark in MARKS))
 _RECIPIENT_FIRST = regex.compile(r"to=")
-_BRACKET = regex.compile(r"[\{\[]")
+_OBJECT = regex.compile(r"\{")
 _RECIPIENT = regex.compile(r"(?:^|\s)to=(\S*)")
 _CHANNEL = regex.compile(r"\s*(\w*)\s?")
 
@@ -123,11 +124,13 @@ class HarmonyReader(AnswerReader):
         source = self._source
         self._start_call(name)
         yield from source.spaces()
-        if (yield from source.peek(_BRACKET)) is not None:
+        if (yield from source.peek(_OBJECT)) is not None:
             yield from ValueReader(source, self._argue).read()
             yield from source.until(_MARK, lambda _: None)
             return
         pieces: list[str] = []
         yield from source.until(_MARK, pieces.append)
         text = "".join(pieces).strip()
-        self._argue("{}" if text in ("", "null") else json.dumps(text, ensure_ascii=False))
+        if not source.is_cut or source.buffer:
+            value = to_json(text) or (text and json.dumps(text, ensure_ascii=False))
+            self._argue(arguments_of(value, self._tools[name]))

@@ -1,7 +1,7 @@
 """Values as models write them, as JSON: JSON passes as it is, piece by piece, and what is nearly JSON becomes it.
 
-Read too: Python's True, None, tuples and single quotes, keys without quotes, quotes of a syntax's own, raw line breaks
-in texts, commas that are missing or too many, closing brackets that are missing.
+Read too: Python's True, None, tuples and single quotes, `**{...}` in a call, keys and texts without quotes, quotes of a
+syntax's own, raw line breaks in texts, commas that are missing or too many, closing brackets that are missing.
 """
 
 import contextlib
@@ -10,17 +10,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import regex
 
 from jaxserve.server.parsing.source import Sink, Source, Steps
 
-_TEXT = regex.compile(r"[^\"'\\\x00-\x1f]*")
+_PLAIN = regex.compile(r"[^\"'\\\x00-\x1f]*")
 _TEXT_END = regex.compile(
     r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\U00[01][0-9a-fA-F]{5}|\\[^uxU]", regex.DOTALL
 )
 _AFTER_TEXT = regex.compile(r"\s{0,8}+[,:=)\]}<]")
 _WORD = regex.compile(r"[\w.+-]*")
+_BARE = regex.compile(r"[^,{}()\[\]\"'`<\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "Infinity": "null", "undefined": "null"}
 _CLOSING = {"{": "}", "[": "]", "(": "]"}
@@ -34,16 +36,44 @@ MAX_NUMBER = 1000
 
 @functools.lru_cache(maxsize=64)
 def _tokens(quote: str) -> regex.Pattern:
-    return regex.compile(rf"{regex.escape(quote)}|[\"'{{}}()\[\]:=,]|[\w.+-]")
+    return regex.compile(rf"{regex.escape(quote)}|[\"'{{}}()\[\]:=,]|\*\*\s{{0,8}}+\{{|[\w.+/-]")
+
+
+@dataclass(frozen=True)
+class ValueEnds:
+    """What ends a value of which more is missing.
+
+    Attributes:
+        stop: what begins like a value, and is none; None: nothing does.
+        plain: characters of a text that need no closer look.
+        marks: what ends a text between quotes: the group "head" is the beginning of another call, with its name, and
+            "tail" are marks at the end of all; None: nothing does.
+        is_offered: whether there is a tool of this name.
+    """
+
+    stop: regex.Pattern | None = None
+    plain: regex.Pattern = _PLAIN
+    marks: regex.Pattern | None = None
+    is_offered: Callable[[str], bool] = bool
+
+    def ends_text(self, source: Source) -> Generator[None, None, bool]:
+        """Return whether what comes ends a text between quotes."""
+        if self.marks is None:
+            return False
+        while True:
+            match = yield from source.peek(self.marks)
+            if match is None or match.lastgroup == "head" or source.is_last:
+                return match is not None and (match.lastgroup == "tail" or self.is_offered(match["name"]))
+            yield
 
 
 class ValueReader:
     """Reads one value from a source and hands it on as JSON.
 
-    `quote` is one more mark that texts stand between, `stop` a pattern of what begins like a value and ends it. A value
-    that begins with `(` is the arguments of a call in Python, which become an object; those without a name get the
-    names of `positions`. `converters` finds what makes the value of a text that stands for a key of the outermost
-    object; None: it stays a text.
+    `quote` is one more mark that texts stand between. `ends` is what ends a value wherever it stands. A value that
+    begins with `(` is the arguments of a call in Python, which become an object; those without a name get the names of
+    `positions`. `converters` finds what makes the value of a text that stands for a key of the outermost object; None:
+    it stays a text.
     """
 
     def __init__(
@@ -52,7 +82,7 @@ class ValueReader:
         sink: Sink,
         *,
         quote: str = '"',
-        stop: str = "",
+        ends: "ValueEnds | None" = None,
         positions: Sequence[str] | None = None,
         converters: Callable[[str], Callable[[str], str] | None] | None = None,
     ):
@@ -60,13 +90,14 @@ class ValueReader:
         self._sink = sink
         self._quote = quote
         self._tokens = _tokens(quote)
-        self._stop = regex.compile(stop) if stop else None
         self._quote_end = regex.compile(regex.escape(quote))
+        self._ends = ends or ValueEnds()
         self._is_call = positions is not None
         self._positions = iter(positions or ())
         self._converters = converters
         self._key = ""  # of the outermost object
         self._due: list[str] = []  # closing brackets of what is open, in JSON
+        self._num_spread = 0  # objects that are open, and whose items are arguments of the call: `**{`
         self._expected = "value"  # or "key", "colon", "comma"
         self._held = ""  # a comma, unless a bracket closes behind it
 
@@ -81,8 +112,8 @@ class ValueReader:
             elif self._due:
                 self._sink(spaces)
             token = yield from self._source.peek(self._tokens)
-            is_stop = token is not None and self._stop and (yield from self._source.peek(self._stop)) is not None
-            if token is None or is_stop:
+            stop = self._ends.stop
+            if token is None or (stop is not None and (yield from self._source.peek(stop)) is not None):
                 if not (self._source.is_last and self._source.is_cut):
                     self._close(0)
                 return False
@@ -112,11 +143,18 @@ class ValueReader:
         elif token in ("}", "]", ")"):
             return self._take_closing("]" if token == ")" else token)
         elif token == ",":
-            if self._expected != "comma":
+            if self._expected not in ("comma", "key"):
                 return False
             self._source.take(1)
-            self._held = ","
+            self._held = "," if self._expected == "comma" else self._held
             self._expected = "key" if self._due[-1] == "}" else "value"
+        elif token[0] == "*":
+            if not self._is_in_call or self._expected == "value":
+                return False
+            self._source.take(len(token))
+            self._held = self._held or (", " if self._expected == "comma" else "")
+            self._num_spread += 1
+            self._expected = "key"
         elif token in (":", "="):
             if self._expected != "colon":
                 return False
@@ -128,6 +166,11 @@ class ValueReader:
         return True
 
     def _take_closing(self, closing: str) -> bool:
+        if self._num_spread and closing == "}" and self._due == ["}"]:
+            self._source.take(1)
+            self._num_spread -= 1
+            self._complete_item()
+            return True
         is_call = closing == "]" and self._is_call and self._due == ["}"]
         if is_call:
             closing = "}"
@@ -142,17 +185,22 @@ class ValueReader:
     def _close(self, depth: int) -> None:
         """Complete what is open, but for `depth` brackets."""
         self._held = ""
-        if self._expected == "colon":
-            self._sink(": null")
-        elif self._expected == "value" and self._due and self._due[-1] == "}":
-            self._sink("null")
+        self._complete_item()
         while len(self._due) > depth:
             self._sink(self._due.pop())
         self._expected = "comma"
 
+    def _complete_item(self) -> None:
+        if self._expected == "colon":
+            self._sink(": null")
+            self._expected = "comma"
+        elif self._expected == "value" and self._due and self._due[-1] == "}":
+            self._sink("null")
+            self._expected = "comma"
+
     @property
     def _is_in_call(self) -> bool:
-        return self._is_call and self._due == ["}"]
+        return self._is_call and self._due == ["}"] and not self._num_spread
 
     def _begin_item(self, *, is_key: bool = True) -> None:
         """A key or value begins: the comma before it, and what may be missing, is written."""
@@ -186,14 +234,26 @@ class ValueReader:
             self._key = word if self._due == ["}"] else self._key
             self._sink(json.dumps(word, ensure_ascii=False))
         else:
-            self._sink(_json_word(word))
+            if self._due:  # a text without quotes may have more words
+                yield from self._source.run(_BARE, pieces.append)
+            text = "".join(pieces)
+            word = text.rstrip()
+            value = _json_word(word)
+            convert = self._convert if value[0] == '"' else None
+            self._sink(value if convert is None else convert(word))
+            self._sink(text[len(word) :])
         self._end_item()
+
+    @property
+    def _convert(self) -> Callable[[str], str] | None:
+        """What makes another value of a text that comes next."""
+        if self._converters is None or self._expected != "value" or self._due != ["}"]:
+            return None
+        return self._converters(self._key)
 
     def _text_item(self, quote: str) -> Steps:
         """Read a text: a key, or a value that a converter may turn into another one."""
-        convert = None
-        if self._converters is not None and self._expected == "value" and self._due == ["}"]:
-            convert = self._converters(self._key)
+        convert = self._convert
         if convert is None and (self._expected == "value" or self._due != ["}"]):
             is_closed = yield from self._text(quote, self._sink)
         else:
@@ -213,16 +273,17 @@ class ValueReader:
         sink('"')
         is_own = quote not in ('"', "'")
         while True:
-            if is_own:
-                yield from source.until(self._quote_end, lambda text: sink(_escaped(text)))
-            else:
-                yield from source.run(_TEXT, sink)
+            yield from source.run(self._ends.plain, (lambda text: sink(_escaped(text))) if is_own else sink)
             if not source.buffer:
                 if not source.is_cut:
                     sink('"')
                 return not source.is_cut
+            own_end = (yield from source.peek(self._quote_end)) if is_own else None
+            if own_end is None and (yield from self._ends.ends_text(source)):
+                sink('"')
+                return True
             if is_own:
-                mark = source.take(len(quote))
+                mark = source.take(1 if own_end is None else len(quote))
             else:
                 end = yield from source.peek(_TEXT_END)
                 mark = source.take(1 if end is None else end.end())
@@ -233,7 +294,7 @@ class ValueReader:
             if is_end:
                 sink('"')
                 return True
-            sink(_in_text(mark))
+            sink(_escaped(mark) if is_own else _in_text(mark))
 
 
 def _escaped(text: str) -> str:

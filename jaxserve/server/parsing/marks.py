@@ -2,13 +2,14 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import regex
 
-from jaxserve.server.parsing.syntax import Calls, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.parsing.literal import ValueEnds
+from jaxserve.server.parsing.syntax import Calls, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have come
 _GAP = r"\s{0,8}"
@@ -35,15 +36,16 @@ class Marks:
     Attributes:
         in_words, in_thoughts: what ends words, and what ends thoughts.
         bare: what may begin a call without a mark.
-        opening: the opening mark of a section, or of a call.
+        opening: the opening mark of a section that has an end, or of a call.
         section_end: the closing mark of a section; None: it has none.
+        closing: any closing mark, white space before it.
         ending: a closing mark of a call, or what models leave over around it.
         leftover: what ends text inside of a section that belongs to no call.
         names: the name with what stands before it, and the name alone.
         after_name: what stands between the name and the arguments.
         arguments: what the arguments begin or end with, by which an uncertain name is one.
         ends: what ends arguments that are none.
-        stop: the same, where that begins like a value of JSON.
+        value_ends: what ends a value of JSON of which more is missing.
         spare: what is never shown behind a call.
         key, key_end, value, value_end: parts of an argument between tags.
     """
@@ -53,13 +55,14 @@ class Marks:
     bare: Any
     opening: Any
     section_end: Any
+    closing: Any
     ending: Any
     leftover: Any
     names: tuple[Any, ...]
     after_name: Any
     arguments: Any
     ends: Any
-    stop: str
+    value_ends: ValueEnds
     spare: Any
     key: Any
     key_end: Any
@@ -72,21 +75,27 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
     """Compile the patterns of a syntax."""
     calls = calls or Calls(arguments=Wrapped())
     thoughts = thoughts or Thoughts(opening=(), closing=())
-    openings = [_group("section", _flexible(calls.section[0])), _group("call", _flexible(calls.call[0]))]
+    sections = [calls.section, *calls.others]
+    openings = [
+        _group("section", _any(opening for opening, closing in sections if _MARK.search(closing))),
+        _group("call", _any([calls.call[0], *(opening for opening, closing in sections if not _MARK.search(closing))])),
+    ]
     pieces = _PIECES.findall(calls.name[0].strip())
     tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
     prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
     begins = [*openings, _group("begin", tag)]
-    section_ends = [_drifting(mark) for mark in _MARK.findall(calls.section[1])]
+    section_ends = [_drifting(mark) for _, closing in sections for mark in _MARK.findall(closing)]
     ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
     thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
     answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
-    closing = _group("end", "|".join([*section_ends, *ends]))
+    closings = [*section_ends, *ends]
     after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
     gap = _GAP if calls.name[0][-1:].isspace() else ""
-    names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{_flexible(calls.name[0])}{gap}{_NAME}", _NAME]
+    word = "".join(re.findall(r"^\w+(?=[^\w\s])", calls.name[0]))  # it may be missing: functions.f, .f
+    before = f"(?:{word})?" + _flexible(calls.name[0].removeprefix(word))
+    names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{before}{gap}{_NAME}", _NAME]
     tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
-    heads = "|".join(rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{name}" for name in names[:1])
+    head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{names[0]}"
     opening, quotes = _attribute(tags.key[0]), "\"'" if tags.key[0].endswith('"') else '"'
     key = _group("key", opening)
     whole_key = opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
@@ -99,32 +108,55 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
                 thinks,
                 unthinks,
                 *answers,
-                closing,
+                _group("end", "|".join(closings)),
             ]
         ),
         in_thoughts=_compile([thinks, unthinks, *(begins if thoughts.calls_end else ())]),
         bare=regex.compile(_bare(calls)) if calls.is_bare else None,
         opening=_compile(openings),
         section_end=_compile(section_ends) if section_ends else None,
+        closing=regex.compile(rf"{_GAP}(?:{_either(closings)})"),
         ending=_compile([_group("end", "|".join(ends)), _NOISE]),
         leftover=_compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""]),
         names=tuple(regex.compile(name + after_tag) for name in names),
         after_name=_compile(_after_name(calls)),
         arguments=_compile([starts, *section_ends, *ends, *openings]),
         ends=_compile([*section_ends, *ends, *openings]),
-        stop="|".join(mark for mark in map(_flexible, [calls.section[0], calls.call[0]]) if mark.startswith(r"\[")),
+        value_ends=_value_ends(calls, openings, [] if isinstance(calls.arguments, Wrapped) else [head], closings),
         spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
-        key=_compile([key, closing, *begins]),
+        key=_compile([key, _group("end", "|".join(closings)), *begins]),
         key_end=regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}"),
         value=regex.compile(_flexible(tags.value[0]) or _NEVER),
         value_end=_compile(
             [
                 _group("value", _drifting(tags.value[1].strip())),
                 _group("next", whole_key if tags.key[0] else ""),
-                closing,
-                _group("head", heads),
+                _group("end", "|".join(closings)),
+                _group("head", head),
             ]
         ),
+    )
+
+
+def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], closings: Sequence[str]) -> ValueEnds:
+    """What ends a value of which more is missing: a call that begins behind it, or marks at the end of the answer.
+
+    Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or as
+    the syntax has it (`heads`), with what stands behind the name.
+    """
+    is_key = isinstance(calls.arguments, Wrapped) and not calls.arguments.name
+    key = "" if is_key else rf'(?:tool_)?name"{_GAP}:{_GAP}"'
+    whole = rf'(?:(?:{_either(openings)}){_GAP}){{1,2}}\[?{_GAP}\{{{_GAP}"{key}(?P<name>[^"\\]{{1,64}})"'
+    after = _either([*_after_name(calls), r"\(" if isinstance(calls.arguments, PythonCall) else r"\{", "<"])
+    calls_begin = "|".join([whole, *(rf"{head}(?={_GAP}(?:{after}))" for head in heads)])
+    last = rf"(?:(?:```{_GAP})?(?:{_either(closings)}){_GAP})"
+    texts = [calls.name[0], *calls.call, *(text for pair in (calls.section, *calls.others) for text in pair)]
+    quote = calls.arguments.quote if isinstance(calls.arguments, Object) else '"'
+    first = {text.strip()[0] for text in (*texts, quote) if text.strip()}
+    return ValueEnds(
+        stop=_compile(openings) if "[" in first else None,
+        plain=regex.compile(rf"[^`{re.escape(''.join(sorted(first)))}\"'\\\x00-\x1f]*"),
+        marks=regex.compile(rf"(?P<head>{last}{{0,2}}(?:{calls_begin}))|(?P<tail>{last}{{1,3}}\Z)"),
     )
 
 
@@ -175,7 +207,7 @@ def _drifting(mark: str) -> str:
 
 
 def _any(texts: Iterable[str]) -> str:
-    return "|".join(_flexible(text) for text in sorted(texts, key=len, reverse=True))
+    return "|".join(_flexible(text) for text in sorted(texts, key=len, reverse=True) if text.strip())
 
 
 def _group(name: str, pattern: str) -> str:

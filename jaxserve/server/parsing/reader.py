@@ -9,6 +9,7 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, override
 
 import regex
@@ -17,13 +18,14 @@ from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import Content, Reasoning
 from jaxserve.server.parsing.literal import ValueReader, to_json
 from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
-from jaxserve.server.parsing.schema import Kind, json_value, property_kind, property_names
-from jaxserve.server.parsing.source import Sink, Steps
+from jaxserve.server.parsing.schema import Kind, arguments_of, json_value, property_kind, property_names
+from jaxserve.server.parsing.source import Pattern, Sink, Steps
 from jaxserve.server.parsing.syntax import Object, PythonCall, Syntax, Tags, Wrapped
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
-_BRACKET, _CALL, _COMMA, _LINE_BREAK = (regex.compile(text) for text in (r"[\{\[]", r"\(", ",", "\n"))
+_BRACKET, _LIST, _CALL, _COMMA, _LINE_BREAK = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", "\n"))
 
+_ANY_BUT_TEXT = Kind(frozenset(("null", "boolean", "integer", "number", "array", "object")))
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
@@ -47,6 +49,7 @@ class Reader(AnswerReader):
         stays = syntax.thoughts is not None and syntax.thoughts.stay
         self._thoughts = None if stays else syntax.thoughts
         self._marks = marks_of(calls, self._thoughts)
+        self._ends = replace(self._marks.value_ends, is_offered=tools.__contains__)
         self._is_thinking = is_open and not stays
         self._has_thought = is_open
         self._in_answer = False  # between the marks of the answer
@@ -148,12 +151,16 @@ class Reader(AnswerReader):
             yield from source.spaces()
             num_taken = len(raw)
             if opening := (yield from source.accept(marks.opening)):
-                in_section |= opening.lastgroup == "section" and marks.section_end is not None
+                in_section |= opening.lastgroup == "section"
                 is_marked = True
             elif marks.section_end is not None and (yield from source.accept(marks.section_end)):
                 return self._end_calls(raw if has_words and self._num_calls == num_before else [])
             elif ending := (yield from source.accept(marks.ending)):
                 if ending.lastgroup == "end" and not in_section:
+                    if is_marked and not has_words and self._num_calls == num_before:
+                        while (yield from source.accept(marks.closing)) is not None:
+                            pass
+                        raw = []
                     return self._end_calls([] if self._num_calls > num_before else raw)
                 is_empty = is_marked and in_list and ending[0] == "]"
                 in_list = ending[0] == "[" or (in_list and ending[0] != "]")
@@ -240,10 +247,9 @@ class Reader(AnswerReader):
             case Tags() if (yield from source.peek(_OBJECT)) is None:
                 yield from self._read_tags(self._arguments, self._tools[name])
             case PythonCall() if (yield from source.peek(_CALL)) is not None:
-                positions = property_names(self._schema)
-                yield from ValueReader(source, self._argue, converters=self._converter, positions=positions).read()
+                yield from self._values(self._argue, property_names(self._schema)).read()
             case _:
-                yield from self._read_named_value()
+                yield from self._read_arguments(self._argue, ends=self._marks.ends)
         return True
 
     @override
@@ -298,7 +304,7 @@ class Reader(AnswerReader):
                 has_arguments = True
                 if name is None:
                     held = []
-                yield from self._read_value(self._argue if held is None else held.append)
+                yield from self._read_arguments(self._argue if held is None else held.append)
             elif key in name_keys:
                 continue
             elif name is None and key not in _OTHER_KEYS:
@@ -317,30 +323,34 @@ class Reader(AnswerReader):
             self._argue("{}")
         return True
 
-    def _read_named_value(self) -> Steps:
-        """Read the arguments behind a name: an object, or whatever comes before the call's end."""
-        is_none = (yield from self._source.peek(self._marks.ends)) is not None
-        if not is_none and (yield from self._source.peek(_BRACKET)) is not None:
-            yield from self._read_value(self._argue)
-            return
-        pieces: list[str] = []
-        yield from self._source.until(self._marks.ends, pieces.append)
-        text = "".join(pieces).strip().removesuffix("```").strip()
-        self._argue(_as_object(to_json(text) or (text and json.dumps(text, ensure_ascii=False))))
-
-    def _read_value(self, sink: Sink) -> Steps:
-        """Read the arguments of a call where they are one value."""
+    def _read_arguments(self, sink: Sink, *, ends: Pattern | None = None) -> Steps:
+        """Read the arguments of a call where they are one value. `ends` is what follows them where they stand behind a
+        name, and may be nothing, or a text without quotes.
+        """
         source = self._source
         yield from source.spaces()
-        if (yield from source.peek(_BRACKET)) is not None:
-            quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
-            stop = self._marks.stop
-            yield from ValueReader(source, sink, quote=quote, stop=stop, converters=self._converter).read()
+        has_ended = ends is not None and (yield from source.peek(ends)) is not None
+        if not has_ended and (yield from source.peek(_OBJECT)) is not None:
+            yield from self._values(sink).read()
             return
         pieces: list[str] = []
-        yield from ValueReader(source, pieces.append).read()
+        if not has_ended and (ends is None or (yield from source.peek(_LIST)) is not None):
+            yield from self._values(pieces.append).read()
+            value = "".join(pieces)
+        else:
+            if ends is not None:
+                yield from source.until(ends, pieces.append)
+            text = "".join(pieces).strip().removesuffix("```").strip()
+            value = to_json(text) or (text and json.dumps(text, ensure_ascii=False))
         if not source.is_cut or source.buffer:
-            sink(_as_object("".join(pieces)))
+            sink(arguments_of(value, self._schema))
+
+    def _values(self, sink: Sink, positions: Sequence[str] | None = None) -> ValueReader:
+        """Return a reader of a value in a call, which ends where another call begins."""
+        quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
+        return ValueReader(
+            self._source, sink, quote=quote, ends=self._ends, positions=positions, converters=self._converter
+        )
 
     def _read_tags(self, tags: Tags, schema: Mapping[str, Any]) -> Steps:
         """Read arguments between tags. What belongs to none is left out."""
@@ -359,8 +369,8 @@ class Reader(AnswerReader):
             self._argue(f"{comma}{json.dumps(key['key'], ensure_ascii=False)}: ")
             comma = ", "
             kind = property_kind(schema, key["key"])
-            if tags.text_flag and key["flag"] == "true":
-                kind = Kind()
+            if tags.text_flag and key["flag"] == "false" and not kind.types:
+                kind = _ANY_BUT_TEXT
             yield from self._read_tagged(tags, kind)
             if source.is_cut and not source.buffer:
                 return
@@ -403,15 +413,6 @@ class Reader(AnswerReader):
 
 def _drop(_: str) -> None:
     """Take text that belongs to nothing."""
-
-
-def _as_object(value: str) -> str:
-    """Return arguments that are no object as one where they mean it: nothing, or a text that spells an object."""
-    inner = _text(value)
-    if value in ("", "null") or (inner is not None and not inner.strip()):
-        return "{}"
-    spelled = None if inner is None else to_json(inner)
-    return spelled if spelled is not None and spelled[0] == "{" else value
 
 
 def _text(value: str) -> str | None:

@@ -36,6 +36,7 @@ _ALIASES = {
 }
 _WORDS = {"null": None, "none": None, "nil": None, "true": True, "1": True, "false": False, "0": False}
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_DIGITS = re.compile(r"[+-]?0+[0-9]{1,1000}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOTHING = object()
 
@@ -169,12 +170,33 @@ def json_value(text: str, kind: Kind) -> str:
     return _dumped(text if exact is _NOTHING or "string" in kind.types else exact)
 
 
+def arguments_of(value: str, schema: Mapping[str, Any]) -> str:
+    """Return the arguments of a call, an object, where a model has written the JSON `value` for them.
+
+    Nothing, blanks and an empty list are no arguments, and a text may spell an object. Any other value is that of the
+    first property, as one without a name is in a call in Python; where the schema names none, its name is empty.
+    """
+    found = json.loads(value or "null")
+    if isinstance(found, str):
+        spelled = to_json(found)
+        if spelled is not None and spelled[0] == "{":
+            return spelled
+    if isinstance(found, dict):
+        return value
+    if found in (None, []) or (isinstance(found, str) and not found.strip()):
+        return "{}"
+    name = next(iter(property_names(schema)), "")
+    return f"{{{_dumped(name)}: {json_value(found, property_kind(schema, name)) if isinstance(found, str) else value}}}"
+
+
 def _candidates(text: str, exact: Any) -> list[Any]:
     """Return the values that a text may mean, the likeliest first."""
     found: list[Any] = [] if exact is _NOTHING or isinstance(exact, str) else [exact]
     bare = exact.strip() if isinstance(exact, str) else text.strip()
     if bare.lower() in _WORDS:
         found.append(_WORDS[bare.lower()])
+    if _DIGITS.fullmatch(bare):
+        found.append(int(bare))
     inner = _loaded(bare)
     if inner is not _NOTHING and not isinstance(inner, str):
         found.append(inner)

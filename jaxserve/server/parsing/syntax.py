@@ -82,6 +82,7 @@ class Calls:
     name themselves. In `name`, `{index}` stands for the number of the call.
 
     Attributes:
+        others: what sections stand between, too: that is read, but never written.
         is_list: calls stand between square brackets inside the section.
         is_bare: calls may begin an answer without any mark.
         is_parallel: an answer may hold several calls.
@@ -93,6 +94,7 @@ class Calls:
 
     arguments: Arguments
     section: Pair = ("", "")
+    others: tuple[Pair, ...] = ()
     call: Pair = ("", "")
     name: Pair = ("", "")
     separator: str = ""

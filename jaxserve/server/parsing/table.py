@@ -85,7 +85,8 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             section=("<|tool_call_start|>", "<|tool_call_end|>"),
             is_list=True,
             separator=", ",
-            signs=("<|tool_call_start|>",),
+            signs=("<|tool_", "_start|>"),
+            not_signs=("<|tool_calls_section",),
         ),
     ),
     "olmo3": (
@@ -205,15 +206,17 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
     ),
     "granite": (
         replace(
-            _LIST, section=("<|tool_call|>", ""), signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'")
+            _LIST,
+            section=("<|tool_call|>", ""),
+            others=(("<tool_call>", ""),),
+            signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'"),
         ),
-        replace(_LIST, section=("<tool_call>", "")),
     ),
     "granite-20b-fc": (
         Calls(arguments=Wrapped(), call=("<function_call> ", ""), separator="\n", signs=("<function_call> ",)),
     ),
     "phi4_mini_json": (replace(_LIST, section=("functools", ""), signs=("functools[",)),),
-    "xlam": (replace(_LIST, is_bare=True),),
+    "xlam": (replace(_LIST, others=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")), is_bare=True),),
     "cohere_command3": (
         replace(
             _LIST,
@@ -245,6 +248,7 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
             arguments=Wrapped(),
             call=("<tool_call>\n", "\n</tool_call>\n"),
             signs=("<tool_call>", "<response>"),
+            not_signs=("<invoke",),
         ),
     ),
     "internlm": (
@@ -270,7 +274,13 @@ TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
     ),
     "gigachat3": (
         Calls(arguments=Wrapped(), call=("<|function_call|>", ""), signs=("<|function_call|>",)),
-        Calls(arguments=Wrapped(), call=("function call<|role_sep|>\n", ""), is_parallel=False),
+        Calls(
+            arguments=Wrapped(),
+            call=("function call<|role_sep|>\n", ""),
+            others=(("<|function_call|>", ""),),
+            is_parallel=False,
+            signs=("'function call'", "role_sep"),
+        ),
     ),
 }
 
@@ -320,12 +330,18 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         closing=("<|END_THINKING|>",),
         answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         signs=("<|START_THINKING|>",),
+        not_signs=("<|START_TEXT|>",),
     ),
     "cohere_command4": Thoughts(
-        opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",), answer=("<|START_TEXT|>", "<|END_TEXT|>")
+        opening=("<|START_THINKING|>",),
+        closing=("<|END_THINKING|>",),
+        answer=("<|START_TEXT|>", "<|END_TEXT|>"),
+        signs=("<|START_THINKING|>", "<|START_TEXT|>"),
     ),
     "mistral": Thoughts(opening=("[THINK]",), closing=("[/THINK]",), calls_end=False, signs=("[THINK]",)),
-    "gemma4": Thoughts(opening=("<|channel>thought\n",), closing=("\n<channel|>",), signs=("<|channel>thought",)),
+    "gemma4": Thoughts(
+        opening=("<|channel>thought\n",), closing=("\n<channel|>",), reopens=True, signs=("<|channel>thought",)
+    ),
     "seed_oss": Thoughts(opening=("<seed:think>",), closing=("</seed:think>",), signs=("<seed:think>",)),
     "apertus": Thoughts(
         opening=("<|inner_prefix|>",), closing=("<|inner_suffix|>",), reopens=True, signs=("<|inner_prefix|>",)
