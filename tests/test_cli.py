@@ -12,6 +12,7 @@ import sys
 
 import openai
 import pytest
+from depths import quick_first
 from waiting import PATIENCE
 
 import jaxserve.llm
@@ -510,6 +511,7 @@ def _command(*arguments: str) -> dict:
     return {"args": [sys.executable, "-W", "error", "-c", code, *arguments], "env": environment, "text": True}
 
 
+@pytest.mark.slow
 def test_stories_continue_as_published(test_data):
     golden = (test_data / "models/stories260K/GOLDEN.md").read_text()
     published = golden.split("-t 0.0\n")[1].split("\n```")[0]
@@ -545,7 +547,9 @@ def test_serve_answers_and_ends_on_a_signal(test_data):
             server.kill()
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", quick_first([["serve", "--port", "0"], ["generate", "a", "--warmup"]]), ids=" ".join
+)
 def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
     """A terminal sends the signal to every process of the group."""
     command = _command(*arguments, "--model", str(BUILTIN), "--compilation-cache-dir", str(tmp_path))
