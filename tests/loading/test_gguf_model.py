@@ -482,6 +482,7 @@ def test_damaged_parts_in_one_message(tmp_path):
         load(split(tmp_path / "m.gguf", (), **{"split.count": 3})[0])
 
 
+@pytest.mark.slow
 def test_the_published_story(test_data):
     folder = test_data / "models" / "stories260K"
     path = folder / "stories260K-f32.gguf"
