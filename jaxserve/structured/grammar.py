@@ -20,6 +20,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
 from jaxserve.structured.deep_stack import STACK_BYTES, with_stack
 from jaxserve.structured.disjoint import types
+from jaxserve.structured.reasons import in_our_words
 from jaxserve.structured.schemas import Unfollowable, describes_object, followable
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -298,7 +299,7 @@ def _check(text: str, param: str) -> None:
 
     matcher = with_stack(compile_and_look, STACK_BYTES // 2)
     if matcher.is_error():
-        raise InvalidRequest(f"{param}: {_reason(matcher.get_error())}", param=param, code="unsupported_grammar")
+        raise InvalidRequest(f"{param}: {in_our_words(matcher.get_error())}", param=param, code="unsupported_grammar")
     with_stack(lambda: _try_out(matcher, param), _TRIAL_STACK_BYTES)
 
 
@@ -315,20 +316,6 @@ def _try_out(matcher: LLMatcher, param: str) -> None:
         allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
         if matcher.is_error() or not allowed or not matcher.consume_token(rng.choice(allowed)):
             return
-
-
-def _reason(message: str) -> str:
-    """Shorten llguidance's message to a line or two of plain text, without its internal state."""
-    if message.startswith("NoExtension"):
-        return "nothing satisfies it"
-    if message.startswith("panic"):
-        return "it is too large"
-    if "coerce_one_of" in message:
-        return "'oneOf' of schemas that a value may satisfy together is not supported"
-    if keys := re.search(r"Unimplemented keys: \[(.*)\]", message):
-        return f"{keys[1].replace(chr(34), chr(39))} is not supported"
-    lines = [line.strip() for line in message.splitlines() if line.strip() and "<non-verbose/>" not in line]
-    return "; ".join(lines)[:500] or "it cannot be compiled"
 
 
 @functools.cache

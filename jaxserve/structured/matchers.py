@@ -20,6 +20,7 @@ from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.request import EngineRequest, Request
 from jaxserve.structured.deep_stack import with_deep_stack
 from jaxserve.structured.grammar import limit_of, parser_limits
+from jaxserve.structured.reasons import in_our_words
 from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer
 
@@ -228,14 +229,14 @@ class Matchers:
             if is_followed:
                 wanted.append((index, constraint))
             elif is_followed is not None:
-                failed[request] = f"the grammar cannot be followed further: {_first_line(constraint.matcher)}"
+                failed[request] = "the grammar cannot be followed further"
         if wanted:
             matchers = [(constraint.matcher, index) for index, constraint in wanted]
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, words)
         masks = words.view(np.uint32)
         for index, constraint in wanted:
             if constraint.matcher.is_error():
-                failed[requests[index]] = f"the grammar has become too complex: {_first_line(constraint.matcher)}"
+                failed[requests[index]] = "the grammar has become too complex"
             else:
                 self._narrow(masks[index], constraint, ignores_eos=requests[index].request.params.ignore_eos)
         return masks, failed
@@ -303,7 +304,7 @@ class Matchers:
         matching = with_deep_stack(lambda: self._matching(text))
         for matcher in (matching.matcher, *(matching.limited.matchers if matching.limited else ())):
             if matcher.is_error():
-                raise refusal(_first_line(matcher))
+                raise refusal(in_our_words(matcher.get_error()))
         return _Grammar(matching, time.perf_counter() - start)
 
     def _make_matchers(
@@ -331,10 +332,6 @@ class Matchers:
     def _wait_for_tokenizer(self) -> LLTokenizer:
         assert self._tokenizer is not None
         return self._tokenizer.result()
-
-
-def _first_line(matcher: LLMatcher) -> str:
-    return (matcher.get_error().strip() or "unknown error").splitlines()[0]
 
 
 def refusal(reason: str) -> InvalidRequest:

@@ -132,7 +132,7 @@ class _Rewriter:
         for keyword, draft in _UNSUPPORTED.items():
             if keyword in schema and self._draft >= _DRAFTS.index(draft):
                 raise Unfollowable(f"{keyword!r} at {path} is not supported")
-        self._rewrite_one_of(schema)
+        self._rewrite_one_of(node)
         name = schema.get("format")
         if isinstance(name, str) and name not in _FOLLOWED_FORMATS:
             if name in _STANDARD_FORMATS and "string" in types(schema):
@@ -155,28 +155,40 @@ class _Rewriter:
         except ValueError as error:
             raise Unfollowable(f"{error} (at {path})") from error
 
-    def _rewrite_one_of(self, schema: dict[str, Any]) -> None:
+    def _rewrite_one_of(self, node: _Node) -> None:
+        """Replace `oneOf` by `anyOf` if no value satisfies two branches, where need be by closing their objects: what
+        is written by one closed branch must not satisfy another as it was given.
+        """
+        schema = node.schema
         branches = schema.get("oneOf")
         if "anyOf" in schema or not isinstance(branches, list) or not self._has_plain_paths:
             return
-        if (
-            all(
-                are_disjoint(one, other, self._find)
-                for index, one in enumerate(branches[:_MAX_COMPARED])
-                for other in branches[index + 1 :]
-            )
-            and len(branches) <= _MAX_COMPARED
-        ):
-            items = [("anyOf" if name == "oneOf" else name, value) for name, value in schema.items()]
-            schema.clear()
-            schema.update(items)  # keeps the order of keywords, which is that of properties
+        if len(branches) > _MAX_COMPARED:
+            return
+        written = branches
+        if not self._are_disjoint(branches, branches):
+            if not self._is_closed or node.is_shared or not _stands_alone(schema):
+                return
+            written = [_closed(branch) for branch in branches]
+            if not self._are_disjoint(written, branches):
+                return
+        items = [("anyOf", written) if name == "oneOf" else (name, value) for name, value in schema.items()]
+        schema.clear()
+        schema.update(items)  # keeps the order of keywords, which is that of properties
+
+    def _are_disjoint(self, written: list[Any], given: list[Any]) -> bool:
+        """Return true if what one of the `written` branches allows satisfies none of the others that were `given`."""
+        return all(
+            are_disjoint(one, other, self._find)
+            for index, one in enumerate(written)
+            for position, other in enumerate(given)
+            if index != position
+        )
 
     def _inner(self, node: _Node) -> Iterator[_Node]:
         """Yield the schemas that a schema applies or refers to."""
         schema, path = node.schema, node.path
-        in_place = [keyword for keyword in _IN_PLACE if keyword in schema]
-        stands_alone = len(in_place) <= 1 and (not in_place or schema.keys() - WITHOUT_MEANING <= {*in_place})
-        is_shared = node.is_shared or not stands_alone
+        is_shared = node.is_shared or not _stands_alone(schema)
         for keyword in ("allOf", "anyOf", "oneOf"):
             branches = schema.get(keyword)
             for index, branch in enumerate(branches if isinstance(branches, list) else ()):
@@ -214,6 +226,19 @@ class _Rewriter:
 
 _MAX_COMPARED = 64
 """Maximum branches of a `oneOf` that are compared pairwise."""
+
+
+def _stands_alone(schema: dict[str, Any]) -> bool:
+    """Return true if a schema's own keywords, and those of at most one it applies in place, decide by themselves."""
+    in_place = [keyword for keyword in _IN_PLACE if keyword in schema]
+    return len(in_place) <= 1 and (not in_place or schema.keys() - WITHOUT_MEANING <= {*in_place})
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema of objects without the properties that it does not name, if it can be closed."""
+    if isinstance(schema, dict) and _can_be_closed(schema):
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
 def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
