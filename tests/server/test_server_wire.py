@@ -157,6 +157,17 @@ def test_versions_and_hosts(server, status, first, headers):
 
 
 @pytest.mark.parametrize(
+    "line", [b"GET /version\r\n", b"GET /version HTTP/0.9\r\n", b"GET /version HTTP/2.0\r\nHost: x\r\n"]
+)
+def test_a_first_line_of_another_version_is_answered_at_once(server, line):
+    """Nothing may come behind it: a client of HTTP/0.9 has said all it has to say."""
+    ((status, _, body),) = answers(server, line)
+    assert status == 505
+    assert b"HTTP/1.1" in body
+    assert_well(server)
+
+
+@pytest.mark.parametrize(
     ("encoding", "status"), [(b"gzip", 415), (b"br", 415), (b"identity, gzip", 415), (b"Identity", 200), (b"", 200)]
 )
 def test_a_body_that_is_called_compressed(server, encoding, status):

@@ -28,6 +28,9 @@ ASK_INTERVAL = 1.0
 LATENESS = 1.0
 """Seconds by which this process may be late, e.g. because it was paused, before a client's time limit is extended."""
 
+OTHER_VERSIONS = frozenset(("0.9", "2.0"))
+"""Versions of HTTP that are refused as soon as a request's first line has named them, or has named none."""
+
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 WRITE_CHUNK = "jaxserve.write_chunk"
@@ -56,6 +59,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Accept the connection, and wait for a first request. uvloop's transports do not subclass
         asyncio.Transport.
         """
+        self.url = b""
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
@@ -115,11 +119,20 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(400, "the request is not valid HTTP")
         if self._awaits != "headers":
             self._head_bytes = 0
+        elif self._has_other_version(data):
+            self._refuse(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
         elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "the request has too many headers, or too long ones")
         if self.pipeline:
             # a client's disconnect would go unnoticed otherwise; `data_received` limits what is read
             self.flow.resume_reading()
+
+    def _has_other_version(self, data: bytes) -> bool:
+        """Return true if the head that has begun is of a version that is not spoken, or of HTTP/0.9, which has a first
+        line only: the parser names no version until it has seen more.
+        """
+        version = self.parser.get_http_version()
+        return version in OTHER_VERSIONS or (version == "0.0" and bool(self.url) and data.endswith(b"\n"))
 
     def _read_on(self) -> None:
         """Parse buffered data, and close the connection if nothing more is to be answered."""
