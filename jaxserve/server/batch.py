@@ -5,6 +5,7 @@ be continued, since requests that the output file already answers are skipped.
 """
 
 import asyncio
+import codecs
 import contextlib
 import os
 import pathlib
@@ -162,7 +163,8 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise InvalidRequest(f"cannot read {path}: it is no regular file, which can be read twice")
         with path.open("rb") as file:
-            for text in file:
+            for number, text in enumerate(file):
+                text = text if number else text.removeprefix(codecs.BOM_UTF8)
                 if text.strip():
                     yield text
     except OSError as error:

@@ -1,5 +1,6 @@
 """`run-batch`: a file of requests in, a file of answers out, over a scripted engine."""
 
+import codecs
 import collections
 import json
 import os
@@ -86,6 +87,16 @@ def test_every_endpoint(files):
         assert response["request_id"]
         assert response["body"]["object"] == objects[name]
     assert files.results["completion"]["response"]["body"]["choices"][0]["text"] == "abc"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(files):
+    files.write(line("first", COMPLETION), line("second", COMPLETION))
+    files.source.write_bytes(codecs.BOM_UTF8 + files.source.read_bytes())
+    files.run()
+    assert {name: each["response"]["status_code"] for name, each in files.results.items()} == {
+        "first": 200,
+        "second": 200,
+    }
 
 
 @pytest.mark.parametrize(
