@@ -15,6 +15,7 @@ warnings.simplefilter("ignore")  # Python's and jax's, of forks
 llm = LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False)
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 stream = llm.stream("abc", SamplingParams(max_tokens=900, ignore_eos=True))
+other = llm.stream("abc", params)  # which has not begun
 next(stream)  # the engine's thread is busy, and holds its lock now and then
 bar = tqdm.get_lock()
 bar.acquire()  # as threads do that show how far they are
@@ -32,6 +33,8 @@ ACTS = {
     "chat": lambda: llm.chat([{"role": "user", "content": "abc"}], params, chat_template="{{ messages[0].content }}"),
     "embed": lambda: llm.embed("abc"),
     "stats": lambda: llm.stats(),
+    "next": lambda: next(stream),
+    "next of another": lambda: next(other),
     "start": lambda: LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False),
 }
 for number, (name, act) in enumerate(ACTS.items(), 1):
@@ -48,7 +51,7 @@ for number, (name, act) in enumerate(ACTS.items(), 1):
 print(len(list(stream)), "more tokens", len(llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids))
 llm.close()
 """
-USES = ("generate", "chat", "embed", "stats", "start")
+USES = ("generate", "chat", "embed", "stats", "next", "next of another", "start")
 
 
 def test_children_of_a_program_with_an_open_llm(tmp_path):

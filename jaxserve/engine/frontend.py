@@ -238,6 +238,7 @@ class Frontend:
 
     def _next(self, outputs: queue.SimpleQueue[list[EngineOutput]]) -> list[EngineOutput]:
         while True:
+            self.client.stats()  # raises in a forked child, where nothing would ever come
             try:
                 return outputs.get(timeout=_ALIVE_CHECK_SECONDS)
             except queue.Empty:
