@@ -262,14 +262,14 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
 def _serve(args: argparse.Namespace) -> int:
     config = _engine_config(args)
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
-    if args.served is None and not config.model and len(server_config.served_model_name) > 1:
+    if "model" not in _engine_options(args) and len(server_config.served_model_name) > 1:
         *_, last = server_config.served_model_name
         args.parser.error(f"which model? {last!r} was read as one of its names: write MODEL first, or --model {last}")
 
-    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
+    from jaxserve.loading.builtin import resolve_names
     from jaxserve.server.process.supervisor import serve
 
-    names = server_config.served_model_name or (config.model or DEFAULT_MODEL,)
+    names = server_config.served_model_name or (config.model,)
     return serve(resolve_names(config), dataclasses.replace(server_config, served_model_name=names))
 
 
@@ -288,14 +288,14 @@ def _run_batch(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**given(args, _BATCH_FIELDS), access_log=False)
 
     from jaxserve.engine.frontend import Frontend, sampling_defaults
-    from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_names
+    from jaxserve.loading.builtin import resolve_names
     from jaxserve.server import batch
     from jaxserve.server.template import served_tokenizer
     from jaxserve.tokenizer import Tokenizer
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
     batch.check_input(source)  # before a model is loaded
-    names = server_config.served_model_name or (config.model or DEFAULT_MODEL,)
+    names = server_config.served_model_name or (config.model,)
     server_config = dataclasses.replace(server_config, served_model_name=names)
     config = resolve_names(config)
     tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)

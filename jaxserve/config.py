@@ -6,7 +6,9 @@ A field is also a command-line flag (`max_num_seqs` is `--max-num-seqs`), with `
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.values import Rule, convert, rules
@@ -14,6 +16,10 @@ from jaxserve.values import Rule, convert, rules
 MAX_WORKERS = 64
 MAX_COUNT = 2**31 - 1
 """Limit of counts that devices hold as int32."""
+DEFAULT_MODEL = "scribe-15m"
+"""Name of the built-in model that is meant where no model is named."""
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+"""Text that says which file or model is meant. An empty one would silently stand for another: None means that."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
 
@@ -63,14 +69,14 @@ def _option(
 class EngineConfig:
     """The options of one engine. None means: chosen from the model or the device at start-up, and logged."""
 
-    model: str = _option(
-        "",
+    model: Name = _option(
+        DEFAULT_MODEL,
         "model",
         "model directory, GGUF file, name of a built-in model, or id on the Hugging Face hub (org/name, org/name@REV, "
         "org/name/FILE.gguf), unless that is a path; default: scribe-15m",
     )
-    revision: str | None = _option(None, "model", "branch, tag or commit of a model of the hub; default: main")
-    tokenizer: str | None = _option(
+    revision: Name | None = _option(None, "model", "branch, tag or commit of a model of the hub; default: main")
+    tokenizer: Name | None = _option(
         None, "model", "directory, GGUF file or id on the hub of the tokenizer; default: the model's"
     )
     dtype: DTypeName = _option(
@@ -167,20 +173,20 @@ class ServerConfig:
     api_key: Sequence[str] = _option(
         (), "security", "key that clients must send as a bearer token, for all but /live and /health; repeatable"
     )
-    api_key_file: str | None = _option(
+    api_key_file: Name | None = _option(
         None, "security", "file with such keys, one a line; another one may stand in JAXSERVE_API_KEY"
     )
     admin_api_key: Sequence[str] = _option(
         (), "security", "key of the admin routes, which are off without one; repeatable"
     )
-    admin_api_key_file: str | None = _option(
+    admin_api_key_file: Name | None = _option(
         None, "security", "file with such keys, one a line; another one may stand in JAXSERVE_ADMIN_API_KEY"
     )
-    ssl_certfile: str | None = _option(None, "security", "certificate chain of the server (PEM): serves HTTPS")
-    ssl_keyfile: str | None = _option(
+    ssl_certfile: Name | None = _option(None, "security", "certificate chain of the server (PEM): serves HTTPS")
+    ssl_keyfile: Name | None = _option(
         None, "security", "private key of the certificate (PEM); default: it is in the same file"
     )
-    ssl_ca_certs: str | None = _option(
+    ssl_ca_certs: Name | None = _option(
         None, "security", "authorities (PEM), one of which must have signed the certificate that a client shows"
     )
     allowed_origins: Sequence[str] = _option(
@@ -189,13 +195,13 @@ class ServerConfig:
     root_path: str = _option(
         "", "server", "path under which a proxy offers the server and which it leaves in requests, such as /llm"
     )
-    served_model_name: Sequence[str] = _option(
+    served_model_name: Sequence[Name] = _option(
         (),
         "server",
         "names of the model in the API, the first in its answers; default: the model argument",
         many=True,
     )
-    chat_template: str | None = _option(
+    chat_template: Name | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
     )
     tool_call_parser: ToolCallParser = _option(
@@ -231,13 +237,13 @@ class ServerConfig:
     metrics_names: Literal["jaxserve", "vllm"] = _option(
         "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
     )
-    profile_dir: str | None = _option(
+    profile_dir: Name | None = _option(
         None, "server", "directory for what /start_profile records; default: the route is off"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "logging", "what is logged")
     log_format: Literal["text", "json"] = _option("text", "logging", "json: one object a line")
     access_log: bool = _option(True, "logging", "log each request, with its X-Request-Id")
-    otlp_traces_endpoint: str | None = _option(
+    otlp_traces_endpoint: Name | None = _option(
         None, "logging", "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span of each request"
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from jaxserve.config import DTypeName, EngineConfig, Quantization, convert_option
+from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -47,7 +47,7 @@ class LLM:
             for output in llm.generate(["Once upon a time", "The capital of France is"]):
                 print(output.prompt, output.outputs[0].text)
 
-    Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them. `model=""` is the built-in model.
+    Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them.
     `mesh` puts the model on a device mesh of your own instead of `tensor_parallel_size` devices. The engine holds the
     device until `close`, the end of a `with`, or the end of this object.
 
@@ -57,7 +57,7 @@ class LLM:
     @names_options("LLM")
     def __init__(
         self,
-        model: str = "",
+        model: str = DEFAULT_MODEL,
         *,
         mesh: "Mesh | None" = None,
         progress: bool = True,
@@ -453,7 +453,7 @@ def generate(
     InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
     """
     SamplingParams(**sampling)  # checks them before an engine is started
-    llm = _default_llms.get(model or "")
+    llm = _default_llms.get(DEFAULT_MODEL if model is None else model)
     is_single = isinstance(prompts, str)
     outputs = llm.generate(prompts, llm.sampling_params(sampling), use_tqdm=not is_single)
     return outputs[0] if is_single else outputs

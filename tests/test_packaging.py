@@ -10,7 +10,8 @@ import zipfile
 
 import pytest
 
-from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL
+from jaxserve.config import DEFAULT_MODEL
+from jaxserve.loading.builtin import BUILTIN_MODELS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -67,7 +68,7 @@ def test_the_wheel_holds_the_built_in_models(wheel, model):
 
 def test_an_unpacked_wheel_finds_its_models(wheel, tmp_path):
     wheel.extractall(tmp_path)
-    code = "from jaxserve.loading.builtin import resolve_model; print(resolve_model(''))"
+    code = "import jaxserve.loading.builtin as b, jaxserve.config as c; print(b.resolve_names(c.EngineConfig()).model)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True

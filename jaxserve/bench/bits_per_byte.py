@@ -52,7 +52,7 @@ def run(config: EngineConfig, *, text_path: pathlib.Path) -> str:
     if num_free:
         title += f"; no BOS, so {num_free} tokens cost nothing"
     rows = [
-        [config.model or "built-in model", f"{bits / num_bytes:.3f}"],
+        [config.model, f"{bits / num_bytes:.3f}"],
         ["xz -9", f"{8 * compressed / num_bytes:.3f}"],
     ]
     return f"{title}\n\n" + table(["", "bits a byte"], rows)

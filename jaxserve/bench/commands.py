@@ -12,10 +12,10 @@ from jaxserve import vllm_flags
 from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
-from jaxserve.config import EngineConfig
+from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import Parser, add_config_flags, given, parse_size
-from jaxserve.loading.builtin import DEFAULT_MODEL, resolve_tokenizer
+from jaxserve.loading.builtin import resolve_tokenizer
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
 _SERVING_FIELDS = tuple(field.name for field in dataclasses.fields(ServingOptions))

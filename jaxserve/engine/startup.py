@@ -126,12 +126,14 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         logger.info("layers: " + "; ".join(builder.describe_paths()))
     weights = jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))
     _check_room_for(weights, path, dtype=dtype, mesh=mesh)
+    free = _available_memory(mesh) - _bytes_a_device(weights)
+    _check_room_for_steps(builder, spec, free=free)
     windows, bytes_per_block = builder.model.layout.windows, builder.model.bytes_per_block
     needs = BlockNeeds(windows=windows, block_size=config.block_size, max_chunk=max_num_batched_tokens)
     memory = config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if is_cpu else None)
     is_measured = memory is None
     if memory is None:
-        free = _available_memory(mesh) - _bytes_a_device(weights) - KV_CACHE_UNIT  # allocations are rounded up
+        free -= KV_CACHE_UNIT  # allocations are rounded up
         memory = _kv_cache_memory(free, builder.expected_step_memory, weights=weights, config=config, mesh=mesh)
     num_blocks = choose_num_blocks(memory, bytes_per_block, max_model_len=max_model_len, needs=needs)
     lowering = None
@@ -326,6 +328,17 @@ def _check_room_for(weights: list[jax.ShapeDtypeStruct], path: str, *, dtype: np
         raise OutOfMemory(
             f"{path} needs {needed / 2**30:.1f} GiB a device for its weights in {dtype}, "
             f"but {available / 2**30:.1f} GiB are free"
+        )
+
+
+def _check_room_for_steps(builder: StepBuilder, spec: StepSpec, *, free: int) -> None:
+    """Raises OutOfMemory where slots and steps need more than the bytes that are `free` on a device."""
+    needed = builder.expected_step_memory
+    if needed > free:
+        raise OutOfMemory(
+            f"max_num_seqs={spec.max_num_seqs} and max_num_batched_tokens={spec.max_num_batched_tokens} need "
+            f"{needed / 2**30:.1f} GiB a device for the state of so many requests and their steps, but "
+            f"{max(free, 0) / 2**30:.1f} GiB are free beside the weights"
         )
 
 

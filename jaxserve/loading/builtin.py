@@ -14,7 +14,6 @@ from jaxserve.loading import hub
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
-DEFAULT_MODEL = "scribe-15m"
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -37,7 +36,7 @@ def resolve_model(
     progress: bool = True,
     is_offline: bool = False,
 ) -> str:
-    """Return the directory or GGUF file of the model `name`, "" for the default.
+    """Return the directory or GGUF file of the model `name`.
 
     A built-in name means the built-in model even if a directory of that name exists; `./name` means the directory. Any
     other name that exists as a path is that path; else "org/name" is a model of the hub, at `revision` (a branch, a tag
@@ -47,7 +46,8 @@ def resolve_model(
     Raises CheckpointError if there is no such model, or its config.json is not readable as JSON, and ConfigError for a
     revision of a model that is not on the hub.
     """
-    name = name or DEFAULT_MODEL
+    if not name:
+        raise ConfigError("model must not be empty")
     with _explained(name):
         on_hub = _on_hub(name, revision)
         if on_hub is None:

@@ -44,6 +44,8 @@ def _modelopt(config: Config, where: str) -> tuple[Format, ...]:
     described = config.get("quantization", config)
     if not isinstance(described, dict):
         raise CheckpointError(f"{where}: quantization must be an object, got {described!r:.100}")
+    if "quant_algo" in described and described["quant_algo"] is None:  # at most the KV cache was meant to be quantized
+        return ()
     _require(described, where, quant_algo=("FP8", "NVFP4"))
     return (Plain(),) if described["quant_algo"] == "FP8" else (nvfp4.MODELOPT,)
 

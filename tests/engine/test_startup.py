@@ -68,9 +68,17 @@ def mesh_of(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:num_devices])
 
 
+@pytest.mark.parametrize("options", [{"max_num_seqs": 10**7}, {"max_num_batched_tokens": 10**9}])
+def test_more_than_memory_has_room_for_is_refused_by_name(options):
+    ((name, value),) = options.items()
+    with pytest.raises(OutOfMemory, match=rf"{name}={value}.* need .* GiB a device .* are free beside the weights"):
+        startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
+
+
 def test_the_tensor_axis_splits_the_weights(monkeypatch):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
     monkeypatch.setattr(startup, "_available_memory", lambda mesh: whole - 1)
+    monkeypatch.setattr(startup, "_check_room_for_steps", lambda *args, **options: None)
     with pytest.raises(OutOfMemory, match="a device for its weights"):
         startup.start_engine(CONFIG, mesh=None, progress=False)
     engine, _ = startup.start_engine(CONFIG, mesh=mesh_of(data=1, tensor=2), progress=False)

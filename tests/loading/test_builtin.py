@@ -1,10 +1,10 @@
 import pytest
 
-from jaxserve import LLM
-from jaxserve.config import EngineConfig
-from jaxserve.errors import CheckpointError
+from jaxserve import LLM, generate
+from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import builtin
-from jaxserve.loading.builtin import BUILTIN_MODELS, DEFAULT_MODEL, resolve_model, resolve_tokenizer
+from jaxserve.loading.builtin import BUILTIN_MODELS, resolve_model, resolve_names, resolve_tokenizer
 
 
 def test_a_path_is_itself(tmp_path):
@@ -26,8 +26,17 @@ def test_the_default_is_built_in_and_documented(tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "_CHECKPOINT_ROOTS", (tmp_path,))
     (tmp_path / DEFAULT_MODEL).mkdir()
     (tmp_path / DEFAULT_MODEL / "config.json").write_text("{}")
-    assert resolve_model("") == str(tmp_path / DEFAULT_MODEL)
+    assert resolve_names(EngineConfig()).model == str(tmp_path / DEFAULT_MODEL)
     assert DEFAULT_MODEL in EngineConfig.__dataclass_fields__["model"].metadata["help"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda: resolve_model(""), lambda: LLM(""), lambda: LLM(model=""), lambda: generate("a", model="")],
+)
+def test_an_empty_name_is_no_model(start):
+    with pytest.raises(ConfigError, match=r"^model must not be empty"):
+        start()
 
 
 def test_what_is_not_a_model_is_said_in_one_line(tmp_path):

@@ -74,6 +74,14 @@ def test_fields_of_the_config(model, tmp_path, name, content, message):
     refused(model, tmp_path, message)
 
 
+@pytest.mark.parametrize(
+    "content", [{"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}, {"quant_algo": None}]
+)
+def test_a_file_that_names_no_algorithm_leaves_weights_as_they_are(model, content):
+    (model / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}} | content))
+    assert load_config(model) == load_config(LLAMA)
+
+
 def test_empty_fields_say_nothing(model):
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | {"quantization_config": {}, "compression_config": None}))
