@@ -302,7 +302,9 @@ def test_the_end_of_the_parent(start):
             server.process.kill()
             return await asyncio.gather(*streams, return_exceptions=True)
 
-    assert all(isinstance(result, httpx.TransportError) for result in asyncio.run(run()))
+    # The engine may be gone before the API worker is, which then has the time to say so.
+    for result in asyncio.run(run()):
+        assert isinstance(result, httpx.TransportError) or result[2]["type"] == "service_unavailable_error"
     assert server.wait() == -signal.SIGKILL
 
 

@@ -79,13 +79,24 @@ def test_grammar_of_chat(server, n, tokens_per_step, options):
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
 
 
-def test_continuations_interleave(shared_server, server):
-    def play(request):
-        return Script(token_ids=[70] * 20)
+def test_continuations_interleave(server, monkeypatch):
+    """Each token is sent when it has come. The engine waits for all requests, and after each step for the reader."""
+    received = b""
 
-    server.play = play
+    def take(content):
+        nonlocal received
+        received = content
+
+    def pause():
+        wait_until(lambda: len(server.client.submitted) == 4)
+        wait_until(lambda: received.count(b"data: {") >= server.client.num_output_tokens - before)
+
+    server.play = lambda request: Script(token_ids=[70] * 20)
+    before = server.client.num_output_tokens
+    monkeypatch.setattr(server.client, "pause", pause)
     body = {"prompt": ["a", "b"], "n": 2, "stream": True, "max_tokens": 20}
-    order = [chunk["choices"][0]["index"] for chunk in frames(server.post("/v1/completions", body))]
+    answer = server.stream("/v1/completions", body, on_data=take)
+    order = [chunk["choices"][0]["index"] for chunk in frames(answer)]
     assert sorted(set(order)) == [0, 1, 2, 3]
     last = {index: max(i for i, other in enumerate(order) if other == index) for index in range(4)}
     assert all(order.index(a) < last[b] for a, b in itertools.permutations(range(4), 2))
