@@ -62,11 +62,12 @@ class Frontend:
         *,
         default_sampling: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        grammars: GrammarPool | None = None,
     ):
         """`default_sampling` are SamplingParams fields that the model's authors recommend (`sampling_defaults`)."""
         self.client = client
         self.tokenizer = tokenizer
-        self.grammars = GrammarPool()
+        self.grammars = GrammarPool() if grammars is None else grammars
         self.default_sampling = dict(default_sampling or {})
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *client.info.eos_token_ids))
         self._random = random.Random(seed)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.request import StructuredOutputs
 from jaxserve.structured.grammar import arguments_schema, make_grammar
 from jaxserve.structured.wire import AnswerJob, Broken, Job, Made, Refused, Result
 
@@ -38,6 +39,7 @@ def main(args: Sequence[str]) -> None:
         for stream in (0, 1, 2):
             os.dup2(nothing.fileno(), stream)
     decoder = msgspec.msgpack.Decoder(Job)
+    make_grammar(StructuredOutputs(json_object=True))  # the first compilation loads what all need
     while head := jobs.read(4):
         job = decoder.decode(jobs.read(int.from_bytes(head)))
         signal.setitimer(signal.ITIMER_REAL, seconds)  # in case the parent is gone by then

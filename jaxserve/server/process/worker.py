@@ -23,6 +23,7 @@ from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.server.process import early
 from jaxserve.server.process.lifecycle import Server
 from jaxserve.server.template import served_tokenizer
+from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer
 
 ENGINE_DIED = 3
@@ -79,13 +80,15 @@ async def _start(
 ) -> tuple[Server, RemoteEngineClient]:
     """Connect to the engine as soon as it is up, and follow the parent's commands."""
     folder = pathlib.Path(settings.folder)
+    grammars = GrammarPool()
+    grammars.start()  # its processes are ready when the engine is
     connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
     # Before the engine is up, so that a faulty tokenizer is reported at once.
     tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
     defaults = sampling_defaults(settings.model_path)
     client = await connecting
     server = Server(
-        Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed),
+        Frontend(client, tokenizer, default_sampling=defaults, seed=settings.seed, grammars=grammars),
         settings.server,
         listener=listener,
         metrics_file=pathlib.Path(settings.metrics_file),
