@@ -10,11 +10,12 @@ from serving import Running, assert_error, frames, running
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
+from jaxserve.request import StructuredOutputs
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.parsing.syntax import Syntax
 from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.parsing.tools import Tool
-from jaxserve.structured.grammar import limit_of
+from jaxserve.structured.grammar import limit_of, make_grammar
 from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer
 
@@ -253,3 +254,20 @@ def test_each_syntax_of_thoughts(name, is_open, budget):
     assert is_open or followed(tokenizer, limit.opening, f"{opening}Hm.") == f"{opening}Hm."
     assert followed(tokenizer, limit.during, f"Hm.{closing}").startswith("Hm." + closing[: len("<|end|>")])
     assert followed(tokenizer, limit.after, closing + answer) == closing + answer
+
+
+@pytest.mark.parametrize("budget", [None, 0, 5])
+@pytest.mark.parametrize("tools", [[], [Tool("now", {"type": "object"})]])
+def test_a_message_of_channels_that_is_continued_has_no_other_header(tools, budget):
+    """What the answer must be goes on in the final message, where the prompt has ended."""
+    tokenizer = tokenizer_with(special=["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
+    syntax = Syntax(TOOL_PARSERS["gpt_oss"][0], REASONING_PARSERS["gpt_oss"])
+    model = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
+    answer = make_grammar(StructuredOutputs(choice=["Yes.", "No."]))
+    options = {"is_open": False, "must_call": False, "is_parallel": True, "answer": answer, "budget": budget}
+    continued = model.grammar(tools, **options, continues_message=True)
+    assert followed(tokenizer, continued, "Yes.") == "Yes."
+    assert followed(tokenizer, continued, "<|channel|>") == ""
+    new = model.grammar(tools, **options)
+    assert followed(tokenizer, new, "Yes.") == ""
+    assert followed(tokenizer, new, "<|channel|>final<|message|>Yes.") == "<|channel|>final<|message|>Yes."

@@ -92,7 +92,7 @@ async def prepare(
         )
         return await generation.prepare(
             state,
-            lambda: _prepare(state, body, written, answer=answer, request_id=request_id),
+            lambda _: _prepare(state, body, written, answer=answer, request_id=request_id),
             size=size,
             receive=receive,
         )
@@ -133,6 +133,7 @@ def _prepare(
         is_parallel=_is_parallel(body),
         answer=answer,
         budget=_budget(state, body),
+        continues_message=bool(body.continue_final_message),
     )
     return state.frontend.prepare(
         state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
