@@ -1,8 +1,10 @@
 """Run the prompts of one HTTP request and pass on what is new for each of them; common to completions and chat."""
 
 import asyncio
+import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive
@@ -10,7 +12,7 @@ from starlette.types import Receive
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
-from jaxserve.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RequestTimeout
+from jaxserve.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RequestFailed, RequestTimeout
 from jaxserve.metrics import SequenceTimer
 from jaxserve.request import RequestOutput
 from jaxserve.server.protocol.common import StreamOptions
@@ -31,20 +33,20 @@ TEXT_BYTES_PER_TOKEN = 16
 """Bytes of one text per token of the context that are tokenized: three times what texts have."""
 
 
-async def prepare[T](state: ServerState, work: Callable[[], T], *, size: int, receive: Receive) -> T:
+async def prepare[T](state: ServerState, work: Callable[[threading.Event], T], *, size: int, receive: Receive) -> T:
     """Return the result of `work`, which renders templates and tokenizes.
 
     If the body of `size` bytes makes it slow, it runs in a thread, and waits for its turn among similar ones; the turn
     lasts until the thread is done. Raises QueueFull when the turn does not come, and as `while_wanted` does when the
-    result is no longer needed.
+    result is no longer needed; then the event that `work` gets is set.
     """
     if size < THREAD_THRESHOLD:
-        return work()
+        return work(threading.Event())
     working = _in_turn(state, work, is_large=size >= TURN_THRESHOLD)
     return await while_wanted(working, receive=receive, stopping=state.stopping)
 
 
-async def _in_turn[T](state: ServerState, work: Callable[[], T], *, is_large: bool) -> T:
+async def _in_turn[T](state: ServerState, work: Callable[[threading.Event], T], *, is_large: bool) -> T:
     turn = state.tokenizing if is_large else state.preparing
     try:
         async with asyncio.timeout(QUEUE_TIMEOUT):
@@ -57,19 +59,33 @@ async def _in_turn[T](state: ServerState, work: Callable[[], T], *, is_large: bo
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved, in case nobody waits any more
 
-    task = asyncio.create_task(asyncio.to_thread(_give_memory_back, work) if is_large else asyncio.to_thread(work))
+    gone = threading.Event()
+    run = functools.partial(_give_memory_back, work) if is_large else work
+    task = asyncio.create_task(asyncio.to_thread(run, gone))
     task.add_done_callback(end)
-    return await asyncio.shield(task)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        gone.set()
+        raise
 
 
-def _give_memory_back[T](work: Callable[[], T]) -> T:
+def while_wanted_by_client[T](entries: Iterable[T], gone: threading.Event) -> Iterator[T]:
+    """Yield the prompts of one request. Raises RequestFailed as soon as its client is `gone`."""
+    for entry in entries:
+        if gone.is_set():
+            raise RequestFailed("the client has gone")
+        yield entry
+
+
+def _give_memory_back[T](work: Callable[[threading.Event], T], gone: threading.Event) -> T:
     """Return the result of `work`, and release the memory that the tokenizer has freed to the system.
 
     The C library would keep it for this thread, 0.7 to 1.4 GB after 8 MiB of text. This takes 2% of the time that such
     a text does.
     """
     try:
-        return work()
+        return work(gone)
     finally:
         give_memory_back()
 

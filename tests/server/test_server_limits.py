@@ -175,6 +175,31 @@ def test_what_has_to_wait_too_long_for_its_turn_is_refused_and_what_nobody_waits
     assert len(begun) == limit
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+@pytest.mark.parametrize("size", [THREAD_THRESHOLD, TURN_THRESHOLD])
+def test_the_prompts_of_a_client_that_has_gone_are_not_all_tokenized(server, monkeypatch, path, field, size):
+    go_on, begun = threading.Event(), []
+
+    def encode(text, add_special_tokens=True):
+        begun.append(text)
+        go_on.wait(PATIENCE)
+        return [1]
+
+    monkeypatch.setattr(server.tokenizer, "encode", encode)
+    body = json.dumps({field: ["x" * (size // 64)] * 64}).encode()
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    try:
+        with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+            connection.sendall(head % (path.encode(), len(body)) + body)
+            wait_until(lambda: begun)
+        wait_until(lambda: server.server.state.num_inside == 0)
+    finally:
+        go_on.set()
+    assert server.post("/tokenize", {"prompt": "y" * size}).status_code == 200  # in its turn, behind the other
+    wait_until(lambda: len(begun) >= 2)
+    assert [text[0] for text in begun] == ["x", "y"]
+
+
 TOO_LONG = "naïve " * 2**20
 
 

@@ -1,6 +1,7 @@
 """POST /v1/completions: texts or token ids in, their continuations out."""
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ async def create(request: Request) -> Response:
     grammar = ""
     if wish is not None and not body.is_score_only:  # once, for all prompts
         grammar = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=request.receive)
-    groups = await generation.prepare(state, lambda: _prepare(state, body, grammar), size=size, receive=request.receive)
+    groups = await generation.prepare(
+        state, lambda gone: _prepare(state, body, grammar, gone), size=size, receive=request.receive
+    )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     completion = _Completion(state, body, groups, answer_id=answer_id)
     if body.stream:
@@ -48,19 +51,19 @@ async def create(request: Request) -> Response:
     return json_response(answer)
 
 
-def _prepare(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
+def _prepare(state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event) -> list[RequestGroup]:
     """Validate and tokenize the prompts, whose answers follow `grammar`.
 
     Raises InvalidRequest, naming fields as they were sent.
     """
     try:
-        return _checked(state, body, grammar)
+        return _checked(state, body, grammar, gone)
     except InvalidRequest as error:
         rename(error, "max_tokens", body.token_limit_field)
         raise
 
 
-def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[RequestGroup]:
+def _checked(state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
@@ -75,7 +78,7 @@ def _checked(state: ServerState, body: CompletionRequest, grammar: str) -> list[
     )
     request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(generation.while_wanted_by_client(prompts, gone)):
         if isinstance(prompt, str):
             generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
         group = state.frontend.prepare(

@@ -4,6 +4,7 @@ import base64
 import itertools
 import json
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -68,12 +69,14 @@ async def create(request: Request) -> Response:
 async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
     """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
     size = len(await request.body())
-    groups = await generation.prepare(state, lambda: _prepare(state, body), size=size, receive=request.receive)
+    groups = await generation.prepare(
+        state, lambda gone: _prepare(state, body, gone), size=size, receive=request.receive
+    )
     await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
     return groups
 
 
-def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
+def _prepare(state: ServerState, body: EmbeddingRequest, gone: threading.Event) -> list[RequestGroup]:
     """Validate and tokenize the inputs. Raises InvalidRequest, naming fields as they were sent."""
     check_embedding_request(body)
     info = state.frontend.client.info
@@ -82,7 +85,7 @@ def _prepare(state: ServerState, body: EmbeddingRequest) -> list[RequestGroup]:
     try:
         return [
             _prepare_one(state, body, prompt, text, request_id=f"{request_id}-{index}")
-            for index, (prompt, text) in enumerate(_prompts(state, body))
+            for index, (prompt, text) in enumerate(generation.while_wanted_by_client(_prompts(state, body), gone))
         ]
     except InvalidRequest as error:
         rename(error, "prompt", "input" if body.messages is None else "messages")

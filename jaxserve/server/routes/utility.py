@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(state, request, TokenizeRequest)
     check_tokenize_request(body)
     size = len(await request.body())
-    tokenizing = generation.prepare(state, lambda: _tokenized(state, body), size=size, receive=request.receive)
+    tokenizing = generation.prepare(state, lambda _: _tokenized(state, body), size=size, receive=request.receive)
     return json_response(await tokenizing)
 
 
@@ -74,7 +74,7 @@ async def detokenize(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_struct(state, request, DetokenizeRequest, route="detokenize")
     size = len(await request.body())
-    decoding = generation.prepare(state, lambda: _detokenized(state, body), size=size, receive=request.receive)
+    decoding = generation.prepare(state, lambda _: _detokenized(state, body), size=size, receive=request.receive)
     return json_response(await decoding)
 
 
