@@ -11,8 +11,8 @@ from serving import assert_error, running
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import Draining
+from jaxserve.server.responses import answer as answers
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
-from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"
 BODY = {"input": "hi", "background": True}
@@ -53,7 +53,7 @@ def assert_limit(server, limit):
 
 
 def test_a_burst(server, monkeypatch):
-    monkeypatch.setattr("jaxserve.server.routes.responses.MAX_IN_BACKGROUND", 8)
+    monkeypatch.setattr("jaxserve.server.responses.answer.MAX_IN_BACKGROUND", 8)
     assert_limit(server, 8)
     for request in list(server.client.submitted):
         server.server.state.responses.cancel(request.request_id.removesuffix("-0"))
@@ -77,7 +77,7 @@ def test_one_that_cannot_be_stored_takes_no_room(server, monkeypatch):
 
 
 def test_what_other_workers_run_counts_too(server, monkeypatch):
-    monkeypatch.setattr("jaxserve.server.routes.responses.MAX_IN_BACKGROUND", 2)
+    monkeypatch.setattr("jaxserve.server.responses.answer.MAX_IN_BACKGROUND", 2)
     store = server.server.state.responses
     elsewhere = StoredResponse(b"{}", b"[]", 1)
     for name in "ab":
@@ -94,7 +94,7 @@ def test_what_other_workers_run_counts_too(server, monkeypatch):
 
 def test_one_whose_caller_goes_before_it_has_an_id_is_forgotten(server, monkeypatch):
     callers, is_begun, may_return = [], threading.Event(), threading.Event()
-    start, begin = responses._Answer.start_in_background, ResponseStore.begin
+    start, begin = answers.Answer.start_in_background, ResponseStore.begin
 
     async def watched(answer):
         task = asyncio.create_task(start(answer))
@@ -109,7 +109,7 @@ def test_one_whose_caller_goes_before_it_has_an_id_is_forgotten(server, monkeypa
         assert may_return.wait(PATIENCE)
         return has_room
 
-    monkeypatch.setattr(responses._Answer, "start_in_background", watched)
+    monkeypatch.setattr(answers.Answer, "start_in_background", watched)
     monkeypatch.setattr(ResponseStore, "begin", slow)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, PATH, BODY)

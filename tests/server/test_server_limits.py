@@ -186,7 +186,7 @@ def test_the_prompts_of_a_client_that_has_gone_are_not_all_tokenized(server, mon
         return [1]
 
     monkeypatch.setattr(server.tokenizer, "encode", encode)
-    body = json.dumps({field: ["x" * (size // 64)] * 64}).encode()
+    body = json.dumps({field: ["x" * (size // 64)] * 64, "truncate_prompt_tokens": 3}).encode()
     head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     try:
         with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:

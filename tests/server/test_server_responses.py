@@ -366,7 +366,8 @@ def test_unknown_model(server):
 
 def test_a_stored_response_cannot_be_streamed(server, client):
     answer = client.responses.create(model="fake", input="hi")
-    assert_error(server.get(f"{PATH}/{answer.id}?stream=true"), 400, "stream")
+    assert_error(server.get(f"{PATH}/{answer.id}?stream=maybe"), 400, "stream")
+    assert_error(server.get(f"{PATH}/{answer.id}?stream=true&starting_after=-2"), 400, "starting_after")
 
 
 WEATHER = {

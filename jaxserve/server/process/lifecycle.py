@@ -28,8 +28,8 @@ from jaxserve.server.choosing.choice import Choice, choose
 from jaxserve.server.parsing.model import ModelSyntax
 from jaxserve.server.process.http import protocol_class
 from jaxserve.server.process.tls import ssl_context
+from jaxserve.server.responses.answer import fail_abandoned
 from jaxserve.server.responses.store import ResponseStore
-from jaxserve.server.routes.responses import fail_abandoned
 from jaxserve.server.state import ServerState, lifespan_state
 from jaxserve.server.template import served_tokenizer
 from jaxserve.server.tracing import start_tracing

@@ -10,7 +10,7 @@ import pathlib
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,12 @@ create table if not exists items (
     response_id text not null references responses (id) on delete cascade
 );
 create index if not exists by_response on items (response_id);
+create table if not exists events (
+    response_id text not null references responses (id) on delete cascade,
+    number integer not null,  -- the event's sequence number
+    frame blob not null,
+    primary key (response_id, number)
+);
 """
 
 
@@ -165,6 +171,22 @@ class ResponseStore:
             row = database.execute("select response_id from items where id = ?", (item_id,)).fetchone()
         return None if row is None else self.get(row[0], owner=owner)
 
+    def add_events(self, response_id: str, first: int, frames: Sequence[bytes]) -> None:
+        """Store events of an answer, if it is still stored; the first of them has the sequence number `first`."""
+        with self._transaction() as database:
+            database.executemany(
+                "insert or ignore into events (response_id, number, frame) select id, ?, ? from responses where id = ?",
+                [(number, frame, response_id) for number, frame in enumerate(frames, first)],
+            )
+
+    def events(self, response_id: str, first: int) -> list[bytes]:
+        """Return the stored events of an answer from the sequence number `first` on."""
+        with self._transaction() as database:
+            rows = database.execute(
+                "select frame from events where response_id = ? and number >= ? order by number", (response_id, first)
+            ).fetchall()
+        return [frame for (frame,) in rows]
+
     def delete(self, response_id: str, *, owner: str) -> bool:
         """Delete an answer. Returns true if it existed."""
         with self._transaction() as database:
@@ -192,7 +214,8 @@ class ResponseStore:
         # Keep the newest that fit, after those that are incomplete.
         database.execute(
             "delete from responses where number not in (select number from (select number, "
-            "row_number() over newest as position, sum(length(body) + length(items)) over newest as bytes "
+            "row_number() over newest as position, sum(length(body) + length(items) + "
+            "coalesce((select sum(length(frame)) from events where response_id = id), 0)) over newest as bytes "
             "from responses window newest as (order by place is null, number desc)) "
             "where position <= ? and bytes <= ?)",
             (self.max_entries, self._max_bytes),

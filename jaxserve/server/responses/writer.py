@@ -4,6 +4,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
+import msgspec
+from msgspec import UNSET
+
 from jaxserve.server.body import EncodedList, encoded
 from jaxserve.server.protocol.chat import ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.responses import (
@@ -51,11 +54,11 @@ class ResponseWriter:
         self.response.status = "in_progress"
         yield self._of_response("response.in_progress")
 
-    def text(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
+    def text(self, text: str, logprobs: Sequence[TokenLogprob], *, item_id: str | None = None) -> Iterator[Event]:
         """Add text of the model's message."""
         if not self.is_speaking:
             yield from self._close("completed")
-            item = OutputMessage(id=_new_id("msg"), status="in_progress", content=[])
+            item = OutputMessage(id=item_id or _new_id("msg"), status="in_progress", content=[])
             yield from self._add(item)
             self._logprobs = EncodedList()
             item.content.append(OutputText(text="", logprobs=cast(Any, self._logprobs)))
@@ -64,24 +67,26 @@ class ResponseWriter:
         self._logprobs.extend(logprobs)
         yield self._part_event("response.output_text.delta", {"delta": text, "logprobs": list(logprobs)})
 
-    def reasoning(self, text: str) -> Iterator[Event]:
+    def reasoning(self, text: str, *, item_id: str | None = None) -> Iterator[Event]:
         """Add text of the model's thoughts."""
         if not isinstance(self._open, ReasoningItem):
             yield from self._close("completed")
-            item = ReasoningItem(id=_new_id("rs"), status="in_progress", content=[])
+            item = ReasoningItem(id=item_id or _new_id("rs"), status="in_progress", content=[])
             yield from self._add(item)
             item.content.append(ReasoningText(text=""))
             yield self._part_event("response.content_part.added", {"part": item.content[0]})
         self._text.append(text)
         yield self._part_event("response.reasoning_text.delta", {"delta": text})
 
-    def call(self, index: int, *, call_id: str | None, name: str | None, arguments: str) -> Iterator[Event]:
+    def call(
+        self, index: int, *, call_id: str | None, name: str | None, arguments: str, item_id: str | None = None
+    ) -> Iterator[Event]:
         """Add to the model's call number `index`; the first delta of a call has its id and name."""
         if not isinstance(self._open, FunctionCall) or index != self._call_index:
             yield from self._close("completed")
             self._call_index = index
             item = FunctionCall(
-                id=_new_id("fc"),
+                id=item_id or _new_id("fc"),
                 status="in_progress",
                 call_id=call_id or _new_id("call"),
                 name=name or "",
@@ -91,6 +96,22 @@ class ResponseWriter:
         if arguments:
             self._text.append(arguments)
             yield self._item_event("response.function_call_arguments.delta", {"delta": arguments})
+
+    def item(self, item: OutputItem) -> Iterator[Event]:
+        """Write an item that is complete, with its own id."""
+        index = len(self.response.output)
+        match item:
+            case OutputMessage(content=content):
+                for part in content:
+                    yield from self.text(part.text, part.logprobs, item_id=item.id)
+            case ReasoningItem(content=content):
+                for thought in content:
+                    yield from self.reasoning(thought.text, item_id=item.id)
+            case FunctionCall():
+                yield from self.call(
+                    index, call_id=item.call_id, name=item.name, arguments=item.arguments, item_id=item.id
+                )
+        yield from self._close("completed" if item.status == "completed" else "incomplete")
 
     def finish(self, reason: ChatFinishReason | None, usage: Usage) -> Iterator[Event]:
         """Complete the answer."""
@@ -168,6 +189,32 @@ class ResponseWriter:
         event = {"type": kind, "sequence_number": self._num_events} | fields
         self._num_events += 1
         return event
+
+
+def replay(response: ResponseBody) -> Iterator[Event]:
+    """Yield the events of a complete response, each text in one piece."""
+    begun = msgspec.structs.replace(
+        response, status="in_progress", output=[], error=None, incomplete_details=None, usage=UNSET
+    )
+    writer = ResponseWriter(begun)
+    yield from writer.start()
+    for item in response.output:
+        yield from writer.item(item)
+    writer.response = response
+    yield writer.end()
+
+
+def last_event(response: ResponseBody, number: int) -> Event:
+    """Return the event that ends a complete response, with this sequence number."""
+    return {"type": f"response.{response.status}", "sequence_number": number, "response": response}
+
+
+_LAST = tuple(f"event: response.{status}\n".encode() for status in ("completed", "incomplete", "failed", "cancelled"))
+
+
+def is_last(frame: bytes) -> bool:
+    """Return true for the server-sent event that ends a response."""
+    return frame.startswith(_LAST)
 
 
 def frame(event: Event) -> bytes:
