@@ -61,11 +61,14 @@ CLIENTS := .venv-clients
 clients: install $(CLIENTS)/.installed
 	cd tests/clients && ../../$(CLIENTS)/bin/python -m pytest
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-aiperf.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-aiperf.txt \
+		tests/clients/requirements-guidellm.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)/aiperf
 	$(CLIENTS)/aiperf/bin/python -m pip install --quiet -r tests/clients/requirements-aiperf.txt
+	$(PYTHON) -m venv $(CLIENTS)/guidellm
+	$(CLIENTS)/guidellm/bin/python -m pip install --quiet -r tests/clients/requirements-guidellm.txt
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0 ai@6.0.326 \
 		@ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 	@touch $@

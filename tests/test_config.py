@@ -32,7 +32,7 @@ except ConfigError as error:
         ("EngineConfig(model='')", "model must not be empty"),
         ("EngineConfig(tokenizer='')", "tokenizer must not be empty"),
         ("EngineConfig(revision='')", "revision must not be empty"),
-        ("ServerConfig(served_model_name='')", "served_model_name must not be empty"),
+        ("ServerConfig(served_model_name=[''])", "served_model_name[0] must not be empty"),
         ("ServerConfig(profile_dir='')", "profile_dir must not be empty"),
         ("EngineConfig(model=3)", "model must be a text, got 3"),
         ("EngineConfig(dtype=np.float32)", "dtype must be one of auto, float32, float, bfloat16, float16, half,"),
