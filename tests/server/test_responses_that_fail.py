@@ -12,9 +12,9 @@ from waiting import wait_until
 
 from jaxserve.errors import RequestFailed
 from jaxserve.server.protocol.responses import Reasoning, ResponseBody, ResponseError, TextConfig, TextFormat
+from jaxserve.server.responses import answer
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.responses.writer import ResponseWriter
-from jaxserve.server.routes import responses
 
 PATH = "/v1/responses"
 UNAVAILABLE = {"code": "server_error", "message": "the server cannot take requests now"}
@@ -76,7 +76,7 @@ def test_a_response_in_the_background_that_cannot_be_stored(server, monkeypatch)
 
     monkeypatch.setattr(ResponseStore, "begin", unless_full(begin))
     monkeypatch.setattr(ResponseStore, "replace", unless_full(replace))
-    monkeypatch.setattr(responses, "STORE_INTERVAL", 0.01)
+    monkeypatch.setattr(answer, "STORE_INTERVAL", 0.01)
     body = {"input": "hi", "background": True}
     is_full.set()
     assert_error(server.post(PATH, body), 503, None, "service_unavailable_error")

@@ -89,7 +89,7 @@ async def count_tokens(request: Request) -> Response:
     size = len(await request.body())
     try:
         check_chat_request(chat_body)
-        count = await generation.prepare(state, lambda: _count(state, chat_body), size=size, receive=request.receive)
+        count = await generation.prepare(state, lambda _: _count(state, chat_body), size=size, receive=request.receive)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
