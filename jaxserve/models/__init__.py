@@ -2,9 +2,9 @@
 
 Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
 `param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache)` and
-`logits(params, config, hidden, kernels)`; all functions are pure. Where windows may differ, a layer attends with the
-batch that `batch.of_layer(index)` gives. A module may have `FEATURES`: what all its checkpoints have and no field of
-the config tells. Where heads are grouped and rotated, `Config` extends `layers.decoder.DecoderConfig`. Where layers are
+`logits(params, config, hidden, kernels)`; all functions are pure. If layers may have different windows, layer `index`
+attends with `batch.of_layer(index)`. A module may have `FEATURES`: features of all its checkpoints that no field of the
+config mentions. With grouped, rotated heads its `Config` extends `layers.decoder.DecoderConfig`. If its layers are
 not those of `layers.decoder.decoder`, for which there are fused kernels, `OWN_LAYERS` says what they have in addition.
 """
 
@@ -83,7 +83,7 @@ FAMILIES: dict[str, ModuleType] = {
 
 
 def get_family(hf_config: dict[str, Any]) -> ModuleType:
-    """The module that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
+    """Return the module that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -94,7 +94,7 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
 def describe_paths(
     family: ModuleType, config: Any, layers: Sequence[Params], caches: Sequence[Any], steps: Iterable[StepShape]
 ) -> list[str]:
-    """Return how the layers of a family's model run in such steps, and why not faster: lines for people.
+    """Return lines that say how a family's model runs its layers in such steps, and why it has no faster path.
 
     `layers` and `caches` are the weights and LayerCaches, or their shapes.
     """
@@ -111,13 +111,15 @@ def describe_paths(
 
 
 def max_context(config: Any) -> int:
-    """The longest text that a family's `config` can be served for: beyond its own where rotations stretch to that."""
+    """Return the longest context that a family's `config` can be served with: its own, or more where its rotations are
+    stretched.
+    """
     stretched = max((rope.max_context for rope in _ropes(config).values()), default=0)
     return max(config.max_position_embeddings, min(stretched, MAX_CONTEXT))
 
 
 def with_context(config: Any, context: int) -> Any:
-    """A family's `config` for texts of up to so many tokens; its weights are the same."""
+    """Return a family's `config` for texts of up to `context` tokens; its weights are unchanged."""
     ropes = {name: rope.serving(context) for name, rope in _ropes(config).items()}
     return dataclasses.replace(config, max_position_embeddings=context, **ropes)
 

@@ -1,4 +1,4 @@
-"""BLOOM (BigScience 2022, arXiv:2211.05100): positions by ALiBi, a norm behind the embedding, biases everywhere."""
+"""BLOOM (BigScience 2022, arXiv:2211.05100): positions by ALiBi, a norm after the embedding, biases everywhere."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-05,
     "tie_word_embeddings": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
@@ -51,19 +51,19 @@ class Config:
     num_heads: int
     head_dim: int
     max_position_embeddings: int
-    """What it was trained on; nothing in it ends there."""
+    """The context length it was trained with; ALiBi itself has no limit."""
     norm_eps: float
     tie_word_embeddings: bool
     apply_residual_connection_post_layernorm: bool
-    """Whether updates are added to what was normalised for them, in place of what came before that."""
+    """If true, updates are added to the normalised input of a block instead of the residual stream before the norm."""
     alibi_slopes: tuple[float, ...]
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
-            # It leaves out the biases that the checkpoint has.
+            # This mode leaves out biases that the checkpoint has.
             raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
         num_heads = hf_config.integer(fields, "n_head")
         return cls(
@@ -81,7 +81,7 @@ class Config:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     specs = decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -114,12 +114,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     attend = functools.partial(
         self_attention,
@@ -145,7 +145,7 @@ def _norm_as_residual_block(
     mlp: Mlp,
     norm: Norm,
 ) -> tuple[Array, Array, Any]:
-    """Attention, then the feed-forward, each an update of what it has read: the norm of the residual stream."""
+    """Run attention, then the feed-forward; each update is added to its own input, the norm of the residual stream."""
     x = norm(x if update is None else x + update, layer["attention_norm"])
     update, cache = attend(layer["attention"], x, cache)
     x = norm(x + update, layer["mlp_norm"])
@@ -153,5 +153,5 @@ def _norm_as_residual_block(
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,4 @@
-"""Command R (Cohere 2024, huggingface.co/CohereForAI/c4ai-command-r-v01): attention beside the feed-forward."""
+"""Command R (Cohere 2024, huggingface.co/CohereForAI/c4ai-command-r-v01): attention parallel to the feed-forward."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_norm_eps": 1e-05,
     "tie_word_embeddings": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "attention and feed-forward side by side"
 
@@ -47,7 +47,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
@@ -63,7 +63,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def head_norm(source: str, num_heads: int, axis: str) -> Params:
         D = config.head_dim
@@ -111,12 +111,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
@@ -128,7 +128,7 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return (
         unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
         * config.logit_scale

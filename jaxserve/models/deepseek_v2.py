@@ -1,6 +1,6 @@
-"""DeepSeek V2 (Liu et al. 2024, arXiv:2405.04434): latent attention, and experts in groups beside some that all share.
+"""DeepSeek V2 (Liu et al. 2024, arXiv:2405.04434): latent attention, routed experts in groups, and shared experts.
 
-Weights of experts are never divided by their sum: `norm_topk_prob`, which transformers ignores and DeepSeek's own code
+Routing weights are never normalised by their sum: `norm_topk_prob`, which transformers ignores and DeepSeek's own code
 does not, is true in no published checkpoint, and refused.
 """
 
@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": 1407,
     "num_experts": 64,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "latent attention"
 
@@ -62,19 +62,19 @@ class Config:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    """Of layers without experts and of the shared ones."""
+    """Biases in layers without experts and in the shared experts."""
     is_interleaved: bool
-    """Whether the checkpoint has the two dimensions of a rotated pair side by side."""
+    """True if the checkpoint stores the two dimensions of a rotated pair next to each other."""
     sparse_layers: tuple[bool, ...]
     expert_size: int
     shared_expert_size: int
-    """Of all that share a layer together."""
+    """Intermediate size of all shared experts of a layer together."""
     routing: Routing
     rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **common(fields),
@@ -86,7 +86,7 @@ class Config:
 
 
 def common(fields: dict[str, Any]) -> dict[str, Any]:
-    """The part of a Config that V3 reads as V2 does."""
+    """Read the fields that V3 has in common with V2."""
     heads = hf_config.latent_heads(fields)
     expert_size = hf_config.integer(fields, "moe_intermediate_size")
     return {
@@ -123,7 +123,7 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 
 def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
-    """The declaration of every weight; `selection_bias` is V3's, by which experts are chosen."""
+    """Declare every weight; `selection_bias` is V3's bias for choosing experts."""
     dense = functools.partial(
         gated_mlp_specs,
         hidden_size=config.hidden_size,
@@ -157,12 +157,12 @@ def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[LatentSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (config.latent_heads.cache_spec,) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's latents in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's latents."""
     return latent_decoder(
         params,
         embed(params["embed"], batch),
@@ -177,5 +177,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

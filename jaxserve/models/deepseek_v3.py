@@ -1,6 +1,6 @@
-"""DeepSeek V3 and R1 (Liu et al. 2024, arXiv:2412.19437): V2 with sigmoid routing that a learned bias balances.
+"""DeepSeek V3 and R1 (Liu et al. 2024, arXiv:2412.19437): V2 with sigmoid routing, balanced by a learned bias.
 
-The layers behind the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
+The layers after the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "rope_interleave": True,
     "num_experts": 256,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "latent attention"
 
@@ -47,7 +47,7 @@ class Config(deepseek_v2.Config):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **deepseek_v2.common(fields),
@@ -80,7 +80,7 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return deepseek_v2.param_specs(config, selection_bias=True)
 
 

@@ -1,7 +1,7 @@
-"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867): one KV head or a few, attention beside the feed-forward.
+"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867): one KV head or a few, attention parallel to the feed-forward.
 
-Three kinds: Falcon 7B with one KV head; 40B, 180B and Falcon 2 with grouped ones and a norm for each block or one for
-both; Falcon-RW with a KV head for each query head, ALiBi and blocks one after the other.
+There are three kinds: Falcon 7B with one KV head; 40B, 180B and Falcon 2 with grouped heads and either a norm per block
+or one for both; Falcon-RW with a KV head per query head, ALiBi and sequential blocks.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "activation": "gelu",
     "tie_word_embeddings": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {
     "n_embed": "hidden_size",
@@ -67,14 +67,14 @@ class Config:
     bias: bool
     use_parallel_residual: bool
     num_block_norms: int
-    """Norms of a layer: with blocks side by side one for both, or two."""
+    """Norms per layer: parallel blocks have one in common, or one each."""
     rope: Rope | None
     alibi_slopes: tuple[float, ...] | None
-    """There is either this or `rope`."""
+    """Exactly one of this and `rope` is set."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or not served."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         hidden_size = hf_config.integer(fields, "hidden_size")
         num_heads = hf_config.integer(fields, "num_attention_heads")
@@ -103,7 +103,7 @@ class Config:
 
 
 def _num_kv_heads(fields: dict[str, Any], num_heads: int, *, is_new: bool) -> int:
-    """Only the new architecture has any number; elsewhere the field may say anything."""
+    """Read the number of KV heads, which only the new architecture can choose; otherwise the field is ignored."""
     if not is_new:
         return 1 if hf_config.flag(fields, "multi_query") else num_heads
     num_kv_heads = hf_config.integer(fields, "num_kv_heads", num_heads)
@@ -125,15 +125,15 @@ def _num_block_norms(fields: dict[str, Any], *, is_new: bool) -> int:
 
 
 def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
-    """Falcon scales the biases with the scores, and has slopes in bfloat16 whatever it is served in.
+    """Return ALiBi slopes in bfloat16 whatever the served dtype, scaled like the scores.
 
-    transformers rounds the products of slopes and positions too, which changes scores far back by up to 0.4%.
+    transformers also rounds the products of slopes and positions, which changes scores far back by up to 0.4%.
     """
     return tuple(float(slope) * head_dim**-0.5 for slope in np.asarray(alibi_slopes(num_heads), jnp.bfloat16))
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     norms = PRE_NORMS
     if config.use_parallel_residual:
         together, apart = {"attention_norm": "input_layernorm"}, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
@@ -175,12 +175,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
     scores = Scores(scale=config.head_dim**-0.5, alibi_slopes=slopes)
@@ -196,5 +196,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,6 @@
-"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms on both sides of a block, capped scores, local layers between."""
+"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms before and after each block, capped scores, alternating
+windows.
+"""
 
 import dataclasses
 import functools
@@ -36,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "norms around blocks, capped scores"
 
@@ -53,7 +55,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
         head_dim = hf_config.integer(fields, "head_dim")
@@ -76,7 +78,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -102,12 +104,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
@@ -130,6 +132,6 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32, bent to stay within the cap."""
+    """Compute logits in float32, soft-capped."""
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
     return soft_cap(unembed(table, hidden, kernels=kernels), config.logit_soft_cap)

@@ -1,6 +1,6 @@
-"""Gemma 3, the text model (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with norms on q and k in place of caps.
+"""Gemma 3, the text model (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with norms on q and k instead of caps.
 
-Local layers rotate with a base of their own.
+Layers with a window rotate with a base of their own.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "norms around blocks"
 
@@ -55,7 +55,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
         hf_config.require(fields, "attn_logit_softcapping", None)
@@ -81,9 +81,9 @@ class Config(DecoderConfig):
 
 
 def _ropes(fields: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
-    """Rotary embedding of layers that attend to everything, and of those with a window.
+    """Read the rotary embedding of full layers, and of those with a window.
 
-    Before transformers 5 the common names meant the former, and the latter had `rope_local_base_freq` only.
+    Before transformers 5 the usual fields described the former, and the latter had `rope_local_base_freq` only.
     """
     kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     if not isinstance(kinds, dict) or not {"full_attention", "sliding_attention"}.issuperset(kinds):
@@ -109,7 +109,7 @@ def _ropes(fields: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def attention(prefix: str) -> Params:
         specs = attention_specs(
@@ -142,12 +142,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     rotation = rotations(config.rope, batch.positions)
     local_rotation = rotations(config.local_rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
@@ -170,6 +170,6 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32, bent to stay within the cap if there is one."""
+    """Compute logits in float32, soft-capped if there is a cap."""
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
     return soft_cap(unembed(table, hidden, kernels=kernels), config.logit_soft_cap)

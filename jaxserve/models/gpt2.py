@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "scale_attn_weights": True,
     "tie_word_embeddings": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {
     "hidden_size": "n_embd",
@@ -55,13 +55,13 @@ class Config:
     activation: str
     tie_word_embeddings: bool
     attention_scales: tuple[float, ...]
-    """What multiplies the scores of each layer."""
+    """Factor of the attention scores in each layer."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        # Scores are summed in float32 here always, so that nothing is left to do for reorder_and_upcast_attn.
+        # Scores are always summed in float32 here, which is all that reorder_and_upcast_attn asks for.
         hf_config.flag(fields, "reorder_and_upcast_attn")
         hidden_size = hf_config.integer(fields, "n_embd")
         num_layers = hf_config.integer(fields, "n_layer")
@@ -84,7 +84,7 @@ class Config:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def attention(prefix: str) -> Params:
         return _stored_transposed(
@@ -130,7 +130,7 @@ def param_specs(config: Config) -> Params:
 
 
 def _stored_transposed(specs: Params) -> Params:
-    """The same weights from a checkpoint that stores matrices as [inputs, outputs]."""
+    """Declare the same weights, stored as [inputs, outputs] in the checkpoint."""
 
     def transposed(spec: ParamSpec) -> ParamSpec:
         if not spec.num_inputs:
@@ -142,12 +142,12 @@ def _stored_transposed(specs: Params) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
 
@@ -161,5 +161,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,7 +1,7 @@
-"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): experts with a clamped SwiGLU, and heads that may attend to nothing.
+"""GPT-OSS (OpenAI 2025, arXiv:2508.10925): experts with a clamped SwiGLU, and attention heads with sinks.
 
-Every other layer has a sliding window; each head has a sink, a logit that joins its softmax without a value. Where
-experts are stored as MXFP4, `loading.mxfp4` makes of them the tensors that are declared here.
+Every other layer has a sliding window. A sink is a logit per head that takes part in its softmax without a value.
+Experts stored as MXFP4 are converted by `loading.mxfp4` into the tensors declared here.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""How positions are stretched where config.json says nothing of it."""
+"""Scaling of rotary positions if config.json has none."""
 
 FEATURES = ("sinks",)
 
@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": True,
     "num_experts": 128,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "hidden_act", "silu")
         width, num_layers = (hf_config.integer(fields, name) for name in ("intermediate_size", "num_hidden_layers"))
-        if width > MAX_WIDTH:  # the order of its rows is listed
+        if width > MAX_WIDTH:  # the order of its rows is listed explicitly
             raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
         window = hf_config.optional_integer(fields, "sliding_window")
         alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
@@ -94,7 +94,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -115,13 +115,15 @@ def _attention_specs(prefix: str, *, config: Config) -> Params:
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
     )
-    # In float32 as the scores that they meet.
+    # in float32, like the scores
     sinks = ParamSpec(shape=(config.num_heads,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
     return specs | {"sinks": sinks}
 
 
 def _moe_specs(prefix: str, *, config: Config) -> Params:
-    """As `moe.moe_specs`, of tensors that have all experts, inputs before outputs, and gate and up by turns."""
+    """Declare the weights of `moe.moe_specs` from tensors that hold all experts as [inputs, outputs], gate and up
+    interleaved.
+    """
     X, E, F = config.routing.num_experts, config.hidden_size, config.intermediate_size
     gate_up_rows = np.arange(X * F * 2, dtype=np.int32).reshape(X, F, 2).transpose(0, 2, 1).ravel()
     return {
@@ -170,12 +172,12 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     return decoder(
         params,
@@ -190,5 +192,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

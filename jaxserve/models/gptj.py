@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention beside the feed-forward, rotation of neighbouring pairs."""
+"""GPT-J (Wang and Komatsuzaki 2021): attention parallel to the feed-forward, rotation of neighbouring pairs."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-05,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {
     "hidden_size": "n_embd",
@@ -60,7 +60,7 @@ class Config:
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         hidden_size = hf_config.integer(fields, "n_embd")
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
@@ -85,7 +85,7 @@ class Config:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     specs = decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -116,12 +116,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation)
@@ -133,7 +133,7 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(
         params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"], kernels=kernels
     )

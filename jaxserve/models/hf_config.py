@@ -1,4 +1,4 @@
-"""Reading the fields of a Hugging Face config.json, of transformers 4 and 5: every complaint names its field."""
+"""Read the fields of a Hugging Face config.json, of transformers 4 and 5; every error names its field."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,14 +15,14 @@ NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
     *("q_lora_rank", "sliding_window"),
 }
-"""Fields whose null is no missing value: there is no such thing, or it follows from others."""
+"""Fields in which null is a value: the feature is absent, or the value follows from others."""
 
 
 def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, str] = MappingProxyType({})) -> Fields:
-    """`fields` with a family's `defaults` where it leaves something out, or is null without saying anything by that.
+    """Fill in a family's `defaults` for fields that are missing, or null where null has no meaning.
 
-    `old_names` are other names of fields, which count where the field itself is missing. Raises CheckpointError for
-    fields that change what any family computes and that none here reads.
+    `old_names` are alternative names of fields, used if the field itself is missing. Raises CheckpointError for fields
+    that would change what any family computes, but are not supported.
     """
     for name in ("per_layer_config", "pruned_heads"):
         if fields.get(name):
@@ -35,7 +35,9 @@ def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, s
 
 
 def integer(fields: Fields, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-    """An integer within `minimum` and MAXIMA. A missing or null field takes the default, and is an error without."""
+    """Read an integer between `minimum` and the field's maximum. A missing or null field takes the default; without one
+    it is an error.
+    """
     value, maximum = _get(fields, name, default), MAXIMA.get(name, MAX_INTEGER)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise CheckpointError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r:.100}")
@@ -45,12 +47,14 @@ def integer(fields: Fields, name: str, default: int | None = None, *, minimum: i
 
 
 def optional_integer(fields: Fields, name: str) -> int | None:
-    """A positive integer, None where the field is null or missing."""
+    """Read a positive integer, None if the field is null or missing."""
     return None if fields.get(name) is None else integer(fields, name)
 
 
 def number(fields: Fields, name: str, default: float | None = None) -> float:
-    """A number within MIN_FLOAT and MAXIMA. A missing or null field takes the default, and is an error without."""
+    """Read a number between MIN_FLOAT and the field's maximum. A missing or null field takes the default; without one
+    it is an error.
+    """
     value, maximum = _get(fields, name, default), MAXIMA.get(name, MAX_FLOAT)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= MIN_FLOAT:
         raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r:.100}")
@@ -60,12 +64,12 @@ def number(fields: Fields, name: str, default: float | None = None) -> float:
 
 
 def optional_number(fields: Fields, name: str) -> float | None:
-    """A positive number, None where the field is null or missing."""
+    """Read a positive number, None if the field is null or missing."""
     return None if fields.get(name) is None else number(fields, name)
 
 
 def numbers(fields: Fields, name: str, length: int) -> tuple[float, ...]:
-    """A list of so many positive numbers."""
+    """Read a list of `length` positive numbers."""
     values = _get(fields, name, None)
     if not isinstance(values, list) or len(values) != length:
         raise CheckpointError(f"config.json: {name} must be a list of {length} numbers, got {values!r:.100}")
@@ -73,7 +77,7 @@ def numbers(fields: Fields, name: str, length: int) -> tuple[float, ...]:
 
 
 def flag(fields: Fields, name: str, default: bool = False) -> bool:
-    """A boolean."""
+    """Read a boolean."""
     value = _get(fields, name, default)
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} must be true or false, got {value!r}")
@@ -81,13 +85,13 @@ def flag(fields: Fields, name: str, default: bool = False) -> bool:
 
 
 def require(fields: Fields, name: str, value: Any) -> None:
-    """Refuse a switch that is not served: where the field is there and not null, it must have this value."""
+    """Refuse an unsupported option: if the field is present and not null, it must have this value."""
     if fields.get(name) not in (None, value):
         raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
 def sizes(fields: Fields) -> dict[str, int]:
-    """The sizes of a `layers.decoder.DecoderConfig` that have the same names everywhere, and no defaults."""
+    """Read the sizes of a `layers.decoder.DecoderConfig` that have the same names everywhere, and no defaults."""
     return {
         "vocab_size": integer(fields, "vocab_size"),
         "hidden_size": integer(fields, "hidden_size"),
@@ -100,7 +104,9 @@ def sizes(fields: Fields) -> dict[str, int]:
 
 
 def as_llama(fields: Fields) -> dict[str, Any]:
-    """All of a `layers.decoder.DecoderConfig` but `rope`, with the names and defaults of Llama and most relatives."""
+    """Read all of a `layers.decoder.DecoderConfig` but `rope`, with the names and defaults of Llama and most of its
+    relatives.
+    """
     return sizes(fields) | {
         "head_dim": head_dim(fields),
         "norm_eps": number(fields, "rms_norm_eps"),
@@ -110,7 +116,9 @@ def as_llama(fields: Fields) -> dict[str, Any]:
 
 
 def num_kv_heads(fields: Fields) -> int:
-    """`num_key_value_heads`, by default one a query head. Raises CheckpointError unless it divides the query heads."""
+    """Read `num_key_value_heads`, by default one per query head. Raises CheckpointError unless it divides the query
+    heads.
+    """
     num_heads = integer(fields, "num_attention_heads")
     num_kv = integer(fields, "num_key_value_heads", num_heads)
     if num_heads % num_kv:
@@ -121,14 +129,16 @@ def num_kv_heads(fields: Fields) -> int:
 
 
 def head_dim(fields: Fields) -> int:
-    """`head_dim`, by default hidden_size / num_attention_heads. Raises CheckpointError where that is no integer."""
+    """Read `head_dim`, by default hidden_size / num_attention_heads. Raises CheckpointError if that is not an
+    integer.
+    """
     if fields.get("head_dim") is not None:
         return integer(fields, "head_dim")
     return quotient(fields, "hidden_size", "num_attention_heads")
 
 
 def quotient(fields: Fields, whole: str, parts: str) -> int:
-    """One integer divided by another. Raises CheckpointError unless it is a multiple."""
+    """Divide one integer field by another. Raises CheckpointError unless it is a multiple."""
     size, count = integer(fields, whole), integer(fields, parts)
     if size % count:
         raise CheckpointError(f"config.json: {whole} ({size}) is not a multiple of {parts} ({count})")
@@ -136,7 +146,7 @@ def quotient(fields: Fields, whole: str, parts: str) -> int:
 
 
 def activation(fields: Fields, name: str = "hidden_act") -> str:
-    """One of the activations that layers.mlp knows."""
+    """Read the name of one of the activations of layers.mlp."""
     value = _get(fields, name, None)
     if not isinstance(value, str) or value not in ACTIVATIONS:
         raise CheckpointError(f"config.json: unknown {name} {value!r:.100}; known are {', '.join(ACTIVATIONS)}")
@@ -144,7 +154,9 @@ def activation(fields: Fields, name: str = "hidden_act") -> str:
 
 
 def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-    """Each layer's sliding window: this one where `layer_types` has "sliding_attention", none at "full_attention"."""
+    """Return each layer's sliding window: `window` where `layer_types` has "sliding_attention", None at
+    "full_attention".
+    """
     num_layers = integer(fields, "num_hidden_layers")
     kinds = fields.get("layer_types")
     kinds = list(default) if kinds is None else kinds
@@ -157,7 +169,9 @@ def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) 
 
 
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Each layer's sliding window as Qwen writes it: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
+    """Return each layer's sliding window from Qwen's fields: `use_sliding_window`, and `layer_types` or
+    `max_window_layers`.
+    """
     num_layers = integer(fields, "num_hidden_layers")
     window = optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
     num_full = min(integer(fields, "max_window_layers", minimum=0), num_layers)
@@ -166,7 +180,7 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def num_experts(fields: Fields) -> int:
-    """How many experts a sparse layer has, under any name. Raises CheckpointError if a token is to have more."""
+    """Return the number of experts of a sparse layer, under any name. Raises CheckpointError if a token needs more."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     name = next((name for name in names if fields.get(name) is not None), None)
     if name is None:
@@ -182,7 +196,9 @@ def num_experts(fields: Fields) -> int:
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have experts, as Qwen writes it: `decoder_sparse_step`, and `mlp_only_layers`, which have none."""
+    """Return which layers have experts, from Qwen's fields: `decoder_sparse_step`, and `mlp_only_layers`, which have
+    none.
+    """
     step, dense = integer(fields, "decoder_sparse_step"), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r:.100}")
@@ -191,15 +207,16 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def sparse_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have experts, as DeepSeek writes it: `first_k_dense_replace`, `moe_layer_freq`."""
+    """Return which layers have experts, from DeepSeek's fields: `first_k_dense_replace`, `moe_layer_freq`."""
     first, step = integer(fields, "first_k_dense_replace", minimum=0), integer(fields, "moe_layer_freq", 1)
     return tuple(index >= first and index % step == 0 for index in range(integer(fields, "num_hidden_layers")))
 
 
 def expert_groups(fields: Fields, num_groups: int, num_chosen: int) -> tuple[int, int]:
-    """`n_group` and `topk_group`: in how many groups experts come, and from how many of them a token's are chosen.
+    """Read `n_group` and `topk_group`: the number of groups of experts, and from how many of them a token's experts are
+    chosen.
 
-    The two numbers are the defaults. Raises CheckpointError if groups are not of one size, or hold too few experts.
+    The two numbers are the defaults. Raises CheckpointError if groups are not equally large, or hold too few experts.
     """
     count, num_groups = num_experts(fields), integer(fields, "n_group", num_groups)
     num_chosen, per_token = integer(fields, "topk_group", num_chosen), integer(fields, "num_experts_per_tok")
@@ -216,7 +233,9 @@ def expert_groups(fields: Fields, num_groups: int, num_chosen: int) -> tuple[int
 
 
 def latent_heads(fields: Fields) -> LatentHeads:
-    """The sizes of multi-head latent attention, as DeepSeek writes them. Raises CheckpointError for grouped heads."""
+    """Read the sizes of multi-head latent attention from DeepSeek's fields. Raises CheckpointError for grouped
+    heads.
+    """
     num_heads = integer(fields, "num_attention_heads")
     require(fields, "num_key_value_heads", num_heads)
     return LatentHeads(

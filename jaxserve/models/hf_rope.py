@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about rotary embedding, in the styles of transformers 4 and 5."""
+"""Read rotary embedding from a Hugging Face config.json, in the formats of transformers 4 and 5."""
 
 import math
 
@@ -19,9 +19,9 @@ _FIELDS = {
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "factors"),
-    *("finetuned", "mrope_section", "mrope_interleaved"),  # say nothing about positions of text
+    *("finetuned", "mrope_section", "mrope_interleaved"),  # do not affect positions of text
 }
-"""What an object about rotary embedding may hold; which of it counts depends on its `rope_type`."""
+"""Fields that a rotary embedding object may have; which of them matter depends on its `rope_type`."""
 
 
 def rope(
@@ -32,12 +32,12 @@ def rope(
     partial_rotary_factor: float | None = None,
     is_context_stretched: bool = False,
 ) -> Rope:
-    """Rotary embedding from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+    """Read rotary embedding from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    `size` of a head is by default what `head_dim` reads, `theta` the family's default base, `partial_rotary_factor` its
-    default share of a head that is rotated: None where the family rotates whole heads only. `is_context_stretched` says
-    that max_position_embeddings is what linear scaling has made of the original context, not that context. Raises
-    CheckpointError for an unknown scaling, and if what is rotated does not fall into pairs.
+    `size` of a head is by default `head_dim`; `theta` is the family's default base; `partial_rotary_factor` its default
+    fraction of a head that is rotated, None if the family always rotates whole heads. `is_context_stretched` means that
+    max_position_embeddings is the context after linear scaling, not the original one. Raises CheckpointError for an
+    unknown scaling, and if the rotated dimensions are not even in number.
     """
     parameters = rope_parameters(fields)
     if partial_rotary_factor is None and number(parameters, "partial_rotary_factor", 1.0) != 1.0:
@@ -56,9 +56,9 @@ def rope(
 
 
 def rope_parameters(fields: Fields) -> Fields:
-    """What a config.json says about rotary embedding, in whichever style, as one dictionary.
+    """Return the rotary embedding fields of a config.json, in either format, as one dictionary.
 
-    Raises CheckpointError for what nobody reads, as it might change every position.
+    Raises CheckpointError for fields that are not supported, as they might change every position.
     """
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(given, dict):
@@ -72,7 +72,7 @@ def rope_parameters(fields: Fields) -> Fields:
         require(given, name, 1)
     if unknown := sorted(given.keys() - _FIELDS - {"attn_factor", "extrapolation_factor"}):
         raise CheckpointError(f"config.json: unknown in rope_parameters or rope_scaling: {', '.join(unknown)}")
-    # What stands beside the object counts unless it is repeated inside.
+    # Fields next to the object apply unless they are repeated inside.
     outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     return {name: fields[name] for name in outer if name in fields} | given
 
@@ -97,7 +97,7 @@ def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_str
                 high_freq_factor=high,
                 original_max_position_embeddings=integer(parameters, "original_max_position_embeddings", context),
             )
-        case "frequency_factors":  # what GGUF files have in place of llama3's parameters
+        case "frequency_factors":  # GGUF files have this instead of llama3's parameters
             return PairScaling(factors=numbers(parameters, "factors", rotated // 2))
         case "longrope":
             return _longrope(parameters, context, rotated // 2)
@@ -137,7 +137,7 @@ def _yarn(parameters: Fields, context: int) -> YarnScaling:
     if beta_fast < beta_slow:
         raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
 
-    def length(name: str) -> float | None:  # of vectors, for a weight that may be missing or 0
+    def length(name: str) -> float | None:  # scale of vectors, for a weight that may be missing or 0
         return 1.0 + 0.1 * number(parameters, name) * math.log(max(stretch, 1.0)) if parameters.get(name) else None
 
     rotated, everywhere = length("mscale"), length("mscale_all_dim")

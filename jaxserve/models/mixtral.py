@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts in place of the feed-forward of each layer."""
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts instead of each layer's feed-forward."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "num_experts": 8,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
@@ -58,7 +58,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -83,17 +83,17 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim, config.sliding_window),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     windows = (config.sliding_window,) * config.num_layers
     return decoder(params, config, x, batch, kv_cache, sliding_windows=windows, routing=config.routing)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

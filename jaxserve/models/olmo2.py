@@ -1,4 +1,6 @@
-"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms after a block, not before, and over all of q and of k."""
+"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms after blocks instead of before, and over all of q and
+k.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "norms after blocks"
 
@@ -43,7 +45,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
@@ -53,7 +55,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def attention(prefix: str) -> Params:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -87,7 +89,7 @@ def param_specs(config: Config) -> Params:
 
 
 def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
-    """The gain of a norm over all heads together, by heads."""
+    """Declare the gain, split into heads, of a norm over all heads together."""
     return ParamSpec(
         shape=shape,
         axes=(axis, None),
@@ -98,12 +100,12 @@ def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
@@ -119,5 +121,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022, arXiv:2205.01068): learned positions from the third on, norms before or after each sum."""
+"""OPT (Zhang et al. 2022, arXiv:2205.01068): learned positions with an offset, norms before or after each sum."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 
 FIRST_POSITION = 2
-"""The row of the position table for a text's first token."""
+"""Row of the position table for a text's first token."""
 NORM_EPS = 1e-5
 
 DEFAULTS: dict[str, Any] = {
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_norm_elementwise_affine": True,
     "tie_word_embeddings": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "layer norms and biases"
 
@@ -46,7 +46,7 @@ class Config:
     vocab_size: int
     hidden_size: int
     word_embed_proj_dim: int
-    """Size of the embedded tokens; where it is not hidden_size, they are projected to that and back."""
+    """Size of embedded tokens; if it is not hidden_size, they are projected to it and back."""
     intermediate_size: int
     num_layers: int
     num_heads: int
@@ -61,7 +61,7 @@ class Config:
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hidden_size = hf_config.integer(fields, "hidden_size")
         norm_before = hf_config.flag(fields, "do_layer_norm_before")
@@ -85,11 +85,11 @@ class Config:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     E, W = config.hidden_size, config.word_embed_proj_dim
 
     def feed_forward(prefix: str) -> Params:
-        layer = prefix.removesuffix(".mlp")  # its parts stand in the layer itself
+        layer = prefix.removesuffix(".mlp")  # its matrices are stored in the layer itself
         return mlp_specs(
             layer, hidden_size=E, intermediate_size=config.intermediate_size, up="fc1", down="fc2", bias=config.bias
         )
@@ -136,12 +136,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=NORM_EPS)
     attend = functools.partial(self_attention, batch=batch, rotation=None)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
@@ -165,7 +165,7 @@ def _norm_after_block(
     mlp: Mlp,
     norm: Norm,
 ) -> tuple[Array, None, Any]:
-    """Attention, then the feed-forward, each added to the residual stream, which is normalised after each."""
+    """Run attention, then the feed-forward, each added to the residual stream, which is normalised after each."""
     assert update is None, "each layer adds its own"
     update, cache = attend(layer["attention"], x, cache)
     x = norm(x + update, layer["attention_norm"])
@@ -173,7 +173,7 @@ def _norm_after_block(
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     if "project_out" in params:
         hidden = linear(hidden, params["project_out"])
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,6 @@
-"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, arXiv:2306.11644): attention beside the feed-forward, biases everywhere."""
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, arXiv:2306.11644): attention parallel to the feed-forward, biases
+everywhere.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "layer_norm_eps": 1e-05,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "attention and feed-forward side by side"
 
@@ -42,7 +44,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
@@ -56,7 +58,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def attention(prefix: str) -> Params:
         specs = attention_specs(
@@ -96,12 +98,12 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
@@ -113,7 +115,7 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(
         params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"], kernels=kernels
     )

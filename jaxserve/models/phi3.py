@@ -1,6 +1,6 @@
 """Phi 3, 3.5 and 4 mini (Abdin et al. 2024, arXiv:2404.14219): Llama with fused checkpoints and LongRoPE.
 
-Which of LongRoPE's two lists of factors is used, the served context decides for all requests: see `layers.rope`.
+The served context decides, for all requests, which of LongRoPE's two lists of factors is used: see `layers.rope`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-05,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
@@ -51,7 +51,7 @@ class Config(DecoderConfig):
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
-    """Older checkpoints have two more names for LongRoPE, and all have the original context beside its parameters."""
+    """Read LongRoPE, which older checkpoints call by two more names; the original context is next to its parameters."""
     name = "original_max_position_embeddings"
     parameters = hf_rope.rope_parameters(fields) | {name: fields[name]}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -61,7 +61,7 @@ def _rope(fields: dict[str, Any]) -> Rope:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -85,17 +85,17 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim, config.sliding_window),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     windows = (config.sliding_window,) * config.num_layers
     return decoder(params, config, x, batch, kv_cache, sliding_windows=windows)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,6 @@
-"""Qwen 2 with experts (Yang et al. 2024, arXiv:2407.10671): a few chosen by token, and a gated one that all share."""
+"""Qwen 2 with experts (Yang et al. 2024, arXiv:2407.10671): a few are chosen per token, and a gated one is shared by
+all.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": 60,
     "qkv_bias": True,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
@@ -70,7 +72,7 @@ class Config(DecoderConfig):
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
-    """Where windows are used and `layer_types` is silent: every other one of the first `max_window_layers`."""
+    """Return each layer's window; without `layer_types`, every other one of the first `max_window_layers` has it."""
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     if not hf_config.flag(fields, "use_sliding_window"):
         return (None,) * num_layers
@@ -81,7 +83,7 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     dense = functools.partial(
         gated_mlp_specs, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size
     )
@@ -111,16 +113,16 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     return decoder(params, config, x, batch, kv_cache, sliding_windows=config.sliding_windows, routing=config.routing)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

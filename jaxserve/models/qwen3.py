@@ -1,4 +1,4 @@
-"""Qwen 3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen 2 with norms on the heads of q and k in place of biases."""
+"""Qwen 3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen 2 with norms on the heads of q and k instead of biases."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.sizes(fields),
@@ -58,7 +58,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     return decoder_specs(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -83,16 +83,16 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     return decoder(params, config, x, batch, kv_cache, sliding_windows=config.sliding_windows)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen 3 whose layers, or some of them, choose by token."""
+"""Qwen 3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen 3 with experts in all layers or some of them."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "num_experts": 128,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         return cls(
             **hf_config.as_llama(fields),
@@ -67,14 +67,14 @@ class Config(DecoderConfig):
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
-    """One window for all layers, other than in Qwen 2 and 3 without experts."""
+    """Return each layer's window: the same for all layers, unlike Qwen 2 and Qwen 3 without experts."""
     is_used = hf_config.flag(fields, "use_sliding_window")
     window = hf_config.optional_integer(fields, "sliding_window") if is_used else None
     return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
     dense = functools.partial(
         gated_mlp_specs, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size
     )
@@ -104,16 +104,16 @@ def param_specs(config: Config) -> Params:
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     x = embed(params["embed"], batch)
     return decoder(params, config, x, batch, kv_cache, sliding_windows=config.sliding_windows, routing=config.routing)
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)

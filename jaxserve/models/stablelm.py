@@ -1,4 +1,4 @@
-"""StableLM 3B and 2 (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms, heads rotated in part."""
+"""StableLM 3B and 2 (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms and partial rotation."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "layer_norm_eps": 1e-05,
 }
-"""What transformers' config of this family has where a config.json leaves something out."""
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OWN_LAYERS = "layer norms"
 
@@ -50,7 +50,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """From the fields of config.json. Raises CheckpointError, naming the field that is missing or unknown."""
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         return cls(
@@ -67,7 +67,7 @@ class Config(DecoderConfig):
 
 
 def param_specs(config: Config) -> Params:
-    """The declaration of every weight."""
+    """Declare every weight."""
 
     def attention(prefix: str) -> Params:
         H, K = config.num_heads, config.num_kv_heads
@@ -101,7 +101,7 @@ def param_specs(config: Config) -> Params:
 
 
 def _head_norm_specs(source: str, num_heads: int, head_dim: int, *, axis: str) -> Params:
-    """Layer norms with a gain for each head, every one a tensor in the checkpoint."""
+    """Declare layer norms with a gain per head, each a tensor of its own in the checkpoint."""
     gain = ParamSpec(
         shape=(num_heads, head_dim),
         axes=(axis, None),
@@ -113,12 +113,12 @@ def _head_norm_specs(source: str, num_heads: int, head_dim: int, *, axis: str) -
 
 
 def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """What each layer caches."""
+    """Declare what each layer caches."""
     return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
 
 
 def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Hidden states after the final norm, and the cache with this step's keys and values in it."""
+    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
@@ -132,5 +132,5 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
 
 
 def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Logits in float32."""
+    """Compute logits in float32."""
     return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
