@@ -1,1 +1,1 @@
-"""What models are made of: ParamSpec, and pure functions from arrays to arrays that know how they are sharded."""
+"""What models consist of: ParamSpec, and pure functions from arrays to arrays that know how they are sharded."""

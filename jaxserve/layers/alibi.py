@@ -2,7 +2,7 @@
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """By how much a score of each head falls for every token further back.
+    """Return by how much a score of each head falls for every token further back.
 
     For a power of two these are 2^(-8 / num_heads), its square, its third power and so on; for another number those of
     the power of two below, then every second one of the power of two above.

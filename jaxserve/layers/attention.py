@@ -1,5 +1,5 @@
-"""Attention blocks of grouped query heads: projections, norms of heads and rotations. What attends is the cache that a
-layer is given, see `layers.cache`.
+"""Attention blocks with grouped query heads: projections, norms of heads and rotations. The attention itself is done by
+the layer's cache, see `layers.cache`.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ def attention_specs(
 ) -> Params:
     """Declare the weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
 
-    Q, K and V are fused into [K, G + 2, D, E]: kv head k's G query heads, then its key, then its value, so that a
-    split over kv heads keeps together what attends together; on more devices than K, each head is there several times
-    with a share of its queries (see `params.Layout`). `inputs` names three tensors, or one that has the rows of
-    q, k and v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions
-    are reordered for rotations (see `half_split_order`).
+    Q, K and V are fused into [K, G + 2, D, E]: KV head k's G query heads, then its key, then its value, so that a split
+    over KV heads keeps together what attends together; on more devices than K, several devices have a copy of each head
+    with a part of its queries (see `params.Layout`). `inputs` names three tensors, or one that has the rows of q, k and
+    v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions are
+    reordered for rotations (see `half_split_order`).
     """
     E, H, K, D = hidden_size, num_heads, num_kv_heads, head_dim
     G = H // K
@@ -88,7 +88,9 @@ def attention_specs(
 
 @functools.cache  # one array for all layers
 def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int) -> np.ndarray:
-    """The rows of q, then k, then v, in the order of `attention_specs`: each KV head's queries, its key, its value."""
+    """Return the rows of q, then k, then v, in the order of `attention_specs`: each KV head's queries, its key, its
+    value.
+    """
     rows = np.arange((num_heads + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
     q, k, v = np.split(rows, (num_heads, num_heads + num_kv_heads))
     order = half_split_order(head_dim, num_interleaved)
@@ -111,11 +113,11 @@ def self_attention(
     """Compute one attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary
     positions.
 
-    `params` are the weights of `attention_specs`: q and k go through norms if it has weights among them ("q_norm",
-    "k_norm"), biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with a gain
-    for all heads and `head_norm_eps`, which kernels have. `rotation` None leaves positions to others; `scores` are by
-    default scaled by D^-1/2, and `leaves_shares` is that of `linear_with_sum`. Returns the output and the cache after
-    this step.
+    `params` are the weights of `attention_specs`: q and k are normalised if there are weights for it ("q_norm",
+    "k_norm"); biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with one gain
+    for all heads and `head_norm_eps`, which kernels support. With `rotation` None positions are encoded elsewhere;
+    `scores` are by default scaled by D^-1/2, and `leaves_shares` is that of `linear_with_sum`. Returns the output and
+    the cache after this step.
     """
     with jax.named_scope("attention"):
         heads, cache = attend_heads(
@@ -150,7 +152,7 @@ def attend_heads(
     head_norm_eps: float | None = None,
     scores: Scores | None = None,
 ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
-    """Do what stands between the two projections of `self_attention`."""
+    """Compute what is between the two projections of `self_attention`."""
     head_norms = None
     if "q_norm" in params and norm is not None:
         qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], norm)
@@ -165,7 +167,7 @@ def attend_heads(
 def _norm_heads(
     qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: Callable[[Array, Any], Array]
 ) -> Float[Array, "T K members D"]:
-    """Queries and keys through norms that no kernel has."""
+    """Normalise queries and keys with norms that no kernel supports."""
     T, K, members, D = qkv.shape
     q = norm(qkv[:, :, :-2].reshape(T, -1, D), q_norm).reshape(T, K, members - 2, D)
     k = norm(qkv[:, :, -2], k_norm)

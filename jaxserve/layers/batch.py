@@ -22,7 +22,7 @@ several.
 
 
 class Tables(NamedTuple):
-    """Where the rows of a step have their blocks in one group of layers: as the fields of a Batch of these names."""
+    """The fields `write_index` and `block_tables` of a Batch, for the layers of one KV group."""
 
     write_index: Int[Array, " T"]
     block_tables: Int[Array, "B N"]
@@ -50,32 +50,34 @@ class Batch:
     num_decode_rows: Int[Array, ""]
     num_rows: Int[Array, ""]
     is_decode_only: bool = flax.struct.field(pytree_node=False, default=False)
-    """Static: no row has more than one token and there are as many places for rows as for tokens, so that row b is
-    token b. A step compiled for that needs nothing of what longer rows need. In blocks of more than one token, no row
-    attends to a place that another row of the step writes, so that a layer may write and attend in any order.
+    """Static: no row has more than one token, and there are as many rows as tokens, so that row b is token b. A step
+    compiled for that leaves out everything that longer rows need. With blocks of more than one token, no row attends to
+    a position that another row of the step writes, so a layer may write and attend in any order.
     """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""
     launch: Launch = flax.struct.field(pytree_node=False, default="at once")
     """Static: see `layers.launch`."""
     peers: PeerBuffers | None = None
-    """What kernels add up the devices' shares of a sum through; None where none are shared, or XLA adds them up."""
+    """The buffers through which kernels add up the devices' partial sums; None if there are none, or if XLA adds them
+    up.
+    """
     groups: tuple[Tables, ...] = ()
-    """Of a model whose layers keep their blocks in several groups: `write_index` and `block_tables`, which are None
-    here, of each group.
+    """For a model with several KV groups: the `write_index` and `block_tables` of each group; the fields of these names
+    are None then.
     """
     group_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Static: the group of each layer, if there are several."""
 
     def of_layer(self, index: int) -> "Batch":
-        """The Batch as this layer sees it, with the blocks of its group."""
+        """Return the Batch of this layer, with the block tables of its KV group."""
         if not self.groups:
             return self
         tables = self.groups[self.group_of_layer[index]]
         return dataclasses.replace(self, **tables._asdict(), groups=(), group_of_layer=())
 
     def same_on_each_device(self) -> "Batch":
-        """The Batch without what each device has of its own."""
+        """Return the Batch without what differs between devices."""
         return dataclasses.replace(self, peers=None)
 
 
@@ -84,7 +86,7 @@ class Batch:
 class KVCache:
     """What the layers of a model keep, in pools that are a LayerCache each (see `layers.cache`); donated.
 
-    Each layer has a pool for itself, or shares it with layers of other groups, which have other blocks of it.
+    Each layer has a pool for itself, or has one in common with layers of other KV groups, which use other blocks of it.
     """
 
     pools: tuple[Any, ...]

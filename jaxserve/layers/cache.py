@@ -1,7 +1,8 @@
 """What a layer keeps of the tokens that it has seen, from one step to the next: a LayerCache, declared by a CacheSpec.
 
 A LayerCache is a pytree, usually a NamedTuple of arrays, with the operations that layers of its kind call. So a layer
-knows neither pages nor kernels, and a model may have layers of several kinds. `execution.kv_cache` makes the arrays.
+does not depend on pages or kernels, and a model may have layers of several kinds. `execution.kv_cache` makes the
+arrays.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -30,12 +31,14 @@ class CacheSpec(Protocol):
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens, itself included, a token attends to; None for all before it."""
+        """Number of tokens, itself included, that a token attends to; None if all before it."""
         ...
 
     @property
     def is_paged(self) -> bool:
-        """Whether blocks hold all that is kept, so that a request may continue from blocks that another has filled."""
+        """True if blocks hold everything that is kept, so that a request may continue from blocks that another has
+        filled.
+        """
         ...
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Any:
@@ -43,7 +46,7 @@ class CacheSpec(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return what is kept, in words that `jaxserve models` prints."""
+        """Return what is kept, in the words that `jaxserve models` prints."""
         ...
 
 
@@ -81,8 +84,9 @@ class LatentCache(Protocol):
         latent_size: int,
         scale: float,
     ) -> tuple[Float[Array, "T H R"], Any]:
-        """Store what a step's tokens leave behind, then attend over everything stored.
+        """Store the vectors of a step's tokens, then attend over everything stored.
 
-        `latent_size` R is the size of values, which keys begin with. Returns the output, and the cache after that.
+        `latent_size` R is the size of values, which are the beginning of the keys. Returns the output and the updated
+        cache.
         """
         ...

@@ -16,19 +16,19 @@ from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 
 def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
-    """A table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
+    """Declare a table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
     return ParamSpec(
         shape=(vocab_size, hidden_size), axes=("vocab", "embed"), num_inputs=1, source=(f"{source}.weight",)
     )
 
 
 def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:
-    """A table [P, E] of learned positions, whole on every device."""
+    """Declare a table [P, E] of learned positions, whole on every device."""
     return ParamSpec(shape=(num_positions, hidden_size), axes=(None, "embed"), source=(f"{source}.weight",))
 
 
 def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
-    """The table's rows for the tokens of a step, replicated."""
+    """Return the table's rows for the tokens of a step, replicated."""
     with jax.named_scope("embed"):
         axis = None if table.mesh.empty else table.spec[0]
         if axis is None:
@@ -57,13 +57,13 @@ def _embed_shard(
 
 
 def embed_positions(table: Float[Array, "P E"], positions: Int[Array, " T"]) -> Float[Array, "T E"]:
-    """The rows of a table of learned positions."""
+    """Return the rows of a table of learned positions."""
     with jax.named_scope("embed"):
         return table[positions]
 
 
 def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
-    """A bias [V] of the logits; `source` is the LM head's name in the checkpoint."""
+    """Declare a bias [V] of the logits; `source` is the LM head's name in the checkpoint."""
     return ParamSpec(shape=(vocab_size,), axes=("vocab",), source=(f"{source}.bias",), init_scale=0.0)
 
 
@@ -85,7 +85,7 @@ def unembed(
 def gathered(
     logits: Float[Array, "N V"], peers: PeerBuffers | None = None, *, kernels: Kernels = "xla"
 ) -> Float[Array, "N V"]:
-    """The logits of the whole vocabulary on each device, through the peers' memory where there is room for so many."""
+    """Return the logits of the whole vocabulary on each device, through the peers' memory if they fit."""
     sharding = jax.typeof(logits).sharding
     if sharding.mesh.empty or sharding.spec[1] is None:
         return logits

@@ -1,4 +1,4 @@
-"""The one place where an activation meets a weight, whatever the weight's format and however it is sharded."""
+"""The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
 import math
 
@@ -41,8 +41,8 @@ def linear_with_sum(
     peers: PeerBuffers | None,
     leaves_shares: bool,
 ) -> Float[Array, "T E"]:
-    """`linear` at the end of a block: devices that have shares of the result add them up through `peers`, if there are
-    any. With `leaves_shares` they do not.
+    """Compute `linear` at the end of a block: devices that have partial sums of the result add them up through `peers`,
+    if there are any. With `leaves_shares` they do not.
     """
     if leaves_shares or peers is None:
         return linear(x, weight, bias, leaves_shares=leaves_shares)
@@ -57,9 +57,10 @@ def linear_of_few_rows(
     kernels: Kernels,
     output_dtype: jnp.dtype | None = None,
 ) -> Float[Array, " T *outputs"]:
-    """`linear` of vectors by the kernels for few rows, where they take them.
+    """Compute `linear` of vectors by the kernels for few rows, if they support them.
 
-    XLA's are up to 2% faster, but for each shape it tries out dozens: most of what the start of an 8B model compiled.
+    XLA's kernels are up to 2% faster, but XLA tries out dozens for each shape, which was most of the compilation at the
+    start of an 8B model.
     """
     quantized = None if weight.is_split else weight.quantized_matrix(1)
     if kernels == "sm90" and quantized is not None and quantized_matmuls.why_not(x, quantized) is None:

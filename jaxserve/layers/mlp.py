@@ -27,17 +27,17 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 Gate = Callable[[Array, Array], Array]
-"""(gate, up) -> what the second matmul of a gated block reads"""
+"""(gate, up) -> the input of a gated block's second matmul"""
 
 
 FUSED_ACTIVATIONS = {"silu", "swish", "gelu_new", "gelu_pytorch_tanh"}
-"""Of ACTIVATIONS, those that Mosaic compiles as a part of a matmul: not erf, nor what has a derivative of its own."""
+"""Keys of ACTIVATIONS that Mosaic can compile into a matmul: not erf, nor functions with a custom derivative."""
 
 
-# Cached: what is compiled for one layer's function serves the others.
+# Cached: what is compiled for one layer's function is used for the others.
 @functools.cache
 def gate_of(activation: str | Gate) -> Gate:
-    """activation(gate) * up for a key of ACTIVATIONS; what is a function of both already stays."""
+    """Return activation(gate) * up for a key of ACTIVATIONS; a function of both is returned unchanged."""
     if callable(activation):
         return activation
     function = ACTIVATIONS[activation]
@@ -45,13 +45,17 @@ def gate_of(activation: str | Gate) -> Gate:
 
 
 def fuses(activation: str | Gate) -> bool:
-    """Whether kernels for GPUs can have the gate in a matmul. Functions of both are written so that they can."""
+    """Return true if kernels for GPUs can fuse the gate into a matmul. Functions of both are written so that they
+    can.
+    """
     return callable(activation) or activation in FUSED_ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedSwiGLU:
-    """The Gate of GPT-OSS. Two of the same numbers are equal, so that what is compiled for one serves the other."""
+    """The Gate of GPT-OSS. Two with the same numbers are equal, so that what is compiled for one is used for the
+    other.
+    """
 
     alpha: float
     limit: float
@@ -71,7 +75,7 @@ def gated_mlp_specs(
     inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
     output: str = "down_proj",
 ) -> Params:
-    """Weights of one block: gate and up fused into [2, F, E], down [E, F].
+    """Declare the weights of one block: gate and up fused into [2, F, E], down [E, F].
 
     `prefix` names the block in the checkpoint, `inputs` and `output` its parts: gate and up, or one tensor of both.
     """
@@ -152,7 +156,9 @@ def _gated_linear_unit(
 def mlp_specs(
     prefix: str, *, hidden_size: int, intermediate_size: int, up: str, down: str, bias: bool = True
 ) -> Params:
-    """Weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` name them there."""
+    """Declare the weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` are names in
+    the checkpoint.
+    """
     E, F = hidden_size, intermediate_size
     specs: Params = {
         "up": _matrix(f"{prefix}.{up}", (F, E), axes=("ffn", "embed")),

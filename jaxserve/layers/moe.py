@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls the parts of the block."""
+    """The names of the block's parts in a checkpoint."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -58,11 +58,11 @@ def moe_specs(
     shared_gate: bool = False,
     names: ExpertNames = EXPERT_NAMES,
 ) -> Params:
-    """Weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
+    """Declare the weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
 
-    `intermediate_size` is that of one expert, `shared_size` of the one that serves every token (0: there is none), with
-    biases or not, with a gate of its own or not. `router_bias` is part of the logits, `selection_bias` only of the
-    choice among experts.
+    `intermediate_size` is that of one expert, `shared_size` that of the shared expert, which serves every token (0:
+    there is none), with or without biases, and with or without a gate of its own. `router_bias` is part of the logits,
+    `selection_bias` only of the choice among experts.
     """
     X, E, F = num_experts, hidden_size, intermediate_size
 
@@ -131,7 +131,7 @@ def moe_or_mlp(
     activation: str | Gate,
     leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
-    """The feed-forward of a layer that has experts or not, as its weights say."""
+    """Run the feed-forward of a layer, with experts or without, as its weights say."""
     options = {"activation": activation, "kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
     if "experts" not in params:
         return gated_mlp(params, x, **options)
@@ -140,7 +140,9 @@ def moe_or_mlp(
 
 
 def can_leave_shares(params: Params) -> bool:
-    """Whether `moe_or_mlp` of these weights is a sum of which the devices along one mesh axis have shares."""
+    """Return true if `moe_or_mlp` with these weights is a sum of which each device along one mesh axis has a partial
+    sum.
+    """
     if "experts" not in params:
         return params.keys() == {"gate_up", "down"}
     axes = _axes_of_shares(params["experts"])
@@ -161,13 +163,13 @@ def moe(
     peers: PeerBuffers | None = None,
     leaves_shares: bool = False,
 ) -> Float[Array, "T E"]:
-    """The weighted sum of each token's experts, and the shared one where there is one.
+    """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
-    Tokens from `num_tokens` on are padding, for which no expert is asked; `activation` is as `mlp.gate_of` takes it,
-    `peers` and `leaves_shares` as `linear_with_sum` does, the latter for weights that `can_leave_shares`. Raises
-    NotImplementedError for experts that `kernels` cannot multiply by; what these cannot route, XLA does.
+    Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `mlp.gate_of`, `peers` and
+    `leaves_shares` as for `linear_with_sum`, the latter only if `can_leave_shares`. Raises NotImplementedError for
+    experts that `kernels` cannot multiply by; if they do not support the routing, XLA does it.
     """
-    # Of experts and the shared one there is one sum over devices if it can be.
+    # The experts and the shared one are in one sum over devices if possible.
     together = (leaves_shares or peers is not None) and can_leave_shares(params)
     alone = peers is not None and not together and len(_axes_of_shares(params["experts"])) == 1
     with jax.named_scope("moe"):
@@ -200,8 +202,8 @@ def _run_experts(
     kernels: Kernels,
     leaves_shares: bool,
 ) -> Float[Array, "T E"]:
-    """In an island: every device chooses among all experts, and runs those that it has, or its share of their inner
-    sizes, for all tokens.
+    """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
+    of their inner sizes, for all tokens.
     """
     run = functools.partial(_run_local_experts, routing=routing, activation=activation, kernels=kernels)
     gate_up: Weight = experts["gate_up"]
@@ -229,7 +231,7 @@ def _run_experts(
 
 
 def _axes_of_shares(experts: Params) -> tuple[str, ...]:
-    """Of the mesh, along which devices have experts of their own, or shares of their inner sizes."""
+    """Return the axes of the mesh along which devices have experts of their own, or shards of their inner sizes."""
     spec = experts["gate_up"].spec
     return tuple(axis for axis in (spec[0], spec[2]) if axis is not None) if len(spec) else ()
 
@@ -246,7 +248,7 @@ def _run_local_experts(
     activation: str | Gate,
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
-    """The part of the sum that these experts, from `first_expert` on, have in it."""
+    """Return the partial sum of these experts, which begin at `first_expert`."""
     num_experts, num_inputs = experts["down"].shape[:2]
     routed = expert_routing(
         logits,
@@ -270,13 +272,13 @@ def _run_local_experts(
     y = multiply(inner, experts["down"].array(), bias=experts.get("down_bias"))
     has_row = routed.row < len(rows)
     y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
-    # Behind the last group y may be NaN.
+    # After the last group y may be NaN.
     return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
 
 
 @functools.cache  # said once, not for each layer of each step
 def _routing_kernels(num_tokens: int, routing: Routing, kernels: Kernels) -> Kernels:
-    """What routes the tokens of a step."""
+    """Return the implementation that routes the tokens of a step."""
     reason = None if kernels == "xla" else why_not(num_tokens, routing)
     if reason is None:
         return kernels

@@ -15,10 +15,10 @@ from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
-    """The gain of one RMS norm; `source` is its module's name in the checkpoint.
+    """Declare the gain of one RMS norm; `source` is its module's name in the checkpoint.
 
-    `offset` is what the checkpoint's values lack: Gemma stores gain - 1. Such gains stay in float32, since a narrow
-    type is finer about 0 than about 1.
+    `offset` is added to the checkpoint's values: Gemma stores gain - 1. Such gains stay in float32, since a narrow type
+    is more precise near 0 than near 1.
     """
     name = f"{source}.weight"
     if offset == 0.0:
@@ -42,7 +42,7 @@ def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
 
 
 def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float) -> Float[Array, "*batch N"]:
-    """The vectors of the last axis, scaled to a root mean square of 1 and times `weight`; computed in float32."""
+    """Scale the vectors of the last axis to a root mean square of 1, times `weight`; computed in float32."""
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -58,9 +58,9 @@ def add_rms_norm(
     kernels: Kernels,
     peers: PeerBuffers | None = None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """The sum and its `rms_norm`, in one kernel where `kernels` has one for such rows.
+    """Return the sum and its `rms_norm`, in one kernel if `kernels` has one for such rows.
 
-    Of an update devices may have shares, as `linear` leaves them, which are added up through `peers`.
+    Each device may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
     """
     mesh, shared = jax.typeof(x).sharding.mesh, jax.typeof(update).sharding.spec.unreduced
     if shared:
@@ -86,7 +86,7 @@ def add_rms_norm(
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:
-    """The vectors of the last axis, brought to mean 0 and variance 1, then times the gain and plus the bias there is.
+    """Normalize the vectors of the last axis to mean 0 and variance 1, then apply the gain and the bias, if any.
 
     Computed in float32. A gain of [H, N] has one vector for each of the H heads in x [T, H, N].
     """

@@ -37,7 +37,7 @@ class PagedKV(NamedTuple):
     ) -> tuple[Float[Array, "T H D"], "PagedKV"]:
         """Write K and V into their pages, then attend over block tables, as `KeyValueCache` says.
 
-        Heads split over a mesh axis stay there: every device writes and reads its own kv heads, and nothing is
+        Heads that are split over a mesh axis stay split: every device writes and reads its own KV heads, and nothing is
         exchanged.
         """
 
@@ -84,12 +84,12 @@ class KVSpec:
 
     @property
     def is_paged(self) -> bool:
-        """Blocks hold all that is kept."""
+        """True: blocks hold everything that is kept."""
         return True
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> PagedKV:
-        """Return the shapes of the pools. Blocks are whole on every device; kv heads are split over the tensor axis,
-        and several devices have the same one where there are more devices than heads.
+        """Return the shapes of the pools. Blocks are whole on every device; KV heads are split over the tensor axis,
+        and several devices have the same head if there are more devices than heads.
         """
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
         sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axis("kv_heads", mesh), None, None))

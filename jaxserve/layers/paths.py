@@ -1,8 +1,9 @@
-"""Which kernels run the layers of a step, as data: chosen from what a layer is made of, with why it is none faster.
+"""Which kernels run the layers of a step, as data: chosen by what a layer consists of, with the reason why it has no
+faster path.
 
-A decode step of Llama's relatives does little but read weights, so that norms, activations and additions are parts of
-the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not take runs as one
-operation after the other. Tracing a program and the table that is logged at start ask the same functions.
+A decode step of Llama and similar models does little but read weights, so norms, activations and additions are fused
+into the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not support runs as one
+operation after the other. Tracing a program and the table that is logged at start use the same functions.
 """
 
 import dataclasses
@@ -46,14 +47,14 @@ class Path(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer is made of. Weights and caches are arrays or their shapes, with shardings.
+    """What a layer consists of. Weights and caches are arrays or their shapes, with shardings.
 
     Attributes:
-        weights: of the layer; its keys say which norms and biases it has.
-        following: weights of the next layer, whose qkv is computed with this one; None behind the last.
-        cache: what it keeps, a LayerCache.
-        activation: as `mlp.gate_of` takes it.
-        num_rotated: pairs of a head that positions rotate; None if something else tells positions.
+      weights: weights of the layer; the keys tell which norms and biases it has.
+      following: weights of the next layer, whose qkv is computed with this one; None after the last.
+      cache: the layer's LayerCache.
+      activation: as for `mlp.gate_of`.
+      num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
     """
 
     weights: Params
@@ -66,7 +67,9 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a program is compiled for: see the fields of these names in `Batch`; `num_rows` are those of activations."""
+    """What a program is compiled for: see the fields of these names in `Batch`; `num_rows` is that of the
+    activations.
+    """
 
     num_rows: int
     dtype: Any
@@ -76,7 +79,7 @@ class StepShape:
 
 
 def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
-    """Return the path of each layer. Fused layers pass on each other's qkv, so that all are or none is."""
+    """Return the path of each layer. Fused layers pass on each other's qkv, so either all or none are fused."""
     reason = next((reason for layer in layers if (reason := why_not_fused(layer, step)) is not None), None)
     if reason is not None:
         return [Path(Kind.OPERATIONS, reason)] * len(layers)
@@ -94,12 +97,13 @@ def _choose_fused(layer: LayerShape, step: StepShape) -> Path:
 
 
 def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
-    """Return why the layer's matmuls do not include what stands around them, or None if they can."""
+    """Return why the layer's matmuls cannot be fused with the operations around them, or None if they can."""
     if step.kernels != "sm90":
         return "XLA makes the kernels"
     if not isinstance(layer.activation, str) or layer.activation not in FUSED_ACTIVATIONS:
         return f"no matmul has the activation {layer.activation}"
-    # Between two matmuls, values stand times a norm's gain and not yet over their size: too large for float16.
+    # Between two matmuls, values are multiplied by a norm's gain and not yet divided by their root mean square: too
+    # large for float16.
     if step.dtype != jnp.bfloat16:
         return f"what stands between two matmuls needs bfloat16, got {step.dtype}"
     attention, mlp = layer.weights.get("attention", {}), layer.weights.get("mlp", {})
@@ -122,7 +126,7 @@ def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
 
 
 def _is_quantized(layer: LayerShape) -> bool:
-    """Whether no weight of the layer is plain."""
+    """Return true if every matrix of the layer is quantized."""
     return all(weight.why_not_plain() is not None for weight in matrices_of(layer.weights).values())
 
 

@@ -1,7 +1,7 @@
-"""Where kernels put what the devices of a step send each other: shares of sums, and logits of parts of the vocabulary.
+"""Memory through which the devices of a step send each other partial sums, and logits of parts of the vocabulary.
 
-XLA's collectives meet on the host in each step. With these buffers a step of a dense model or of experts has none of
-them, but for log probabilities of prompts and what has no room here.
+XLA's collectives synchronise on the host in each step. With these buffers a step of a dense or a mixture-of-experts
+model has no such collectives, except for log probabilities of prompts and for steps that exceed the buffers.
 """
 
 import functools
@@ -18,15 +18,15 @@ from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
 MAX_ROWS_OF_SUMS = 256
-"""Of steps in which more than two devices add up shares through each other's memory. A device sends all of its share to
-each, of many rows more than NCCL would.
+"""Most rows of a step in which more than two devices add up partial sums through each other's memory. A device sends
+all of its partial sum to each other device; with more rows that is more than NCCL would send.
 """
 
 MAX_ROWS_OF_SUMS_OF_TWO = 16_384
-"""Of two devices, which send as much as with NCCL: bounds what the buffers take."""
+"""Most rows with two devices, which send as much as NCCL does; it bounds the size of the buffers."""
 
 MAX_ROWS_OF_LOGITS = 512
-"""Of steps whose logits are put together so: bounds what the buffers take."""
+"""Most rows of a step whose logits are gathered through peers' memory; it bounds the size of the buffers."""
 
 
 class Peers(NamedTuple):
@@ -46,7 +46,9 @@ def abstract_peers(
     max_num_tokens: int,
     max_num_rows: int,
 ) -> Peers | None:
-    """Shapes and shardings for steps of so many tokens and rows; None where no devices share a sum."""
+    """Return shapes and shardings for steps of up to `max_num_tokens` tokens and `max_num_rows` rows; None if no
+    devices have partial sums.
+    """
     axis = mesh_axis("ffn", mesh)
     if axis is None:
         return None
@@ -68,7 +70,7 @@ def abstract_peers(
 
 
 def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernels) -> Float[Array, "T E"]:
-    """The sum of which devices have shares, if they do, on each of them: through `peers` where there is room for it."""
+    """Return the sum of the devices' partial sums, if they have any, on each of them: through `peers` if it fits."""
     sharding = jax.typeof(x).sharding
     if not sharding.spec.unreduced:
         return x
@@ -83,5 +85,5 @@ def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernel
 
 
 def allocate_peers(shapes: Peers) -> Peers:
-    """What `abstract_peers` has declared, on GPUs of one process that reach each other's memory."""
+    """Allocate what `abstract_peers` has declared, on GPUs of one process that reach each other's memory."""
     return Peers(*(None if buffers is None else allocate_peer_buffers(buffers) for buffers in shapes))

@@ -34,19 +34,19 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairScaling:
-    """Every pair's wavelength is stretched by a factor of its own."""
+    """Stretches the wavelength of each pair by a factor of its own."""
 
     factors: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): factors of pairs for the original context, others beyond it.
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): one factor per pair for the original context, others beyond it.
 
-    Rotated vectors are made longer by `attention_factor`, so that scores stay as sharp over more keys. transformers
-    takes the long factors once a sequence exceeds the original context, and then computes all of it again. Here they
-    are for all requests to a server of a longer `context`, since keys are rotated before they are cached and shared; a
-    server of no more than the original context computes what transformers does.
+    Rotated vectors are scaled by `attention_factor`, so that scores stay as sharp over more keys. transformers switches
+    to the long factors once a sequence exceeds the original context, and then recomputes all of it. Here they apply to
+    all requests to a server of a longer `context`, since keys are rotated before they are cached and shared; a server
+    of no more than the original context computes what transformers does.
     """
 
     short_factors: tuple[float, ...]
@@ -57,7 +57,7 @@ class LongRopeScaling:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Those for the served context."""
+        """The factors for the served context."""
         return self.long_factors if self.context > self.original_max_position_embeddings else self.short_factors
 
 
@@ -76,16 +76,16 @@ class YarnScaling:
     beta_slow: float = 1.0
     is_truncated: bool = True
     score_factor: float = 1.0
-    """What DeepSeek's models, and no others, multiply their attention scores by in addition."""
+    """An additional factor of the attention scores, which only DeepSeek's models have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
     """Dynamic NTK: the base grows with the length of the texts, once it exceeds the original context.
 
-    transformers takes the length of the sequence so far, so that keys in its cache have been rotated by other bases
-    than the queries that meet them. Here it is `context`, the longest text that is served: as for LongRoPE, all
-    requests share one base, and a server of no more than the original context computes what transformers does.
+    transformers uses the length of the sequence so far, so that keys in its cache have been rotated with other bases
+    than the queries that attend to them. Here it is `context`, the longest text that is served: as for LongRoPE, all
+    requests use one base, and a server of no more than the original context computes what transformers does.
     """
 
     factor: float
@@ -100,7 +100,7 @@ Scaling = LinearScaling | Llama3Scaling | PairScaling | LongRopeScaling | YarnSc
 class Rope:
     """Rotation of the first `head_dim` dimensions of heads: the base `theta`, and how it is stretched for long texts.
 
-    What a head has beyond them is not rotated.
+    The remaining dimensions of a head are not rotated.
     """
 
     head_dim: int
@@ -109,13 +109,13 @@ class Rope:
 
     @property
     def max_context(self) -> int:
-        """How many tokens the scaling, beyond what a model was made for, makes room for; 0: it says nothing of that."""
+        """Number of tokens that the scaling, beyond what the model was made for, allows; 0 if it specifies none."""
         if isinstance(self.scaling, LinearScaling | YarnScaling | DynamicScaling):
             return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
         return 0
 
     def serving(self, context: int) -> "Rope":
-        """The rotation for texts of up to so many tokens."""
+        """Return the rotation for texts of up to `context` tokens."""
         if isinstance(self.scaling, LongRopeScaling | DynamicScaling):
             return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, context=context))
         return self
@@ -179,10 +179,11 @@ def rotations(rope: Rope, positions: Int[Array, " T"]) -> Rotation:
 
 
 def half_split_order(head_dim: int, num_interleaved: int) -> np.ndarray:
-    """The order in which rotations want the dimensions of a head that a checkpoint rotates as pairs (2i, 2i + 1).
+    """Return the order in which rotations expect the dimensions of a head that a checkpoint rotates as pairs (2i, 2i +
+    1).
 
-    `num_interleaved` of them, from the first on, are rotated so; with 0 nothing moves. Scores do not depend on the
-    order, so that weights of q and k reordered once save a shuffle of every token.
+    The first `num_interleaved` dimensions are rotated that way; with 0 the order is unchanged. Scores do not depend on
+    the order, so reordering the weights of q and k once saves a shuffle of every token.
     """
     dims = np.arange(head_dim)
     return np.concatenate([dims[:num_interleaved:2], dims[1:num_interleaved:2], dims[num_interleaved:]])

@@ -23,7 +23,7 @@ SIZED_BY = {"tensor": ", of tensor_parallel_size"}
 """The option that says how many devices a mesh axis has."""
 
 WORDS = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "inner values of a feed-forward", "experts": "experts"}
-"""What a logical axis counts, for people."""
+"""What a logical axis counts, for messages."""
 
 EXPERT_SHARE = 64
 """Kernels for experts contract over multiples of this, see `pallas_kernels.grouped_matmul`."""
@@ -32,14 +32,14 @@ MAX_DEVICES_NAMED = 64
 """The largest number of devices that an error proposes."""
 
 WHOLE_IF_INDIVISIBLE = {"vocab"}
-"""Axes that no device needs a share of: an odd vocabulary costs memory, an odd number of heads is an error."""
+"""Axes that stay whole if they do not divide: an odd vocabulary costs memory, an odd number of heads is an error."""
 
 
 def with_explicit_axes(mesh: Mesh) -> Mesh:
-    """The same devices with every axis explicit, as layers want them: they read an array's sharding off its type.
+    """Return the same devices with every axis explicit, as layers require: they read an array's sharding off its type.
 
-    `jax.make_mesh` makes such meshes, the constructor of `Mesh` does not. On other axes XLA would move the KV cache
-    about without a word.
+    `jax.make_mesh` makes such meshes, the constructor of `Mesh` does not. With other axes XLA would silently move the
+    KV cache between devices.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
@@ -70,15 +70,17 @@ def _described(mesh: Mesh) -> str:
 
 
 def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
-    """The mesh axis that splits this logical axis, None if it stays whole. An unknown logical axis is a KeyError."""
+    """Return the mesh axis that splits this logical axis, None if it stays whole. An unknown logical axis is a
+    KeyError.
+    """
     name = None if axis is None else MESH_AXIS_OF[axis]
     return name if name is not None and mesh.shape.get(name, 1) > 1 else None
 
 
 def share_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether devices that would have a share of each expert's inner size have whole experts instead.
+    """Return true if devices have whole experts, instead of a shard of each expert's inner size.
 
-    So they do where kernels do not take the shares, such as 2,880 / 2 and 768 / 8, and the experts divide.
+    They do if kernels do not support the shards, such as 2,880 / 2 and 768 / 8, and the number of experts divides.
     """
     on = mesh_axis("ffn", mesh)
     if on is None or mesh_axis("experts", mesh) is not None:
@@ -87,9 +89,9 @@ def share_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMes
 
 
 def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int:
-    """How many devices have each KV head: more than 1 if they are more than the heads.
+    """Return how many devices have each KV head: more than 1 if there are more devices than heads.
 
-    Then a device has one head and a share of its queries; K, V and what makes them are there several times. Raises
+    Then a device has one head and a part of its queries; K, V and their projections are on several devices. Raises
     ConfigError, which calls the heads those of `name`, if neither number is a multiple of the other.
     """
     on = mesh_axis("kv_heads", mesh)
@@ -107,7 +109,7 @@ def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int
 def partition_spec(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str
 ) -> PartitionSpec:
-    """How an array with these logical axes is laid out over the mesh; `name` is what errors call it.
+    """Return how an array with these logical axes is laid out over the mesh; `name` is its name in errors.
 
     Raises ConfigError if an axis does not divide over its devices, or if two axes claim the same devices.
     """
@@ -133,11 +135,11 @@ def partition_spec(
 
 
 def _divisors(size: int) -> str:
-    """The numbers of devices, up to MAX_DEVICES_NAMED, that split so many evenly: such as "1, 2 or 4"."""
+    """List the numbers of devices, up to MAX_DEVICES_NAMED, that divide `size`, such as "1, 2 or 4"."""
     *most, last = [str(number) for number in range(1, min(size, MAX_DEVICES_NAMED) + 1) if size % number == 0]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def _devices(axis: str, mesh: Mesh | AbstractMesh) -> str:
-    """Those along a mesh axis, in words."""
+    """Name the devices along a mesh axis, for messages."""
     return f"{mesh.shape[axis]} devices (mesh axis {axis!r}{SIZED_BY.get(axis, '')})"
