@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and the device arrays that hold them and what else layers keep."""
+"""Choose how many KV blocks there are, and describe and allocate the device arrays of all that layers keep."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from jaxserve.layers.params import shard_bytes
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 CPU_KV_CACHE_MEMORY = 2**30
-"""Bytes for KV blocks on CPU, unless told otherwise."""
+"""Bytes for KV blocks on CPU, unless configured."""
 
 MAX_POSITIONS = 2**30
-"""Positions in a pool: they are int32, and so are those behind its end that padding tokens get."""
+"""Most positions in a pool: they are int32, and so are those beyond its end that padding tokens get."""
 
 
 def block_bytes(
@@ -24,7 +24,7 @@ def block_bytes(
 ) -> int:
     """Return the bytes of one block in all pools, on all devices together.
 
-    What several devices have counts for each of them.
+    What several devices hold counts once for each.
     """
     with_one, without = (
         _bytes_on_a_device(pool_specs, CacheSizes(num_blocks, block_size, num_slots=0), dtype=dtype, mesh=mesh)
@@ -34,7 +34,7 @@ def block_bytes(
 
 
 def slot_bytes(pool_specs: Sequence[CacheSpec], *, num_slots: int, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> int:
-    """Return the bytes that the pools take on each device however few blocks they have: what they keep of requests."""
+    """Return the bytes that the pools take on each device besides their blocks, for the state of requests."""
     return _bytes_on_a_device(pool_specs, CacheSizes(0, 1, num_slots), dtype=dtype, mesh=mesh)
 
 
@@ -82,5 +82,5 @@ def abstract_kv_cache(
 
 
 def init_kv_cache(abstract: KVCache) -> KVCache:
-    """Allocate the pools, zeroed once: what a masked position holds must be finite."""
+    """Allocate the pools, zeroed once: even masked positions must hold finite values."""
     return jax.tree.map(lambda pool: jnp.zeros(pool.shape, pool.dtype, device=pool.sharding), abstract)

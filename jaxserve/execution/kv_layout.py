@@ -1,9 +1,10 @@
-"""KVLayout: which layers of a model share their blocks, and which share a pool. From what each layer keeps and sees.
+"""KVLayout: which layers have their block tables in common, and which have a pool in common, given what each keeps and
+how far back it attends.
 
-Layers that look equally far back form groups of one size g, and there are g pools: the layers of a group have one each,
-those of the other groups have the same ones. So a block, which is a place in all pools, is of one size whichever group
-takes it, and memory is never divided between layers that keep all and those that forget. Gemma 3 with 4 layers of the
-one kind and 22 of the other has g = 4, and of its 7 groups the last leaves two places empty.
+Layers with equal windows form KV groups of one size g, and there are g pools: the layers of a group have one pool each,
+and the layers of all groups use the same g pools. So a block, which is one block of every pool, has the same size
+whichever group it is given to, and memory is never divided between layers that keep everything and layers that forget.
+Gemma 3 with 4 layers of one kind and 22 of the other has g = 4, and the last of its 7 groups leaves two pools unused.
 """
 
 import collections
@@ -14,7 +15,9 @@ from typing import Any, cast
 from jaxserve.layers.cache import CacheSpec
 
 MAX_PADDING = 0.1
-"""Of the layers of a kind, so many may be missing from its last group. Larger groups mean fewer block tables."""
+"""Largest fraction of a kind's layers that may be missing from its last group. Larger groups mean fewer block
+tables.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class KVLayout:
     """The groups and pools of a model."""
 
     windows: tuple[int | None, ...]
-    """Of each group: to how many tokens its layers attend, None: to all."""
+    """For each group, the number of tokens to which its layers attend; None: all."""
     group_of_layer: tuple[int, ...]
     pool_of_layer: tuple[int, ...]
     pool_specs: tuple[CacheSpec, ...]
@@ -30,20 +33,20 @@ class KVLayout:
 
     @property
     def is_paged(self) -> bool:
-        """Whether blocks hold all that a request has left behind, so that another may continue from them."""
+        """True if blocks hold everything that layers keep of a request, so that another may continue from them."""
         return all(spec.is_paged for spec in self.pool_specs)
 
     @property
     def layers_by_window(self) -> dict[int | None, int]:
-        """How many layers there are of each kind."""
+        """The number of layers of each kind."""
         return dict(collections.Counter(self.windows[group] for group in self.group_of_layer))
 
 
 def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
-    """The layout for these layers and sequences of at most `max_model_len` tokens.
+    """Return the layout for these layers and for sequences of at most `max_model_len` tokens.
 
-    If layers differ in what they keep of a token, they cannot share pools: all are one group then, which gives back
-    what none of them looks at.
+    If layers differ in what they keep of a token, they cannot have pools in common: all are one group then, which gives
+    back blocks that no layer attends to.
     """
     windows = [_window(spec, max_model_len) for spec in kv_specs]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
@@ -76,7 +79,9 @@ def _window(spec: CacheSpec, max_model_len: int) -> int | None:
 
 
 def _group_size(counts: list[int]) -> int:
-    """The largest for which no kind, of so many layers each, has its last group padded by more than MAX_PADDING."""
+    """Return the largest size for which the last group of no kind, given each kind's number of layers, is padded by
+    more than MAX_PADDING.
+    """
 
     def padded(count: int, size: int) -> int:
         return -(-count // size) * size

@@ -31,19 +31,19 @@ class Views:
         self.views = views
 
     def allocate(self, grid, block):
-        """Refs of a block, or lists of them."""
+        """Return the refs of a CTA, or lists of them."""
         sizes = [sum(part.nbytes for part in _parts(view)) for view in self.views]
         memory = np.full(max(sizes), 0xFF, np.uint8)  # NaN, in bfloat16
         return [_view(grid, block, memory, view) for view in self.views]
 
 
 class BarrierKind(NamedTuple):
-    """Barriers that a kernel asks for."""
+    """Barriers that a kernel requests."""
 
     num_barriers: int = 1
     num_arrivals: int = 1
     of_all: bool = False
-    """Whether who arrives does so in each block of its cluster."""
+    """If true, an arrival counts in each CTA of the cluster."""
 
 
 def _parts(view):

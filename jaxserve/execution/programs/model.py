@@ -26,21 +26,23 @@ time that the host needs to launch a program.
 """
 
 type State = Literal["params", "kv_cache", "slots", "peers"]
-"""What stays on the device from step to step."""
+"""The names of the state that stays on the device from step to step."""
 
 
 class StepModel:
-    """A model, and the sizes of its engine, in shapes. No device is touched.
+    """A model and the sizes of its engine, as shapes. No device is used.
 
     Attributes:
-        layout: which layers share blocks and pools.
-        buckets: the sizes of steps, smallest first.
-        table_sizes: of the block tables in slots, as `pack` and `init_slots` take them.
-        peers: rows that devices send each other, None where no kernel adds up partial sums.
+      layout: which layers have block tables and pools in common.
+      buckets: the sizes of steps, smallest first.
+      table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
+      peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):
-        """Raises CheckpointError or ConfigError for a model that cannot be had on this mesh."""
+        """Look up the model's family and derive all shapes. Raises CheckpointError or ConfigError if the model cannot
+        run on this mesh.
+        """
         family = get_family(spec.model)
         config = family.Config.from_hf(spec.model)
         self.family = family
@@ -94,12 +96,12 @@ class StepModel:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there are kernels of our own for the devices."""
+        """True if the devices run our own kernels."""
         return self.kernels != "xla"
 
     @property
     def may_be_two_programs(self) -> bool:
-        """Whether a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
+        """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
         """
         pools = self.layout.pool_of_layer
@@ -112,13 +114,13 @@ class StepModel:
         return self._slot_bytes + sum(map(shard_bytes, jax.tree.leaves((self.slots, self.peers))))
 
     def state(self, name: State, num_blocks: int) -> Any:
-        """Return the shapes of what stays on the device, for a KV pool of so many blocks."""
+        """Return the shapes of one part of the state, for a KV pool of `num_blocks` blocks."""
         if name == "kv_cache":
             return self.kv_cache(num_blocks)
         return {"params": self.params, "slots": self.slots, "peers": self.peers}[name]
 
     def kv_cache(self, num_blocks: int) -> KVCache:
-        """Return the shapes of the KV pools, with so many blocks."""
+        """Return the shapes of the KV pools, with `num_blocks` blocks."""
         return self._kv_cache(num_blocks=num_blocks)
 
     def init_slots(self) -> Slots:
@@ -130,7 +132,7 @@ class StepModel:
         return self.array(x.shape, x.dtype)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a shape that stands in for an array that every device has a copy of."""
+        """Return the shape of an array that every device has a copy of."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def hidden(self, bucket: Bucket) -> Any:

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API beside its route: requests made into chats, answers written as content blocks."""
+"""Anthropic's Messages API except for its routes: requests become chats, answers written as content blocks."""

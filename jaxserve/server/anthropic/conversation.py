@@ -76,7 +76,7 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Return the chat's messages, each with the name of what it was made from."""
+    """Return the chat's messages, each with the name of the field that it was made from."""
     found: list[tuple[str, dict[str, Any]]] = []
     system = _text(body.system or "", "system")
     if system:
@@ -116,7 +116,7 @@ def _of_assistant(message: Message, param: str) -> list[dict[str, Any]]:
             case "thinking":
                 thoughts.append(_required(block, "thinking", name))
             case "redacted_thinking":
-                pass  # nobody but its author can read it
+                pass  # encrypted: only its author can read it
             case "tool_use":
                 arguments = block.get("input") or {}
                 if not isinstance(arguments, dict):

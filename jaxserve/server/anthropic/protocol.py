@@ -32,7 +32,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """Whether the model calls tools, and which."""
+    """How the model may call tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -40,7 +40,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks before it answers; `budget_tokens` limits the tokens of its thoughts."""
+    """How the model thinks before it answers; `budget_tokens` limits the tokens of its thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

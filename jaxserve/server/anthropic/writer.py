@@ -28,7 +28,7 @@ class MessageWriter:
 
     def __init__(self, message: MessagesResponse):
         self.message = message
-        self._texts: list[str] = []  # of the open block
+        self._texts: list[str] = []  # texts of the open block
         self._is_open = False
         self._call_index = -1
         self._finish_reason: ChatFinishReason | None = None
@@ -39,7 +39,7 @@ class MessageWriter:
         yield {"type": "ping"}
 
     def take(self, choice: ChatChunkChoice) -> Iterator[Event]:
-        """Add what a chat's chunk brings."""
+        """Add the delta of a chat's chunk."""
         delta = choice.delta
         if delta.reasoning:
             yield from self._text("thinking", delta.reasoning)
@@ -121,5 +121,5 @@ def frame(event: Event) -> bytes:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; of those that max_tokens has cut, what is whole."""
+    """Return the arguments of a call; if max_tokens has cut them, the complete ones."""
     return as_object(arguments) if arguments.strip() else {}

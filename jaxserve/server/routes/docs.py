@@ -1,4 +1,4 @@
-"""GET /docs: the API as a page that tries it, by Swagger UI, whose files come with a Python package."""
+"""GET /docs: a page to try out the API, by Swagger UI, whose files come with a Python package."""
 
 import importlib.util
 import pathlib

@@ -103,7 +103,7 @@ def _count(state: ServerState, body: ChatRequest) -> int:
 
 
 async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> tuple[T, ChatRequest]:
-    """Return the body, and the chat that it stands for. Raises InvalidRequest and ModelNotFound."""
+    """Return the body, and the equivalent chat. Raises InvalidRequest and ModelNotFound."""
     body = await read_struct(state, request, kind, route="messages")
     try:
         return body, chat_request(body, has_thoughts=state.syntax.has_thoughts)

@@ -65,7 +65,7 @@ async def rerank(request: Request) -> Response:
 async def _cosines(
     state: ServerState, body: ScoringRequest, pairs: Sequence[tuple[str, str]], request: Request
 ) -> tuple[list[float], EmbeddingUsage]:
-    """Return the cosine of each pair; a text that comes several times is read once. Raises InvalidRequest."""
+    """Return the cosine of each pair; a text that occurs several times is embedded once. Raises InvalidRequest."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     wanted = msgspec.convert({"input": texts, **body.options()}, EmbeddingRequest)
     try:
