@@ -12,7 +12,6 @@ import sys
 
 import openai
 import pytest
-from depths import quick_first
 from waiting import PATIENCE
 
 import jaxserve.llm
@@ -547,9 +546,8 @@ def test_serve_answers_and_ends_on_a_signal(test_data):
             server.kill()
 
 
-@pytest.mark.parametrize(
-    "arguments", quick_first([["serve", "--port", "0"], ["generate", "a", "--warmup"]]), ids=" ".join
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup"]], ids=" ".join)
 def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
     """A terminal sends the signal to every process of the group."""
     command = _command(*arguments, "--model", str(BUILTIN), "--compilation-cache-dir", str(tmp_path))

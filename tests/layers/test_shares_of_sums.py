@@ -39,7 +39,6 @@ EXPERTS = {
             ("starcoder2", 4, 0, 2 * NUM_LAYERS),  # has biases
             ("cohere", 2, 0, 2 * NUM_LAYERS),
         ],
-        2,
     ),
 )
 def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_with_norm, num_alone):

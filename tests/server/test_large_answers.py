@@ -5,6 +5,7 @@ import threading
 
 import msgspec
 import pytest
+from depths import quick_first
 from serving import assert_well, frames, response_events
 
 from jaxserve.server import body, streaming
@@ -102,7 +103,7 @@ def test_long_lists_are_encoded_in_turns(server, monkeypatch, path, asked, num_e
     assert_well(server)
 
 
-@pytest.mark.parametrize("more", [{}, {"echo": True, "return_token_ids": True}])
+@pytest.mark.parametrize("more", quick_first([{}, {"echo": True, "return_token_ids": True}]))
 def test_a_completion_is_what_its_stream_brings(server, more):
     asked = COMPLETION | more | {"n": 8}
     answer = server.post("/v1/completions", asked)

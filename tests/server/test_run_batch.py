@@ -243,6 +243,7 @@ def test_so_many_at_once_that_the_engine_is_busy_and_no_more(files):
     assert most > 8
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     source, destination = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     command = ["run-batch", "-i", str(source), "-o", str(destination), "--load-format", "dummy", "--no-warmup"]

@@ -241,6 +241,7 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
 
 
+@pytest.mark.slow
 def test_the_first_lines_say_once_how_answers_are_read(start):
     chat = ("--tool-call-parser", "hermes", "--chat-template", "{{ messages[0].content }}")
     server = start("--api-workers", "2", *chat).wait_until_serving()
@@ -457,7 +458,8 @@ def disk():
     folder.rmdir()
 
 
-@pytest.mark.parametrize("is_full_at_start", quick_first([True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_full_at_start", [True, False])
 def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     folder, fill = disk
     server = start("--api-workers", "2", folder=folder)

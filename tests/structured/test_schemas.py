@@ -14,6 +14,7 @@ import json_schemas
 import jsonschema
 import pytest
 import tiny_model
+from depths import examples
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.llm import LLM
@@ -105,8 +106,8 @@ def follow(llm, schemas):
 
 def test_every_completed_output_validates(llm):
     rng = random.Random(SEED)
-    schemas = [*json_schemas.BY_HAND, *(json_schemas.random_schema(rng) for _ in range(NUM_GENERATED))]
-    assert len(schemas) >= 300
+    schemas = [*json_schemas.BY_HAND, *(json_schemas.random_schema(rng) for _ in range(examples(NUM_GENERATED)))]
+    assert len(schemas) >= examples(300)
     follow(llm, schemas)
 
 
