@@ -5,6 +5,7 @@ import random
 
 import jsonschema
 import pytest
+from depths import examples
 from llguidance import LLMatcher, LLTokenizer
 from written_answers import Message, loaded, read, reader, rows, write
 
@@ -85,7 +86,7 @@ def test_what_the_grammar_lets_a_model_write_is_read_back(name, case):
     tools = [Tool(called, prepared(schema)) for called, schema in schemas.items()]
     rules = call_rules(row, tools, spell=literal, is_parallel=True)
     grammar = lark_grammar(f"start: calls\n{rules}", param="tools")
-    for seed in range(4):
+    for seed in range(examples(4)):
         text = sentence(grammar, random.Random(seed), traps(row))
         got = loaded(read(reader(row, schemas), list(text)))
         assert got.calls, text
