@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook(
     ["jaxserve", "pallas_kernels"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",  # an int will do where a float is asked for
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",  # an int is accepted as a float
 )
 
 import jax
@@ -37,14 +37,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.devices()
     os.environ["XLA_FLAGS"] = flags
 
-# As the processes that lower an engine's steps do.
+# As in the processes that lower an engine's steps.
 ask_ptxas_once()
 
 # Compilers make and drop many objects: looking for cycles among them as often as Python does takes 5% of the time.
 gc.set_threshold(50_000, 20, 50)
 
-# The same examples in every run, so that a commit is judged by what it changes; `pytest --hypothesis-profile explore`
-# draws new ones.
+# The same examples in every run, so that a commit is judged by its changes; `pytest --hypothesis-profile explore` draws
+# new ones.
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("quick", derandomize=True, deadline=None)  # of which `depths.examples` makes fewer
 settings.register_profile("explore", deadline=None)
@@ -52,7 +52,7 @@ settings.load_profile("repeat")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What several tests compile, or the last run did, is compiled once.
+# What several tests or runs compile is compiled once.
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_compile(request):
-    """Where programs are many and run a few times each, on a CPU, LLVM optimizes nothing: elsewhere they would run for
-    longer.
+    """Turn LLVM's optimizations off on a CPU where there are many programs that run only a few times; elsewhere
+    programs would run for longer than that saves.
     """
     are_many = request.path.parent.name in {"layers", "models", "pallas_kernels"}
     are_many |= request.path.stem.startswith("test_exactness")
@@ -85,7 +85,7 @@ def _quick_to_compile(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_compiled_functions():
-    """After each file jax forgets what it has compiled, if that has become much."""
+    """After each file, let jax drop its compiled functions if there are many."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
@@ -95,7 +95,9 @@ def _room_for_compiled_functions():
 
 @pytest.fixture(autouse=True)
 def _logs_as_before():
-    """A command that runs in a test says for its whole process what is logged and where: for that test alone."""
+    """Restore the logging configuration after each test: a command that runs in a test changes it for the whole
+    process.
+    """
     root, ours = logging.getLogger(), logging.getLogger("jaxserve")
     handlers, level = root.handlers, ours.level
     yield
@@ -105,7 +107,9 @@ def _logs_as_before():
 
 @pytest.fixture(scope="session")
 def test_data():
-    """The folder of shared test data (models, tokenizers, workloads); tests that need it skip where it is absent."""
+    """The folder of shared test data (models, tokenizers, workloads); tests that need it are skipped if it is
+    absent.
+    """
     path = pathlib.Path(os.environ.get("JAXSERVE_TEST_DATA", "../shared"))
     if not path.is_dir():
         pytest.skip(f"no shared test data at {path}: set JAXSERVE_TEST_DATA")

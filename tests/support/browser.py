@@ -21,13 +21,13 @@ KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowUp": "\ue0
 
 
 def missing() -> str | None:
-    """What a test of the page needs and this machine lacks."""
+    """Return what a test of the page needs and this machine lacks."""
     lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(lacking)} on the PATH" if lacking else None
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, driver: httpx.Client, session: str):
         self._driver = driver
@@ -37,7 +37,7 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What the body of a function in the page returns."""
+        """Run the body of a function in the page, and return its result."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
     def text(self, selector: str) -> str:
@@ -59,7 +59,7 @@ class Browser:
         self._post(f"element/{self._find(selector)}/value", text=text)
 
     def press(self, key: str) -> None:
-        """A key, wherever the focus is."""
+        """Press a key, wherever the focus is."""
         code = KEYS.get(key, key)
         actions = [{"type": "keyDown", "value": code}, {"type": "keyUp", "value": code}]
         self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
@@ -70,7 +70,7 @@ class Browser:
         self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def resize(self, width: int, height: int) -> None:
-        """The page's size, whatever the window's smallest is."""
+        """Set the page's size, whatever the window's minimum size is."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", metrics)
 
@@ -83,11 +83,11 @@ class Browser:
         path.write_bytes(base64.b64decode(self._driver.get(f"/session/{self._session}/screenshot").json()["value"]))
 
     def log(self) -> list[str]:
-        """What the page has complained about since it was last asked: errors, and refusals by its security policy."""
+        """Return the page's messages since the last call: errors, and violations of its security policy."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
 
     def wait_until(self, script: str, *arguments: Any) -> Any:
-        """What the expression is, as soon as it is anything."""
+        """Return the value of the expression as soon as it is truthy."""
         deadline = time.monotonic() + PATIENCE
         while not (value := self.run(f"return {script}", *arguments)):
             assert time.monotonic() < deadline, f"it did not come about: {script}; {self.log()}"
@@ -108,7 +108,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> Iterator[Browser]:
-    """A browser from start to end, its profile in `folder`."""
+    """A browser from start to end, with its profile in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

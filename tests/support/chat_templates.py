@@ -1,4 +1,4 @@
-"""Small chat templates of our own, one a syntax: each writes an assistant's turn exactly as models of that syntax do.
+"""Small chat templates of our own, one per syntax: each writes an assistant's turn exactly as models of that syntax do.
 
 The frame around the turns is the same in all of them; arguments come as objects, thoughts as `reasoning_content`.
 """
@@ -61,7 +61,7 @@ _VALUE = "{{- value if value is string else value | tojson }}"
 
 
 def _tagged(head: str, before: str, after_key: str, after: str, tail: str) -> str:
-    """Return the jinja of a call whose arguments stand between tags."""
+    """Return the jinja of a call whose arguments are between tags."""
     loop = f"{{%- for key, value in args.items() %}}{{{{- {before!r} + key + {after_key!r} }}}}{_VALUE}{{{{- {after!r} }}}}{{%- endfor -%}}"
     return f"{head}{loop}{{{{- {tail!r} }}}}"
 

@@ -25,7 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
 def make_batch(lens, kernels="xla"):
-    """Rows of length 0, behind all others, are padding."""
+    """Return a Batch of rows with one token each; rows of length 0, after all others, are padding."""
     num_rows, num_real = len(lens), np.count_nonzero(lens)
     tables = np.arange(num_rows * 3, dtype=np.int32).reshape(num_rows, 3)
     tables[num_real:] = 0
@@ -47,7 +47,7 @@ def make_batch(lens, kernels="xla"):
 
 
 def make_cache(pools):
-    """A pool a layer."""
+    """Return a KVCache with one pool per layer."""
     return KVCache(tuple(pools), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
@@ -67,7 +67,7 @@ def make_mesh(num_devices):
 
 
 def abstract_sums(mesh, size, *, num_rows=256):
-    """The shapes of what a Batch has as `peers`."""
+    """Return the shapes of a Batch's `peers`."""
     peers = abstract_peers(
         mesh,
         hidden_size=size,

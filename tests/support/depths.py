@@ -1,4 +1,4 @@
-"""How much of a list of cases is tried before each commit (`make test`), and how much in CI alone (`make test-all`)."""
+"""How much of a list of cases is tested before each commit (`make test`), and how much only in CI (`make test-all`)."""
 
 import pytest
 from hypothesis import settings

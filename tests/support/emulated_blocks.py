@@ -1,16 +1,16 @@
-"""Kernels of `ThreadOps` in NumPy, with clusters of thread blocks, which Pallas's interpreter for GPUs lacks.
+"""Run kernels of `ThreadOps` in NumPy, with clusters of CTAs, which Pallas's interpreter for GPUs lacks.
 
-The body that a GPU runs runs here, once a warpgroup. Only one warpgroup runs at a time, up to the next barrier of its
-block or cluster; a seed says which is next. These are found, whichever it is:
+The body that runs on a GPU runs here, once per warpgroup. Only one warpgroup runs at a time, up to the next barrier of
+its CTA or cluster; a seed decides which is next. In any order these are found:
 
-- an access that no barrier has put behind another thread's write, also in the shared memory of other blocks, which
-  must be known to have begun;
-- a read of what nobody has written, a second write to a word of a result, a word of a result without any;
-- an index outside its array, two threads that write to one place together;
-- a barrier that some never reach, and arriving at the cluster's twice without a wait.
+- an access that no barrier orders after another thread's write, also in the shared memory of other CTAs, which must be
+  known to have begun;
+- a read of what nobody has written, a second write to a word of a result, a word of a result without a write;
+- an index out of bounds, two threads that write to one address at the same time;
+- a barrier that some never reach, and arriving at the cluster's barrier twice without a wait.
 
-A write that no barrier has put behind a read is found only where it makes a result wrong. Not emulated: MLIR, threads
-of a warpgroup that are not in step, and that shared memory ends with its block.
+A write that no barrier orders after a read is found only if it makes a result wrong. Not emulated: MLIR, threads of a
+warpgroup that diverge, and the end of shared memory with its CTA.
 """
 
 import random
@@ -26,13 +26,13 @@ from turns import Player, Turns
 
 from pallas_kernels.expert_routing.thread_ops import LANES, THREADS, ThreadOps
 
-# A word's stamp: who has written it last, and how many barriers the writer had behind it.
+# A word's stamp: who wrote it last, and how many barriers the writer had passed.
 _BLOCK, _THREAD, _WARP_SYNCS, _BLOCK_SYNCS, _ARRIVALS = range(5)
 _NOBODY, _HOST = -1, -2  # in place of a thread
 
 
 def emulate(monkeypatch, sm90_module, kernel_module, *, seed=0):
-    """Until the test ends, the kernels that `sm90_module` starts with bodies of `kernel_module` run here.
+    """Until the test ends, run the kernels that `sm90_module` starts with bodies of `kernel_module` here.
 
     To be called within `jax.disable_jit`. Raises AssertionError for what is found.
     """
@@ -46,7 +46,7 @@ def emulate(monkeypatch, sm90_module, kernel_module, *, seed=0):
 
 
 class _Warpgroup(Player):
-    """Where one stands: the barriers it has behind it."""
+    """A warpgroup, with the barriers that it has passed."""
 
     def __init__(self, body: Callable[[int], None], *, block: int, group: int, num_groups: int):
         super().__init__()
@@ -77,12 +77,12 @@ class _Warpgroup(Player):
 
 
 class _Ref:
-    """An array in global memory or in the shared memory of a block, or a part of one."""
+    """An array in global memory or in the shared memory of a CTA, or a part of one."""
 
     def __init__(self, emulator: "_Emulator", values, stamps, *, is_result=False):
         self.emulator, self.values, self.stamps, self.is_result = emulator, values, stamps, is_result
         self.of_blocks: list[_Ref] = []
-        """In shared memory: the same array of each block of the cluster."""
+        """In shared memory: the same array of each CTA of the cluster."""
 
     @property
     def shape(self):
@@ -153,7 +153,7 @@ class _Emulator:
         )
 
     def kernel(self, body, *, out_type, num_threads, thread_name, grid=(), cluster=(), scratch_types=(), **_):
-        """In place of `plgpu.kernel`; blocks are along one axis, of the grid or of the cluster."""
+        """Replaces `plgpu.kernel`; CTAs are along one axis, of the grid or of the cluster."""
         [num_blocks] = grid + cluster
         clusters = [range(num_blocks)] if cluster else [range(block, block + 1) for block in range(num_blocks)]
         self.thread_name = thread_name
@@ -172,7 +172,7 @@ class _Emulator:
 
     @property
     def current(self) -> _Warpgroup:
-        """Whose turn it is."""
+        """The warpgroup whose turn it is."""
         assert isinstance(self.turns.current, _Warpgroup)
         return self.turns.current
 
@@ -185,7 +185,7 @@ class _Emulator:
         return _Ref(self, values, stamps, is_result=is_result)
 
     def _shared(self, scratch_types, blocks):
-        """Return each block's shared memory, which others see once it has arrived at a barrier of the cluster."""
+        """Return each CTA's shared memory, which others see once it has arrived at a barrier of the cluster."""
         shared = {
             block: [self._memory(np.zeros(x.shape, x.dtype), _NOBODY, block=block, arrivals=0) for x in scratch_types]
             for block in blocks
@@ -242,7 +242,7 @@ class _Emulator:
             self._scatter(there, index, value, index >= 0)
 
     def _clear(self, ref):
-        """A quarter a warp."""
+        """Each warp clears a quarter."""
         quarter = ref.shape[0] // (THREADS // LANES)
         word = np.arange(ref.shape[0])
         ref.write(word, 0, self.current.threads[word // quarter * LANES + word % quarter % LANES])

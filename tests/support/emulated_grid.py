@@ -1,20 +1,20 @@
-"""Kernels for Hopper in NumPy: all thread blocks at once, with what Pallas's interpreter for GPUs lacks.
+"""Run kernels for Hopper in NumPy: all CTAs at once, with what Pallas's interpreter for GPUs lacks.
 
-The body that a GPU runs runs here, once a warpgroup, with counters that blocks wait for, clusters, and views of the
-same shared memory. One warpgroup runs at a time, up to its next operation that others could see; a seed says which is
-next, and when a copy ends. As on a GPU, whichever it is:
+The body that runs on a GPU runs here, once per warpgroup, with counters that CTAs wait for, clusters, and views of the
+same shared memory. One warpgroup runs at a time, up to its next operation that is visible to others; a seed decides
+which is next, and when a copy ends. As on a GPU, in any order:
 
-- what a copy is about to write is NaN from its beginning on, and it reads when it begins or when it ends;
+- the target of a copy is NaN from the copy's beginning on; the copy reads its source when it begins or when it ends;
 - a wgmma reads when it begins or when somebody waits for it;
-- what a warpgroup writes to global memory others see by its next signal, and maybe not before;
-- a barrier is waited for by the parity of its phases: who is two of them late waits for a third one;
+- others see what a warpgroup writes to global memory by its next signal, and maybe not before;
+- a barrier is waited for by the parity of its phases: a warpgroup that is two phases late waits for a third one;
 - shared memory and results are NaN at first, counters among the results have any value;
 - some warpgroups are up to a hundred times as slow as others, and some copies last until nothing else can go on.
 
-Raises AssertionError where all wait; for a copy that nobody has waited for, or a barrier's phase; for shared memory of
-a block that has ended; for an index outside an array, but for copies to and from global memory; for counters that are
-not left as they were. What else goes wrong is in the results. Not emulated: that a block of a cluster may begin late,
-that a counter is cleared for others later than for oneself, registers and their layouts, swizzling, fences, MLIR.
+Raises AssertionError if all wait; for a copy or a barrier's phase that nobody has waited for; for shared memory of a
+CTA that has ended; for an index out of bounds, except in copies to and from global memory; for counters that are not
+left as they were. Other faults show in the results. Not emulated: that a CTA of a cluster may begin late, that a
+counter is cleared for others later than for oneself, registers and their layouts, swizzling, fences, MLIR.
 """
 
 import itertools
@@ -48,14 +48,15 @@ OPERATIONS = (
 
 
 def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid":
-    """Until the test ends, kernels run here whose bodies are in these modules: within `jax.disable_jit()`.
+    """Until the test ends, run kernels whose bodies are in these modules here: within `jax.disable_jit()`.
 
-    What they load are arrays `of_jax` if their functions say so, else of NumPy, which takes less time.
+    The arrays that they load are of jax if `of_jax`, which their functions may require, else of NumPy, which takes less
+    time.
     """
     grid = Grid(seed, jnp.asarray if of_jax else np.asarray)
     lax = {
         "axis_index": grid.axis_index,
-        "div": np.floor_divide,  # of what is not negative
+        "div": np.floor_divide,  # never of negative values
         "rem": np.remainder,
         "min": np.minimum,
         "max": np.maximum,
@@ -99,7 +100,7 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
 
 
 class _Acc(NamedTuple):
-    """What wgmmas add up, as a type or with what it begins with."""
+    """The accumulator of wgmmas, as a type or with its initial value."""
 
     shape: tuple[int, ...]
     dtype: Any = np.float32
@@ -133,18 +134,18 @@ class _Warpgroup(Player):
         super().__init__()
         self.block, self.group, self.body = block, group, body
         self.stores: list[tuple[Ref, Any]] = []
-        """That others need not see yet."""
+        """Stores that others may not see yet."""
         self.accumulator: Accumulator | None = None
         self.results: list[_ResultCopy] = []
-        """On their way from shared memory to global memory."""
+        """Copies from shared to global memory that have not ended."""
 
     def run(self):
-        with np.errstate(all="ignore"):  # rows of no use
+        with np.errstate(all="ignore"):  # unused rows
             self.body(self.block)
 
 
 class _ResultCopy:
-    """From shared memory to global memory: read at some time, written later."""
+    """A copy from shared to global memory: it reads at some time, and writes later."""
 
     def __init__(self, source: Ref, place: Ref):
         self.source, self.place = source, place
@@ -152,7 +153,7 @@ class _ResultCopy:
         self.is_written = False
 
     def go_on(self) -> bool:
-        """One step; whether there is another."""
+        """Do one step; return true if there is another."""
         if self.values is None:
             self.values = self.source.read()
             return True
@@ -162,18 +163,18 @@ class _ResultCopy:
 
 
 class Grid:
-    """Who runs, and what is under way."""
+    """The emulator's state: who runs, and which copies have not ended."""
 
     def __init__(self, seed: int, as_array: Callable[[Any], Any]):
         self.random = random.Random(seed)
         self.as_array = as_array
         self.copies: list[Callable[[], None]] = []
-        """That have begun: what they do when they end."""
+        """Copies that have begun: what they do when they end."""
         self.turns = Turns()
         self.shared: list[list[Any]] = []
-        """Arrays in shared memory and barriers of each block."""
+        """Arrays in shared memory and barriers of each CTA."""
         self.ended: set[int] = set()
-        """Blocks that have ended."""
+        """CTAs that have ended."""
         self.cluster = 1
         self.axes: dict[str, Callable[[], int]] = {}
         self.syncs: dict[_Warpgroup, int] = {}
@@ -192,7 +193,7 @@ class Grid:
         cluster_names=(),
         **_,
     ):
-        """In place of `plgpu.kernel`, with one axis of blocks and at most one of clusters."""
+        """Replaces `plgpu.kernel`, with one axis of CTAs and at most one of clusters."""
         self.cluster = math.prod(cluster)
         self.axes = {thread_name: lambda: self.current.group, grid_names[0]: lambda: self.current.block // self.cluster}
         self.axes |= dict.fromkeys(cluster_names, lambda: self.current.block % self.cluster)
@@ -201,7 +202,7 @@ class Grid:
         out_types = out_type if isinstance(out_type, tuple) else (out_type,)
 
         def run(*inputs):
-            # An array of jax's is not for writing; of a ref, what it holds goes back when all is done.
+            # An array of jax is read-only; the values of a ref are written back when all is done.
             arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in inputs]
             results = [self._garbage(x) for x in out_types]
             refs = [Ref(self, array) for array in (*arrays, *results)]
@@ -221,7 +222,7 @@ class Grid:
 
     @property
     def current(self) -> _Warpgroup:
-        """Whose turn it is."""
+        """The warpgroup whose turn it is."""
         assert isinstance(self.turns.current, _Warpgroup)
         return self.turns.current
 
@@ -242,7 +243,7 @@ class Grid:
             one.arrive(index)
 
     def copy_gmem_to_smem(self, source, place, barrier, *, collective_axes=None):
-        """With `collective_axes` each block of the cluster copies a part, to all of them."""
+        """Copy; with `collective_axes` each CTA of the cluster copies a part, to all of them."""
         self.pause()
         assert source.shape == place.shape
         barriers, index = _barrier(barrier)
@@ -268,13 +269,13 @@ class Grid:
         self.copies.append(go_on)
 
     def wait_smem_to_gmem(self, but, wait_read_only=False):
-        """For all copies of this warpgroup but the last ones."""
+        """Wait for all copies of this warpgroup but the last ones."""
         results = self.current.results
         mine = results[: max(len(results) - but, 0)]
         self.pause(lambda: all(copy.values is not None and (wait_read_only or copy.is_written) for copy in mine))
 
     def async_store_smem(self, values, place, barrier, *, cluster_idx, **_):
-        """Into the memory of another block of the cluster, or of this one."""
+        """Store into the memory of another CTA of the cluster, or of this one."""
         self.pause()
         there = self.in_cluster(place)[int(cluster_idx)]
         barriers, index = _barrier(barrier)
@@ -292,7 +293,7 @@ class Grid:
         accumulator.pending.append(lambda: multiply() if product is None else product)
 
     def wgmma_wait(self, but):
-        """For those into the accumulator that was used last."""
+        """Wait for the wgmmas into the accumulator that was used last."""
         self.pause()
         assert self.current.accumulator is not None, "a wait for nothing"
         self.current.accumulator.end(but)
@@ -313,7 +314,7 @@ class Grid:
         return self.as_array(ref.read())
 
     def store(self, ref, values):
-        """Others may not see it before a signal, or in shared memory before an arrival at a barrier."""
+        """Store; others may not see it before a signal, or in shared memory before an arrival at a barrier."""
         self.pause()
         assert ref.is_inside, "outside of an array"
         self.current.stores.append((ref, np.array(values)))
@@ -344,19 +345,19 @@ class Grid:
         self.pause(lambda: all(n >= turn for one, n in self.syncs.items() if one.block // self.cluster == cluster))
 
     def in_cluster(self, ref):
-        """Return this part of an array in the shared memory of each block of the cluster."""
+        """Return this part of an array in the shared memory of each CTA of the cluster."""
         first = self.current.block // self.cluster * self.cluster
         arrays = self._of_cluster(ref.array)
         return [Ref(self, array, ref.window, block=first + rank) for rank, array in enumerate(arrays)]
 
     def flush(self, warpgroup):
-        """What it has written to global memory is there."""
+        """Make visible what the warpgroup has written to global memory."""
         for ref, values in warpgroup.stores:
             ref.write(values)
         warpgroup.stores.clear()
 
     def _flush_shared(self, warpgroup):
-        """What its block sees once it has arrived at a barrier."""
+        """Make visible what the warpgroup has written to shared memory, as on its arrival at a barrier."""
         stores = warpgroup.stores
         warpgroup.stores = [(ref, values) for ref, values in stores if ref.block is None]
         for ref, values in stores:
@@ -368,7 +369,7 @@ class Grid:
         self.turns.pause(can_go_on)
 
     def _of_cluster(self, one):
-        """Return this array, or these barriers, of each block of the current block's cluster."""
+        """Return this array, or these barriers, of each CTA of the current CTA's cluster."""
         first = self.current.block // self.cluster * self.cluster
         blocks = [_flat(shared) for shared in self.shared[first : first + self.cluster]]
         [number] = [i for i, x in enumerate(blocks[self.current.block - first]) if x is one]
@@ -419,7 +420,7 @@ class Grid:
                 if one.has_ended and not any(x.block == one.block for x in left if x is not one):
                     self.ended.add(one.block)
             read = [copy for one in warpgroups for copy in one.results if copy.values is not None]
-            # Results may still be written, but shared memory is not there for them to be read, nor to copy into.
+            # Results may still be written, but shared memory no longer exists to be read or copied into.
             writing = [copy for copy in read if not copy.is_written]
             assert len(self.copies) == len(writing), "copies that nobody has waited for"
             for copy in writing:
@@ -436,7 +437,7 @@ def _barrier(barrier):
 
 
 def _flat(shared):
-    """Arrays and barriers of a block, those of views too."""
+    """Yield arrays and barriers of a CTA, those of views too."""
     if isinstance(shared, list):
         return [one for x in shared for one in _flat(x)]
     return [shared.array if isinstance(shared, Ref) else shared]

@@ -1,6 +1,6 @@
-"""Arrays in global and in shared memory, and barriers, as `emulated_grid` has them.
+"""Arrays in global and in shared memory, and barriers, for `emulated_grid`.
 
-Of each block's memory: who asks for it, what lies in the same bytes, whose it is, and whether that has ended.
+A CTA's memory knows its owner, what else occupies the same bytes, and whether the owner has ended.
 """
 
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Shared memory that a kernel asks for."""
+    """Shared memory that a kernel requests."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -25,7 +25,7 @@ class Memory(NamedTuple):
 
 
 class Views:
-    """Views of the same shared memory; a view is one array, or some that lie one after the other."""
+    """Views of the same shared memory; a view is one array, or several that follow each other."""
 
     def __init__(self, *views):
         self.views = views
@@ -60,15 +60,15 @@ def _view(grid, block, memory, view):
 
 
 class Ref:
-    """A part of an array in global memory, or in the shared memory of a block.
+    """A part of an array in global memory, or in the shared memory of a CTA.
 
-    Of a copy's part some may lie outside of global memory: zeros to who reads it.
+    The part that a copy reads may exceed global memory: it reads zeros there.
     """
 
     def __init__(self, grid, array, window=None, *, block=None, is_transposed=False):
         self.grid, self.array, self.block, self.is_transposed = grid, array, block, is_transposed
         self.window = [(0, size) for size in array.shape] if window is None else window
-        """Start and size of the part in each dimension; the size is None where an index has removed the dimension."""
+        """Start and size of the part in each dimension; the size is None if an index has removed the dimension."""
 
     @property
     def shape(self):
@@ -110,7 +110,7 @@ class Ref:
         return all(0 <= a <= b <= n for a, b, n in zip(starts, ends, self.array.shape, strict=True))
 
     def _inside(self):
-        """The part's indices that lie inside the array, and where these are in the part."""
+        """Return the part's indices that are inside the array, and where these are in the part."""
         if self.block is not None:
             assert self.is_inside, "outside of an array in shared memory"
             assert self.block not in self.grid.ended, "shared memory of a block that has ended"
@@ -130,7 +130,7 @@ class Ref:
         return result.T if self.is_transposed else result
 
     def write(self, values):
-        """Write the values that lie inside the array."""
+        """Write the values that are inside the array."""
         inside, places = self._inside()
         shape = [1 if size is None else size for _, size in self.window]
         values = np.broadcast_to(values, self.shape).reshape(shape)
@@ -158,7 +158,7 @@ class _At:
 
 
 class Barriers:
-    """Barriers of one thread block. A part of a copy that several blocks make counts as a part of an arrival."""
+    """Barriers of one CTA. One CTA's part of a collective copy counts as a part of an arrival."""
 
     def __init__(self, grid: "Grid", kind: BarrierKind, block: int, cluster: int):
         self.grid, self.block = grid, block
@@ -183,7 +183,7 @@ class Barriers:
         return (phases - self.observed.get((warpgroup, index), 0)) % 2 == 1
 
     def check_observed(self):
-        """No barrier ends with a phase that nobody has waited for."""
+        """Check that no barrier ends with a phase that nobody has waited for."""
         observed = np.zeros(len(self.arrived), int)
         for (_, index), phases in self.observed.items():
             observed[index] = max(observed[index], phases)

@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 96
 class Model:
     """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
-    With `changes` to its config the weights are random ones.
+    With `changes` to its config the weights are random.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Model:
         self._naive = functools.cache(self._naive_greedy)
 
     def engine(self, *, overlap=True, kind="continuous", enable_prefix_caching=True, **limits):
-        """A fresh engine on this model's runner; `limits` override those of the scheduler."""
+        """Return a new engine on this model's runner; `limits` override those of the scheduler."""
         limits = {
             "num_blocks": self.runner.num_blocks,
             "block_size": self.runner.block_size,
@@ -103,12 +103,12 @@ class Model:
 
 
 def corrupted(embedding, token):
-    """The embedding with a vector of NaN for this token."""
+    """Return the embedding with a vector of NaN for this token."""
     return dataclasses.replace(embedding, values=embedding.values.at[token].set(np.nan))
 
 
 def request(name, prompt, max_tokens, params=GREEDY, **fields):
-    """An EngineRequest that is its own group unless told otherwise."""
+    """Return an EngineRequest that is its own group by default."""
     return EngineRequest(
         request_id=name,
         group_id=fields.pop("group_id", name),
@@ -120,7 +120,7 @@ def request(name, prompt, max_tokens, params=GREEDY, **fields):
 
 
 class Result:
-    """What has come of one request."""
+    """What one request has returned so far."""
 
     def __init__(self):
         self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []

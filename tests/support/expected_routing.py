@@ -1,4 +1,4 @@
-"""Which experts a token has, in NumPy and float64, from the definitions."""
+"""The experts of a token, computed in NumPy and float64 from the definitions."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ def softmax(x):
 
 
 def expected_route(logits, selection_bias, routing):
-    """One token's {expert: weight}, the best first, of equals the first."""
+    """Return one token's {expert: weight}, the best first; among equals, the first."""
     scores = {"softmax": softmax, "softmax_of_chosen": lambda x: x, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
     scores = scores[routing.scores](logits.astype(np.float64))
     preferences = scores + selection_bias

@@ -1,7 +1,7 @@
-"""An EngineClient that plays scripts: for tests of whatever speaks to an engine. `from fake_client import ...`.
+"""An EngineClient that plays scripts: for tests of whatever uses an engine. `from fake_client import ...`.
 
-It keeps the engine's promises: tokens come from a thread of its own, one sink call a step and sink, requests end at
-their stop token ids and at max_tokens, logprobs come if asked for.
+It keeps the engine's promises: tokens come from a thread of its own, one call per step and sink, requests end at their
+stop token ids and at max_tokens, logprobs come if requested.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ HIDDEN_SIZE = 4
 class Script:
     """What the fake engine does with one request.
 
-    After `token_ids` it ends with "stop" (as if EOS came), or with an error (an exception: a refusal), or hangs until
-    it is aborted. Stop token ids and max_tokens end it earlier, as in the engine.
+    After `token_ids` it ends with "stop" (as after EOS), or with an error (an exception: a refusal), or hangs until it
+    is aborted. Stop token ids and max_tokens end it earlier, as in the engine.
     """
 
     token_ids: Iterable[int]
@@ -44,7 +44,7 @@ def echo(request: EngineRequest) -> Script:
 
 
 def embedding(request: EngineRequest) -> bytes:
-    """The vector of a pooling request: the powers of its last token, or of the mean of all."""
+    """Return the vector of a pooling request: the powers of its last token, or of the mean of all."""
     token_ids = request.prompt_token_ids
     base = token_ids[-1] if request.pooling == "last" else sum(token_ids) / len(token_ids)
     return struct.pack(f"<{HIDDEN_SIZE}f", *(base**i for i in range(HIDDEN_SIZE)))
@@ -180,14 +180,14 @@ class FakeEngineClient(EngineClient):
         self._thread.join(timeout=10)
 
     def die(self, message: str = "the device is gone", *, silently: bool = False) -> None:
-        """End like an engine whose loop has raised: every request gets an error; `silently`: nobody hears a thing."""
+        """End like an engine whose loop has raised: every request gets an error; if `silently`, nobody is told."""
         if silently:
             with self._changed:
                 self._running.clear()
         self._end(lambda request: EngineOutput(request_id=request.request_id, finish_reason="error", error=message))
 
     def held(self) -> contextlib.AbstractContextManager[Any]:
-        """The engine makes no step meanwhile; what this thread submits is there when it goes on."""
+        """Hold the engine's steps; what this thread submits meanwhile arrives together."""
         return self._changed
 
     def wait_until_told(self) -> None:
@@ -289,7 +289,7 @@ class FakeEngineClient(EngineClient):
 
 
 def collect(frontend, *groups):
-    """The results of prompts that a front end generates together."""
+    """Return the results of prompts that a front end generates together."""
     for _ in frontend.generate(groups):
         pass
     return [group.result() for group in groups]

@@ -30,7 +30,7 @@ class Repo:
 
 @dataclasses.dataclass
 class FakeHub:
-    """Repositories by id, what has been asked for, and after how many bytes a file's next answer is cut.
+    """Repositories by id, the requests received, and after how many bytes a file's next answer is cut.
 
     `xet` are hashes of files in the Xet store whose address is `xet_store`. Without ranges it sends whole files only.
     """
@@ -45,7 +45,7 @@ class FakeHub:
     has_ranges: bool = True
 
     def downloads(self):
-        """Names of the files whose content has been sent, each with the range that was asked for, if any."""
+        """Names of the files whose content has been sent, each with the range that was requested, if any."""
         sent = [(path, span) for method, path, span in self.requests if method == "GET" and "/api/" not in path]
         return sorted((path.rpartition("/")[2], span or "") for path, span in sent)
 
@@ -150,7 +150,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def running_hub(monkeypatch, cache):
-    """A FakeHub that is the hub of this process meanwhile, with a cache of its own."""
+    """A FakeHub that is the hub of this process until the test ends, with a cache of its own."""
     hub = FakeHub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,8 +1,8 @@
-"""`jaxserve serve` over a scripted engine: a parent, an engine's process and API workers, all real and quickly there.
+"""`jaxserve serve` over a scripted engine: a parent, an engine's process and API workers, all real and started quickly.
 
-`python -m fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the
-engine's process: it repeats the prompt's first character, without an end where more than ENDLESS tokens are asked for,
-and knows two letters that make it misbehave.
+`python -m fake_serve FOLDER [flags of serve]`, where FOLDER has a tokenizer. Without arguments it is the engine's
+process: it repeats the prompt's first character, without end if more than ENDLESS tokens are requested, and knows two
+letters that make it misbehave.
 """
 
 import asyncio
@@ -35,7 +35,9 @@ third ends a start that hangs.
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """`start_error`: what the start fails with; "crash": with none of ours; "hang": it waits for START."""
+    """`start_error`: the error with which the start fails; "crash": an exception that is not ours; "hang": it waits for
+    START.
+    """
 
     folder: str
     vocab_size: int
@@ -63,7 +65,7 @@ class Engine(FakeEngineClient):
             folder = pathlib.Path(self._settings.folder)
             (folder / IN_STEP).touch()
             while not (folder / STEP_OVER).exists():
-                sum(range(100_000))  # other threads have to ask for their turn
+                sum(range(100_000))  # other threads have to request their turn
         return super()._advance(entry)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of bad requests that take their time, leave in the middle, or come in a row. Each takes a random generator."""
+"""Kinds of bad requests that take their time, are cut off, or come in a row. Each takes a random generator."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def chunked_body_over_the_cap(wire, _random):
     chunk = b"a" * 2**16
     for _ in range(BODY_LIMIT // len(chunk)):
         await wire.send(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-    await wire.send(b"1\r\na")  # not a byte more than is read: what is left over makes a reset, ahead of the answer
+    await wire.send(b"1\r\na")  # not a byte more than is read: unread bytes would cause a reset, ahead of the answer
     assert (await wire.answer()).status == 413
 
 
@@ -107,7 +107,7 @@ async def garbage_behind_a_good_request(wire, _random):
 
 
 async def pipelined(wire, _random):
-    """Requests one behind the other, the middle one bad: answered in order."""
+    """Pipelined requests, the middle one bad, are answered in order."""
     good = post(COMPLETIONS, GOOD[COMPLETIONS])
     await wire.send(good + post(COMPLETIONS, b"{}") + good)
     assert [(await wire.answer()).status for _ in range(3)] == [200, 400, 200]
@@ -121,7 +121,7 @@ async def duplicate_ids(wire, _random):
 
 
 WAITING_ACTS = {act.__name__: act for act in (slow_head, slow_body, dripping_body)}
-"""Those that wait for the server's patience to end, and cost nothing meanwhile."""
+"""Acts that wait for the server's timeout, and cost nothing meanwhile."""
 
 ACTS = {
     act.__name__: act

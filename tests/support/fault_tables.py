@@ -1,4 +1,4 @@
-"""Kinds of bad requests as data: what is sent, and what it must be answered."""
+"""Kinds of bad requests as data: what is sent, and the expected answer."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ def body(path, content, param, status=400):
 
 
 def fields(param, *values, paths=(COMPLETIONS, CHAT), **others):
-    """A good request with each of these values in the field that `param` begins with."""
+    """Yield a good request with each of these values in the field that `param` begins with."""
     name = param.partition("[")[0].partition(".")[0]
     return [body(path, GOOD[path] | others | {name: value}, param) for path in paths for value in values]
 
@@ -238,7 +238,7 @@ NOT_HTTP = {
         Sent(head_of("POST", COMPLETIONS, [("content-length", length) for length in lengths]))
         for lengths in (["x"], ["-5"], ["1", "2"], ["0x10"], ["9" * 40], ["5, 6"])
     ],
-    # Content-Length beside chunks: how requests are smuggled past proxies.
+    # Content-Length together with chunks: how requests are smuggled past proxies.
     "two lengths": [
         Sent(
             head_of("POST", COMPLETIONS, [*JSON, ("content-length", "5"), ("transfer-encoding", "chunked")])

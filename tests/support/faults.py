@@ -1,6 +1,7 @@
 """Bad requests: what they have in common, on the wire and in their answers.
 
-A kind of them is a list of requests with their answers (`fault_tables`), or an act that takes time (`fault_acts`).
+A kind of bad request is a list of requests with their answers (`fault_tables`), or an act that takes time
+(`fault_acts`).
 """
 
 import asyncio
@@ -27,7 +28,7 @@ RECEIVE_TIMEOUT = 10.0  # a good request is read in it, even where the server an
 
 
 class Answer(NamedTuple):
-    """What came back: status 0 if the connection was closed without a word."""
+    """An answer; status 0 if the connection was closed without one."""
 
     status: int
     headers: dict[str, str]
@@ -35,14 +36,14 @@ class Answer(NamedTuple):
 
 
 class _Reader(asyncio.StreamReader):
-    """What has come can be read although the connection was reset behind it."""
+    """A reader whose data can be read even after the connection was reset."""
 
     def set_exception(self, exc):
         self.feed_eof()
 
 
 class Wire:
-    """One connection, by hand."""
+    """One connection, written byte by byte."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -109,7 +110,7 @@ def head(method, path, headers=(), *, key=KEY):
 
 
 def post(path, content, headers=()):
-    """A request with this body: bytes, or what becomes JSON."""
+    """Return a request with this body: bytes, or a value that is encoded as JSON."""
     content = content if isinstance(content, bytes) else json.dumps(content).encode()
     return head("POST", path, [*JSON, ("content-length", len(content)), *headers]) + content
 

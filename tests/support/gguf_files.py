@@ -55,7 +55,7 @@ def stack(tensors):
 
 
 def convert_tensors(fields, tensors):
-    """The tensors of a Hugging Face checkpoint as llama.cpp wants them; those that are bytes by now are MXFP4."""
+    """Convert the tensors of a Hugging Face checkpoint to llama.cpp's layout; tensors of bytes are MXFP4."""
     if fields["model_type"] == "gpt_oss":
         return convert_gpt_oss(tensors)
     converted = {}
@@ -84,7 +84,7 @@ def convert_tensors(fields, tensors):
 
 
 def split_latent_heads(fields, tensors):
-    """What makes keys and values of latents, apart, that of keys transposed."""
+    """Split the projection from latents into those of keys and values, the former transposed."""
     split, num_keys = {}, fields["qk_nope_head_dim"]
     for name, tensor in tensors.items():
         if ".attn_kv_b." in name:
@@ -97,7 +97,9 @@ def split_latent_heads(fields, tensors):
 
 
 def convert_gpt_oss(tensors):
-    """Experts have outputs before inputs, and gate and up apart; blocks and scales are ggml's blocks."""
+    """Convert the experts, which have outputs before inputs, and gate and up apart; blocks and scales become ggml's
+    blocks.
+    """
     converted = {}
     for name, tensor in tensors.items():
         if name.endswith("_blocks"):
@@ -120,7 +122,9 @@ def convert_gpt_oss(tensors):
 
 
 def mxfp4_rows(blocks, scales):
-    """[X, out, in / 32 * 17] of ggml's blocks: a scale, then 16 bytes whose lower halves are the first 16 values."""
+    """Return ggml's blocks, [X, out, in / 32 * 17]: a scale, then 16 bytes whose lower halves are the first 16
+    values.
+    """
     values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
     halves = values[..., :16] | (values[..., 16:] << 4)
     return np.concatenate([scales[..., None], halves], axis=-1).reshape(*scales.shape[:-1], -1)
@@ -131,7 +135,7 @@ def falcon_kv_heads(fields):
 
 
 def convert_fields(fields):
-    """The metadata of a Hugging Face config, without the architecture's name before each key."""
+    """Convert a Hugging Face config to metadata, without the architecture's name before each key."""
     if fields["model_type"] == "bloom":
         return {
             "context_length": fields["seq_length"],
@@ -259,7 +263,7 @@ def yarn_keys(rope):
 
 
 def _further_keys(fields):
-    """What only some families have."""
+    """Return the keys that only some families have."""
     match fields["model_type"]:
         case "cohere":
             return {"logit_scale": fields["logit_scale"], "rope.scaling.type": "none"}
@@ -302,7 +306,7 @@ def _norm_keys(fields):
 
 
 def rope_tensors(fields):
-    """What multiplies the wavelengths, as tensors."""
+    """Return the factors of the wavelengths, as tensors."""
     rope = fields.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         kinds = ("short", "long")
@@ -325,7 +329,7 @@ def rope_tensors(fields):
 
 
 def write(path, architecture, metadata, tensors, kinds=None):
-    """A file of whole `tensors`, those named in `kinds` quantized, and of `metadata`, by whole keys."""
+    """Write a file with these `tensors`, those named in `kinds` quantized, and `metadata`, by full keys."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if isinstance(value, bool):
@@ -352,7 +356,7 @@ def write(path, architecture, metadata, tensors, kinds=None):
 
 
 def write_model(path, fields, tensors, *, metadata=None, kinds=None):
-    """The GGUF file of a Hugging Face config and its tensors; `metadata` adds or replaces whole keys."""
+    """Write the GGUF file of a Hugging Face config and its tensors; `metadata` adds or replaces full keys."""
     architecture = architecture_of(fields)
     keys = {f"{architecture}.{name}": value for name, value in convert_fields(fields).items()}
     everything = convert_tensors(fields, tensors) | rope_tensors(fields)

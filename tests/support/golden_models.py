@@ -26,7 +26,9 @@ ONE_OF_EACH = list({load_config(path)["model_type"]: path for path in reversed(G
 CASES = quick_only(GOLDENS, *ONE_OF_EACH)
 """All goldens, as parameters of tests: a family's further ones are slow."""
 PADDED = 64
-"""One length for the naive forwards of a golden, so that they compile once; causal attention does not see padding."""
+"""One length for the naive forward passes of a golden, so that they compile once; causal attention does not see
+padding.
+"""
 
 
 def load_golden(path):
@@ -59,12 +61,12 @@ def paged_chunk_logits(golden):
 
 
 def relative_error(logits, expected):
-    """The largest difference, in units of the largest logit."""
+    """Return the largest difference, in units of the largest logit."""
     return np.abs(logits - expected).max() / np.abs(expected).max()
 
 
 def print_table():
-    """One line a family: its goldens, and the worst error among them without and with paged KV."""
+    """Print one line per family: its goldens, and the worst error among them without and with paged KV."""
     families = collections.defaultdict(list)
     for path in GOLDENS:
         families[load_config(path)["model_type"]].append(path)

@@ -1,4 +1,4 @@
-"""Grammars that nobody means well with: what crashes, fills or slows down a compiler that trusts its input."""
+"""Malicious grammars: they crash, exhaust or slow down a compiler that trusts its input."""
 
 import json
 import random
@@ -13,7 +13,7 @@ NUMBERS = [
 
 
 def intersections(count):
-    """A terminal that is the intersection of others, which are intersections."""
+    """Return a terminal that is the intersection of others, which are intersections themselves."""
     rules = "".join(f"R{i}: R{i + 1} & /a{{{i},}}.*/\n" for i in range(count))
     return f"start: R0\n{rules}R{count}: /a*/"
 
@@ -60,7 +60,7 @@ def schemas():
 
 
 def regexes():
-    """Regular expressions that grow, nest or are none."""
+    """Yield regular expressions that grow, nest or are invalid."""
     yield from ("(a{1000}){1000}", "(a|b|ab)*c" * 500, "(" * 5000, "[" + "".join(map(chr, range(0x100, 0x900))) + "]*")
     yield from (
         "(?i)" + "ß" * 5000,
@@ -93,7 +93,7 @@ def grammars():
 
 
 def bodies():
-    """Parts of bodies of a chat, as JSON text: hostile schemas and grammars in each of their places."""
+    """Yield parts of bodies of a chat, as JSON text: hostile schemas and grammars in each of their fields."""
     rng = random.Random(0)
     for text in schemas():
         tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {text}}}}}'

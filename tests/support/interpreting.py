@@ -1,4 +1,4 @@
-"""Kernels in Pallas's interpreter for GPUs, which prints that it has found a race, and goes on."""
+"""Run kernels in Pallas's interpreter for GPUs, which only prints that it has found a race, and goes on."""
 
 from unittest import mock
 
@@ -12,8 +12,8 @@ from pallas_kernels.deviceless import H200
 
 
 def _call_on_host(*args, callback, **_):
-    """jax's, which first puts each argument on a device, a list of places as well: in most callbacks that takes longer
-    than what they do. The arguments are views of memory that goes with the call.
+    """Replaces jax's function, which first puts each argument on a device, even a list of indices: in most callbacks
+    that takes longer than the callback itself. The arguments are views of memory that lives as long as the call.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return jax.tree.map(np.asarray, callback(*map(np.array, args)))
@@ -37,7 +37,7 @@ def _deallocate_barriers(token, mesh_location, thread, keys, **kwargs):
 
 
 def interpret(capsys, function, *args, **kwargs):
-    """What `function` returns, its kernels interpreted as on an H200; fails if their threads race for memory."""
+    """Return what `function` returns, its kernels interpreted as on an H200; fail if their threads race for memory."""
     capsys.readouterr()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=H200)
     parameters = plgpu.InterpretGPUParams(detect_races=True)

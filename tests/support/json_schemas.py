@@ -187,7 +187,7 @@ BY_HAND = [
     {"$anchor": "here", "$id": "urn:x", "type": "boolean"},
 ]
 
-# What cannot be followed, and the word that the refusal must name.
+# What is not supported, and the word that the refusal must contain.
 UNSUPPORTED = [
     ({"not": {"pattern": "^a"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -213,7 +213,7 @@ UNSUPPORTED = [
 
 
 def random_schema(rng: random.Random, depth: int = 0):
-    """A schema that some value satisfies."""
+    """Return a schema that some value satisfies."""
     kinds = ["null", "boolean", "integer", "number", "string", "enum", "const"]
     if depth < 3:
         kinds += ["array", "object", "object", "anyOf", "tuple"]

@@ -1,4 +1,4 @@
-"""Cases of latent attention, their results in float64, and how near an implementation must come to these."""
+"""Cases of latent attention, their results in float64, and the tolerances of implementations."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ from poisoned_pages import make_pages
 
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 
-# Of the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
+# Relative to the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4, jnp.float32: 2e-6}
 
 

@@ -58,7 +58,7 @@ def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
 
 
 def one_sequence(token_ids):
-    """The Batch of a single sequence that starts at position 0; nothing is written to pages."""
+    """Return the Batch of a single sequence that starts at position 0; nothing is written to pages."""
     num_tokens = token_ids.shape[0]
     return Batch(
         token_ids=token_ids,
@@ -72,7 +72,7 @@ def one_sequence(token_ids):
     )
 
 
-# Of a test's function, compiling takes longer than running.
+# Compiling a test's function takes longer than running it.
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 

@@ -1,10 +1,10 @@
-"""What the bodies of kernels ask of `jax.lax`, in NumPy."""
+"""The functions of `jax.lax` that bodies of kernels use, in NumPy."""
 
 import numpy as np
 
 
 def fori_loop(start, end, body, state):
-    """Indices are of int32."""
+    """Run a loop; indices are int32."""
     for i in range(int(start), int(end)):
         state = body(np.int32(i), state)
     return state
@@ -18,6 +18,6 @@ def while_loop(condition, body, state):
 
 
 def broadcast_in_dim(x, shape, axes):
-    """A vector along one axis."""
+    """Broadcast a vector along one axis."""
     [axis] = axes
     return np.broadcast_to(np.expand_dims(x, tuple(i for i in range(len(shape)) if i != axis)), shape)

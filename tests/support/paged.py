@@ -29,7 +29,7 @@ def empty_cache(kv_specs, num_blocks, mesh):
 
 
 def make_batch(rows, *, num_tokens, num_rows, num_blocks):
-    """A padded Batch, and its rows in their order; a row is (token ids of the whole sequence, blocks, start, stop)."""
+    """Return a padded Batch, and its rows in order; a row is (token ids of the whole sequence, blocks, start, stop)."""
     rows = sorted(rows, key=lambda row: row[3] - row[2] > 1)
     lengths = [stop - start for _, _, start, stop in rows]
     assert sum(lengths) <= num_tokens
@@ -68,9 +68,10 @@ def paged_logits(params, config, family, batch, kv_cache):
 
 
 def chunked_logits(params, config, family, sequence, chunkings, *, mesh):
-    """Logits [T, V] of one sequence for each of its chunkings, which run side by side: one row each in every step.
+    """Return the logits [T, V] of one sequence for each of its chunkings, which run together: one row each in every
+    step.
 
-    A chunking lists how many tokens each step computes; they need not end together. Blocks come in mixed-up order.
+    A chunking lists how many tokens each step computes; they need not end together. Blocks are in mixed-up order.
     """
     assert all(sum(chunks) == len(sequence) for chunks in chunkings)
     blocks_each = -(-len(sequence) // BLOCK_SIZE)
@@ -82,7 +83,7 @@ def chunked_logits(params, config, family, sequence, chunkings, *, mesh):
     with jax.set_mesh(mesh):
         kv_cache = empty_cache(family.kv_specs(config), num_blocks, mesh)
         for step in range(num_steps):
-            # The sequence's blocks travel with its row, so that results can be told apart after the sorting.
+            # The sequence's blocks are kept with its row, so that results can be told apart after the sorting.
             rows = [
                 (sequence, tuple(blocks[index]), sum(chunks[:step]), sum(chunks[: step + 1]))
                 for index, chunks in enumerate(chunkings)

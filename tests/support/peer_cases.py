@@ -1,4 +1,4 @@
-"""Meshes of devices that share sums, and who can run what kernels send between them."""
+"""Meshes of devices with partial sums, and marks for tests of the kernels that exchange them."""
 
 import jax
 import pytest

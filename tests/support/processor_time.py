@@ -1,7 +1,7 @@
 """A pytest plugin that reports each test's processor time: wall time says little on a machine that does other work.
 
-`python -m pytest -p processor_time [--processor-times FILE]`, also with `-n`. Counted is what the process and those of
-its children that have ended by then used in setup, call and teardown; a fixture's time is that of its first test.
+`python -m pytest -p processor_time [--processor-times FILE]`, also with `-n`. It counts what the process and its
+children that have ended by then used in setup, call and teardown; a fixture's time is that of its first test.
 """
 
 import collections

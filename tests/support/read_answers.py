@@ -7,7 +7,9 @@ from jaxserve.server.parsing.reader import Reader
 
 
 def message_of(syntax, text, tools, *, size=4096, **options):
-    """Return the words, the thoughts and the calls in an answer, whose text comes in pieces of `size` characters."""
+    """Return the words, the thoughts and the calls in an answer, whose text is pushed in pieces of `size`
+    characters.
+    """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
     reader = Reader(syntax, schemas, **options)
     events = [event for start in range(0, len(text), size) for event in reader.push(text[start : start + size])]

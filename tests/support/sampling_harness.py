@@ -1,4 +1,4 @@
-"""What the tests of sampling share: requests, their admission into slots, and one compiled function of each kind."""
+"""Helpers of the sampling tests: requests, their admission into slots, and one compiled function of each kind."""
 
 import functools
 
@@ -33,7 +33,7 @@ def make_request(prompt=(1,), *, seed=0, stop_token_ids=(), bad_word_ids=(), **p
 
 def put(state, slot, request, output=()):
     """Admit one request, which may have generated some tokens already, as the runner does."""
-    slots = jnp.array([slot, len(state.scalars)], jnp.int32)  # and a row of padding
+    slots = jnp.array([slot, len(state.scalars)], jnp.int32)  # and a padding row
     rows = np.stack([pack_scalars(request), np.full_like(pack_scalars(request), 9)])
     state = jit_admit(state, slots, jnp.asarray(rows))
     if has_extras(request):

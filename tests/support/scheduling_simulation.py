@@ -1,10 +1,10 @@
-"""A scheduler with a make-believe device: traffic goes through both, and every read and write of KV is checked.
+"""A scheduler with a simulated device: traffic goes through both, and every read and write of KV is checked.
 
-KV at one position depends on the domain and on every token up to there, and is of one group of layers. The device
+KV at one position depends on the domain and on every token up to there, and belongs to one KV group. The device
 therefore stores a group and a history (a node in a tree of token prefixes) at each (block, offset), executes plans in
-order the moment they are made, as a real one would in its own time, and asserts that each row finds exactly its own
-history in its block tables, as far back as each group looks. Tokens are a function of the history, so each request's
-output has to equal a naive generation, whatever was shared, chunked, given back or preempted.
+order as soon as they are made, as a real one would in its own time, and asserts that each row finds exactly its own
+history in its block tables, as far back as each group attends. Tokens are a function of the history, so each request's
+output has to equal a naive generation, however its blocks were shared, chunked, given back or preempted.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def make_limits(**changes):
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """What the make-believe model says; one time in forty that is a stop token."""
+    """Return the simulated model's next token; one time in forty that is a stop token."""
     draw = (zlib.crc32(bytes(tokens), seed) >> 8) % 40
     return STOP if draw == 0 else 1 + draw % VOCAB
 
@@ -63,7 +63,7 @@ def naive_generation(request: EngineRequest) -> tuple[list[int], str]:
 
 
 def shape(plan):
-    """A plan as (id, start, num_tokens, samples) a row."""
+    """Return a plan as one (id, start, num_tokens, samples) per row."""
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in plan.rows]
 
 
@@ -72,8 +72,9 @@ def prompt(length, first=1):
 
 
 def never_stops(name, length, max_tokens, **options):
-    """A request whose naive generation runs to its limit. Names of one first letter have one prompt, but for its last
-    token."""
+    """Return a request whose naive generation runs to its limit. Names with the same first letter have the same prompt,
+    except for its last token.
+    """
     stem = [ord(name[0]), *prompt(length)]
     for last in range(1, 200):
         request = make_request(name, [*stem[: length - 1], last], max_tokens, **options)
@@ -109,7 +110,7 @@ class Histories:
         return self.links[node][1], tokens[::-1]
 
     def block_hash(self, node: int) -> bytes:
-        """The chained hash that the cache should know this prefix under; written down a second time, on purpose."""
+        """Return the chained hash that the cache should have for this prefix; deliberately written a second time."""
         if node not in self._hashes:
             domain, tokens = self.path(node)
             assert len(tokens) % self._block_size == 0, "a cached block ends inside a block"
@@ -136,7 +137,7 @@ class Device:
         self.tokens: dict[int, list[int]] = {}
         self.nodes: dict[int, list[int]] = {}
         self.num_shared_decodes = 0
-        """Steps of one token a row in which two rows read one place."""
+        """Steps of one token per row in which two rows read the same position."""
         self.num_cut_decodes = 0
         """Steps of one token a row in which the budget left a chunk no more than that."""
 
@@ -152,7 +153,7 @@ class Device:
             for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):
                 if row.request not in plan.admitted and row.num_new_blocks:
                     mine += table[-row.num_new_blocks :]
-                # What has been given back stays in the device's table.
+                # A block that was given back stays in the device's table.
                 assert len(mine) == len(table), "the device's block table is stale"
                 assert all(b in (a, NO_BLOCK) for a, b in zip(mine, table, strict=True)), "... is stale"
 
@@ -184,7 +185,7 @@ class Device:
         return token_ids, [row.request not in failed for row in plan.rows]
 
     def _check_decode_only(self, plan: StepPlan) -> None:
-        """What Batch.is_decode_only promises, of blocks of more than one token."""
+        """Check what Batch.is_decode_only promises, for blocks of more than one token."""
         assert all(row.num_tokens == 1 for row in plan.rows)
         writes = [{self._place(row, *place) for place in self._writes(row)} for row in plan.rows]
         reads = [{self._place(row, *place) for place in self._reads(row)} for row in plan.rows]
@@ -211,12 +212,12 @@ class Device:
             failed |= reached
 
     def _writes(self, row: Row) -> list[tuple[int, int]]:
-        """(group, position) of what a row computes."""
+        """Return the (group, position) pairs that a row computes."""
         positions = range(row.start, row.start + row.num_tokens)
         return [(group, position) for group in range(len(self.windows)) for position in positions]
 
     def _reads(self, row: Row) -> list[tuple[int, int]]:
-        """(group, position) of what the tokens of a row attend to."""
+        """Return the (group, position) pairs that the tokens of a row attend to."""
         firsts = [0 if window is None else max(0, row.start - window + 1) for window in self.windows]
         end = row.start + row.num_tokens
         return [(group, position) for group, first in enumerate(firsts) for position in range(first, end)]
@@ -298,7 +299,7 @@ class Simulation:
         self.check()
 
     def drain(self, num_in_flight: int = 0) -> None:
-        """Until everybody has finished, which must not take for ever."""
+        """Run until all requests have finished, within a bound on the number of steps."""
         bound = 100 + 20 * sum(request.max_total_tokens for request in self.unfinished)
         for _ in range(bound):
             if not self.scheduler.has_work and not self.in_flight:
@@ -318,7 +319,7 @@ class Simulation:
             self._check_cache(self.scheduler)
 
     def _check_cache(self, scheduler: ContinuousScheduler) -> None:
-        """Every cached block holds, on the device, exactly the KV of the prefix that its hash stands for."""
+        """Check that every cached block holds, on the device, exactly the KV of the prefix that its hash stands for."""
         device, histories = self.device, self.device.histories
         for block_hash, entry in scheduler._cache._entries.items():
             for group, block_id in enumerate(entry.block_ids):

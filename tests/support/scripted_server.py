@@ -16,9 +16,9 @@ from waiting import PATIENCE, until
 
 @dataclasses.dataclass(kw_only=True)
 class Reply:
-    """`ttft` seconds, then `num_tokens` chunks `gap` seconds apart; or `status` with `body`, or something broken.
+    """After `ttft` seconds, `num_tokens` chunks `gap` seconds apart; or `status` with `body`, or something broken.
 
-    Nothing comes before `may_begin`.
+    Nothing is sent before `may_begin`.
     """
 
     num_tokens: int = 3

@@ -28,7 +28,9 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, after five special tokens; BOS before every text; a chat template in ChatML."""
+    """Return a tokenizer with one token per byte, after five special tokens; BOS before every text; a chat template in
+    ChatML.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -65,7 +67,7 @@ class Running:
         wait_until(lambda: self.server.is_serving)
 
     def wait(self) -> int | None:
-        """The exit code, when the server has ended."""
+        """Return the exit code, when the server has ended."""
         self._thread.join(timeout=PATIENCE)
         assert not self._thread.is_alive(), "the server did not end"
         return self.exit_code
@@ -77,11 +79,13 @@ class Running:
         return self.request("GET", path, **options)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """One request on a connection of its own. verify=False: reading certificates takes longer than the request."""
+        """Send one request on a connection of its own. verify=False: reading certificates takes longer than the
+        request.
+        """
         return httpx.request(method, self.url + path, timeout=PATIENCE, verify=False, **options)
 
     def stream(self, path: str, body: Any, *, on_data: Callable[[bytes], Any] = lambda _: None) -> httpx.Response:
-        """A request whose answer is read as it comes: `on_data` is called with all that there is of it so far."""
+        """Send a request and read its answer as it comes: `on_data` is called with everything received so far."""
         content = b""
         with httpx.stream("POST", self.url + path, json=body, timeout=PATIENCE, verify=False) as response:
             for data in response.iter_bytes():
@@ -123,7 +127,9 @@ def running(
 
 
 def frames(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, whose grammar is checked: `data: <json>` and an empty line each, [DONE] at the end."""
+    """Return the events of a stream, and check its grammar: `data: <json>` and an empty line each, [DONE] at the
+    end.
+    """
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.content.decode("utf-8").split("\n\n")
@@ -134,7 +140,7 @@ def frames(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def response_events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream of /v1/responses, whose grammar is checked."""
+    """Return the events of a stream of /v1/responses, and check its grammar."""
     assert answer.status_code == 200, answer.text
     *frames, rest = answer.text.split("\n\n")
     assert rest == ""
@@ -149,7 +155,7 @@ def response_events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def assert_error(answer: httpx.Response, status: int, param: str | None, kind: str = "invalid_request_error") -> None:
-    """The answer is this refusal, in the shape that all have."""
+    """Check that the answer is this refusal, in the format of all refusals."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     (error,) = answer.json().values()
@@ -161,7 +167,7 @@ def assert_error(answer: httpx.Response, status: int, param: str | None, kind: s
 
 
 def assert_well(server: RunningFake) -> None:
-    """The server answers the next good request, and nothing is left of those before."""
+    """Check that the server answers the next good request, and that nothing is left of earlier ones."""
     answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 2})
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == "ab"

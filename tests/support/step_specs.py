@@ -1,4 +1,4 @@
-"""What steps of large models are built from, in tests that compile them for an H200 that is not there."""
+"""StepSpecs of large models, for tests that compile their steps for an H200 without one."""
 
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 

@@ -22,7 +22,7 @@ def pack(codes, bits, *, axis):
 
 
 def product(difference, scales):
-    """What every package computes: an exact difference of codes times its scale, rounded to the scale's type."""
+    """Return what every package computes: an exact difference of codes times its scale, rounded to the scale's type."""
     return difference.astype(scales.dtype) * scales
 
 

@@ -59,7 +59,7 @@ CHAT_TEMPLATE = (
 def write(
     folder: pathlib.Path, *, chat_template: str | None = None, special_tokens: Sequence[str] = ()
 ) -> pathlib.Path:
-    """A model directory; start it with load_format="dummy"."""
+    """Write a model directory; start it with load_format="dummy"."""
     merges = sorted(MERGES, key=lambda pair: len("".join(pair)))
     pieces = list(dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]))
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
@@ -94,7 +94,9 @@ def write(
 
 
 def ascii_tokenizer(*, has_eos: bool = True) -> Tokenizer:
-    """One token for each of the 95 printable ASCII characters and the line feed, then EOS: for models of 100 tokens."""
+    """Return a tokenizer with one token for each of the 95 printable ASCII characters and the line feed, then EOS: for
+    models of 100 tokens.
+    """
     stand_in = {" ": "Ġ", "\n": "Ċ"}
     characters = [*map(chr, range(0x20, 0x7F)), "\n"]
     vocabulary = {stand_in.get(character, character): i for i, character in enumerate(characters)}

@@ -1,6 +1,6 @@
-"""Functions of which one runs at a time, each on a thread of its own, up to where others could see what it does.
+"""Threads of which one runs at a time, up to its next action that is visible to others.
 
-Who has them decides whose turn it is: by a seed, so that a test meets the same order again.
+Their owner decides whose turn it is: by a seed, so that a test repeats the same order.
 """
 
 import threading
@@ -14,11 +14,11 @@ class _Stopped(BaseException):
 
 
 class Player:
-    """One that takes turns. A subclass says what it does."""
+    """One thread that takes turns. A subclass defines what it does."""
 
     def __init__(self) -> None:
         self.can_go_on: Callable[[], bool] = lambda: True
-        """What it waits for."""
+        """True when the thread can go on."""
         self.has_ended = False
         self._error: BaseException | None = None
         self._turn = threading.Semaphore(0)
@@ -42,7 +42,7 @@ class Player:
 
 
 class Turns:
-    """Whose turn it is."""
+    """Lets one player run at a time."""
 
     def __init__(self) -> None:
         self.current: Player | None = None
@@ -50,7 +50,7 @@ class Turns:
         self._is_stopped = False
 
     def let_run(self, player: Player) -> None:
-        """Until it pauses or ends. Raises what it raises."""
+        """Let a player run until it pauses or ends. Raises what it raises."""
         self.current = player
         if not player._thread.ident:
             player._turns = self
@@ -62,7 +62,7 @@ class Turns:
             raise player._error
 
     def pause(self, can_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Ends the turn of the player that calls. Returns when it has the next one."""
+        """End the turn of the calling player. Returns when it has the next one."""
         player = self.current
         assert player is not None
         player.can_go_on = can_go_on
@@ -70,7 +70,7 @@ class Turns:
         self._wait_for_turn(player)
 
     def stop(self, players: Iterable[Player]) -> None:
-        """End those that have begun, wherever they are. There are no turns after that."""
+        """End all players that have begun, wherever they are. There are no turns after that."""
         self._is_stopped = True
         begun = [player for player in players if player._thread.ident]
         for player in begun:

@@ -1,11 +1,11 @@
-"""Waiting for what another thread or process does: however slow the machine, only what is broken reaches the limit."""
+"""Wait for another thread or process: however slow the machine, only what is broken reaches the limit."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
 PATIENCE = 240.0
-"""Seconds: for what is sure to come. A test as a whole has 600."""
+"""Limit in seconds for what is certain to happen. A test as a whole has 600."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -18,7 +18,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], *, interval: float = 0.01) -> None:
-    """Return when it holds; other tasks run meanwhile. Raises TimeoutError."""
+    """Return when the condition holds; other tasks run meanwhile. Raises TimeoutError."""
     async with asyncio.timeout(PATIENCE):
         while not (holds if isinstance(holds := condition(), bool) else await holds):
             await asyncio.sleep(interval)

@@ -1,4 +1,4 @@
-"""Time as connections see it, told by the test, so that no machine is too slow for a limit on what is to arrive."""
+"""Time as connections see it, controlled by the test, so that no machine is too slow for a timeout."""
 
 import dataclasses
 import threading
@@ -62,13 +62,13 @@ class WireClock:
             monkeypatch.setattr(HttpProtocol, replacement.__name__, replacement)
 
     def call_later(self, delay: float, call: Callable[[], object]) -> _Timer:
-        """What the connections call instead of the loop's."""
+        """Replaces the loop's method for the connections."""
         timer = _Timer(self._now + delay, call)
         self._timers.append(timer)
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let time pass. What is due has happened when this returns."""
+        """Let time pass. Everything that is due has happened when this returns."""
         has_passed = threading.Event()
 
         def run() -> None:

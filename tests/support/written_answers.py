@@ -1,4 +1,4 @@
-"""Answers as models write them: what a chat template of a syntax makes of an assistant's message."""
+"""Answers as models write them: a chat template's rendering of an assistant's message, for each syntax."""
 
 import json
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def rows():
 
 
 def thoughts_of(name):
-    """The thoughts that a model with these calls writes."""
+    """Return the thoughts that a model with these calls writes."""
     name = name.partition("-")[0]
     return REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
 
@@ -38,7 +38,7 @@ def reader(calls, tools, *, thoughts=None, **options):
 
 
 def read(parser, pieces, *, is_cut=False):
-    """What is told of a text in pieces, as a message; arguments as they are."""
+    """Parse a text in pieces, and return what is reported as a message; arguments stay text."""
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(is_cut=is_cut)
     texts = {Content: "", Reasoning: ""}
     calls = []
@@ -53,7 +53,7 @@ def read(parser, pieces, *, is_cut=False):
 
 
 def loaded(message):
-    """The message with arguments as values."""
+    """Return the message with arguments parsed."""
     return message._replace(calls=tuple((name, json.loads(arguments)) for name, arguments in message.calls))
 
 
@@ -114,7 +114,7 @@ def dumps(value):
 
 
 def own(value, quote):
-    """A value in a syntax with quotes of its own, and keys without any."""
+    """Write a value in a syntax with its own quotes and unquoted keys."""
     match value:
         case str():
             return quote + value + quote
