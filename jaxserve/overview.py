@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -22,12 +21,13 @@ from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.weights import load_config, naming_config
 from jaxserve.models import FAMILIES, get_family
+from jaxserve.models.family import Family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
 
 # How a field of a family's Config appears in the table: column, word. Fields that every family has are left out.
-# Features that all checkpoints of a family have, without a field, are listed in its module's FEATURES.
+# Features that all checkpoints of a family have, without a field, are listed in `Family.features`.
 FEATURES = {
     "num_kv_heads": (HEADS, "grouped"),
     "latent_heads": (HEADS, "latent"),
@@ -62,15 +62,15 @@ def families() -> list[dict[str, str]]:
     return [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
 
 
-def _features(family: ModuleType) -> dict[str, str]:
+def _features(family: Family) -> dict[str, str]:
     words: dict[str, list[str]] = collections.defaultdict(list)
-    words[OTHER] += getattr(family, "FEATURES", ())
+    words[OTHER] += family.features
     for field in dataclasses.fields(family.Config):
         if field.name in FEATURES:
             column, word = FEATURES[field.name]
             words[column].append(word)
     row = {column: ", ".join(dict.fromkeys(words[column])) or absent for column, absent in _ABSENT.items()}
-    return row | {"serves": (family.__doc__ or "").split("(")[0].split(":")[0].strip().rstrip(",.")}
+    return row | {"serves": (family.doc or "").split("(")[0].split(":")[0].strip().rstrip(",.")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ in one program, for rows of which it has nothing to say.
 """
 
 import dataclasses
-from types import ModuleType
 from typing import Any, no_type_check
 
 import flax.struct
@@ -20,6 +19,7 @@ from jaxserve.execution.slots import Slots, admit
 from jaxserve.layers.batch import Kernels, KVCache, Launch
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
+from jaxserve.models.family import Family
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
@@ -77,7 +77,7 @@ def step(
     peers: Peers | None,
     packed: Int[Array, " packed"],
     *,
-    family: ModuleType,
+    family: Family,
     config: Any,
     kernels: Kernels,
     group_of_layer: tuple[int, ...],
@@ -120,7 +120,7 @@ def forward(
     packed: Int[Array, " packed"],
     admissions: Int[Array, "rows width"] | None = None,
     *,
-    family: ModuleType,
+    family: Family,
     config: Any,
     kernels: Kernels,
     group_of_layer: tuple[int, ...],
@@ -160,7 +160,7 @@ def forward(
     hidden, kv_cache = family.forward(params, config, batch, kv_cache)
     last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
-        logits = family.logits(params, config, last_tokens, kernels)
+        logits = family.head(params, config, last_tokens, kernels)
         logits = gathered(logits, None if peers is None else peers.logits, kernels=kernels)
 
     rows = DrawingRows(
@@ -231,7 +231,7 @@ def prompt_logprobs(
     hidden: Float[Array, "T E"],
     packed: Int[Array, " packed"],
     *,
-    family: ModuleType,
+    family: Family,
     config: Any,
     bucket: Bucket,
 ) -> Logprobs:
@@ -250,7 +250,7 @@ def prompt_logprobs(
 
     def of_chunk(xs: tuple[Array, Array]) -> Logprobs:
         hidden, following = xs
-        return _logprobs(gathered(family.logits(params, config, hidden, "xla")), following)
+        return _logprobs(gathered(family.head(params, config, hidden, "xla")), following)
 
     chunks = jax.lax.map(of_chunk, (hidden, following))
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:num_tokens], chunks)

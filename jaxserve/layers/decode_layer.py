@@ -36,6 +36,7 @@ def decode_layers(
     x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
+    span: range,
     *,
     kinds: Sequence[Kind],
     attends: Sequence[AttendHeads],
@@ -43,16 +44,16 @@ def decode_layers(
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return hidden states after the final norm, and the cache with this step's keys and values.
+    """Run these layers: return the residual stream behind them, or hidden states after the final norm, and the cache.
 
     `kinds` says how each layer runs, `attends` how it attends; `rotation`, which `attends` know too, is for layers that
     are one kernel.
     """
     layers = params["layers"]
-    y = rms_norm(x, layers[0]["attention_norm"], eps)
-    y = linear_of_few_rows(y, layers[0]["attention"]["qkv"], kernels=batch.kernels)
-    steps = zip(layers, [*layers[1:], None], kinds, attends, strict=True)
-    for index, (layer, following, kind, attend) in enumerate(steps):
+    y = rms_norm(x, layers[span.start]["attention_norm"], eps)
+    y = linear_of_few_rows(y, layers[span.start]["attention"]["qkv"], kernels=batch.kernels)
+    for index, kind, attend in zip(span, kinds, attends, strict=True):
+        layer, following = layers[index], layers[index + 1] if index + 1 in span else None
         after = {"layer": layer, "following": following, "final_norm": params["norm"]}
         after |= {"activation": activation, "eps": eps}
         own, cache = batch.of_layer(index), kv_cache.of_layer(index)
@@ -67,7 +68,7 @@ def decode_layers(
                 x, y = _after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers)
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
-    return y, kv_cache
+    return y if span.stop == len(layers) else x, kv_cache
 
 
 def _whole_layer(

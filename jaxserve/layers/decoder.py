@@ -5,7 +5,6 @@ Layers are unrolled: a Python list of weight trees, so that XLA never copies a l
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxserve.layers.moe import Routing, can_leave_shares, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
+from jaxserve.layers.peers import summed
 from jaxserve.layers.rope import Rope, rotations
 from pallas_kernels import all_reduce
 from pallas_kernels.paging import Scores
@@ -39,6 +39,12 @@ Block = Callable[[Params, Array, Array | None, Any], tuple[Array, Array | None, 
 
 An update is added where the sum is normalised next, in the layer behind, so that both can be one kernel. None: there
 is nothing to add, as in the first layer.
+"""
+
+Layers = Callable[[Params, Any, Array, Batch, KVCache, range], tuple[Array, KVCache]]
+"""(weights, config, residual stream, batch, cache, which layers) -> (residual stream behind them, cache)
+
+Behind a model's last layer the first are hidden states after the final norm.
 """
 
 
@@ -121,31 +127,36 @@ def decoder_specs(
     return specs
 
 
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, by the fields that configs have: one for all, one a layer, or none."""
+    by_layer = getattr(config, "sliding_windows", None)
+    return by_layer or (getattr(config, "sliding_window", None),) * config.num_layers
+
+
 def decoder(
     params: Params,
     config: DecoderConfig,
     x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
+    span: range,
     *,
-    sliding_windows: Sequence[int | None] | None = None,
     routing: Routing | None = None,
     gate: Gate | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Llama's: hidden states after the final norm, and the cache with this step's keys and values in it.
+    """Run these layers as Llama has them, and behind the last one the final norm; return the cache after them too.
 
-    `x` are the embedded tokens; `sliding_windows` has an entry a layer, by default None for each; `routing` is for the
-    layers that have experts; `gate` is that of the feed-forward where `config.activation` does not tell it. With
-    kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
+    `routing` is for the layers that have experts; `gate` is that of the feed-forward where `config.activation` does not
+    tell it. With kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
     """
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
     shared = {"rotation": rotation, "head_norm_eps": config.norm_eps}
-    windows = sliding_windows or [None] * config.num_layers
+    windows = windows_of(config)
     views = [
-        {"batch": batch.of_layer(index), "scores": Scores(scale=config.head_dim**-0.5, sliding_window=window)}
-        for index, window in enumerate(windows)
+        {"batch": batch.of_layer(index), "scores": Scores(scale=config.head_dim**-0.5, sliding_window=windows[index])}
+        for index in span
     ]
     step = StepShape(
         num_rows=len(x),
@@ -154,11 +165,12 @@ def decoder(
         is_decode_only=batch.is_decode_only,
         peers=batch.peers,
     )
+    layers = [params["layers"][index] for index in span]
     shapes = layer_shapes(
-        params["layers"],
-        [kv_cache.of_layer(index) for index in range(config.num_layers)],
+        layers,
+        [kv_cache.of_layer(index) for index in span],
         activation=activation,
-        sliding_windows=windows,
+        sliding_windows=[windows[index] for index in span],
         num_rotated=rotation[0].shape[1],
     )
     kinds = [path.kind for path in choose(shapes, step)]
@@ -169,6 +181,7 @@ def decoder(
             x,
             batch,
             kv_cache,
+            span,
             kinds=kinds,
             attends=attends,
             rotation=rotation,
@@ -176,7 +189,7 @@ def decoder(
             eps=config.norm_eps,
         )
 
-    leaves_shares = _adds_up_shares(params["layers"], x, batch)
+    leaves_shares = _adds_up_shares(layers, x, batch)
     sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
     mlp = functools.partial(gated_mlp, activation=activation, **sums)
     if routing is not None:
@@ -189,14 +202,14 @@ def decoder(
     attends = [functools.partial(self_attention, **view, **shared) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
-    return run_layers(
-        params["layers"],
-        x,
-        batch,
-        kv_cache,
-        blocks,
-        finish=lambda x, update: add_norm(x, update, params["norm"])[1],
-    )
+    return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm, add_norm=add_norm)
+
+
+def sparse_decoder(
+    params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run `decoder` of a config with a `routing`."""
+    return decoder(params, config, x, batch, kv_cache, span, routing=config.routing)
 
 
 def layer_shapes(
@@ -234,25 +247,33 @@ def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Bat
 
 
 def run_layers(
-    layers: Sequence[Params],
+    params: Params,
     x: Float[Array, "T E"],
     batch: Batch,
     kv_cache: KVCache,
+    span: range,
     blocks: Sequence[Block],
     *,
-    finish: Callable[[Array, Array], Array] = operator.add,
+    norm: Norm,
+    add_norm: AddNorm | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """The residual stream after all layers, each through its block, and the cache with this step's keys and values.
+    """Run these layers, each through its block; return the residual stream behind them and the cache after them.
 
-    `finish` adds the last layer's update to the stream, if blocks leave one, and may do more.
+    Behind the model's last layer these are the hidden states after the final norm, if it has one. `add_norm` adds the
+    last update and normalises, if that is better done together.
     """
-    update = None
-    for index, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+    layers, update = params["layers"], None
+    for index, block in zip(span, blocks, strict=True):
         with jax.named_scope(f"layer_{index}"):
-            x, update, cache = block(layer, x, update, kv_cache.of_layer(index))
+            x, update, cache = block(layers[index], x, update, kv_cache.of_layer(index))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
-    return x if update is None else finish(x, update), kv_cache
+    if span.stop < len(layers):
+        return x if update is None else x + summed(update, batch.peers, kernels=batch.kernels), kv_cache
+    if update is not None and add_norm is not None:
+        return add_norm(x, update, params["norm"])[1], kv_cache
+    x = x if update is None else x + update
+    return norm(x, params["norm"]) if "norm" in params else x, kv_cache
 
 
 def sequential_block(

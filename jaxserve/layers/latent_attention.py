@@ -21,10 +21,10 @@ from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import CacheSizes, LatentCache
 from jaxserve.layers.decoder import run_layers, sequential_block
 from jaxserve.layers.linear import linear, linear_with_sum
-from jaxserve.layers.moe import Routing, moe_or_mlp
+from jaxserve.layers.moe import moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order, rotations
+from jaxserve.layers.rope import Rotation, YarnScaling, half_split_order, rotations
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as kernels
 from pallas_kernels.kv_write import rotate, write_pages
@@ -247,33 +247,24 @@ def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Weight) -> Flo
 
 
 def latent_decoder(
-    params: Params,
-    x: Float[Array, "T E"],
-    batch: Batch,
-    kv_cache: KVCache,
-    *,
-    heads: LatentHeads,
-    activation: str,
-    rope: Rope,
-    norm_eps: float,
-    routing: Routing,
+    params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run `layers.decoder.decoder` with latent attention: hidden states after the final norm, and the cache."""
-    sharpness = rope.scaling.score_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    """Run `layers.decoder.decoder` with latent attention, of a config with `latent_heads` and a `routing`."""
+    heads, scaling = config.latent_heads, config.rope.scaling
+    sharpness = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
     attend = functools.partial(
         latent_attention,
         heads=heads,
-        rotation=rotations(rope, batch.positions),
+        rotation=rotations(config.rope, batch.positions),
         scale=sharpness * (heads.plain_size + heads.rotated_size) ** -0.5,
     )
-    norm = functools.partial(rms_norm, eps=norm_eps)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
     block = functools.partial(
         sequential_block,
-        mlp=functools.partial(moe_or_mlp, batch=batch, routing=routing, activation=activation),
+        mlp=functools.partial(moe_or_mlp, batch=batch, routing=config.routing, activation=config.activation),
         norm=norm,
-        add_norm=functools.partial(add_rms_norm, eps=norm_eps, kernels=batch.kernels),
+        add_norm=functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels),
     )
-    attends = [functools.partial(attend, batch=batch.of_layer(index)) for index in range(len(params["layers"]))]
+    attends = [functools.partial(attend, batch=batch.of_layer(index)) for index in span]
     blocks = [functools.partial(block, attend=attend) for attend in attends]
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm)

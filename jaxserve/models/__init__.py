@@ -1,16 +1,10 @@
-"""Model families: a Hugging Face `model_type` names the module that knows its config, its weights and its forward pass.
+"""Model families: a Hugging Face `model_type` names the Family that knows its config, its weights and its stages.
 
-Every module has `Config` (frozen, hashable, `from_hf`, with `vocab_size`, `num_layers`, `max_position_embeddings`),
-`param_specs(config)`, `kv_specs(config)`, `forward(params, config, batch, kv_cache)` and
-`logits(params, config, hidden, kernels)`; all functions are pure. If layers may have different windows, layer `index`
-attends with `batch.of_layer(index)`. A module may have `FEATURES`: features of all its checkpoints that no field of the
-config mentions. With grouped, rotated heads its `Config` extends `layers.decoder.DecoderConfig`. If its layers are
-not those of `layers.decoder.decoder`, for which there are fused kernels, `OWN_LAYERS` says what they have in addition.
+A module of a family declares what is its own and ends with its `FAMILY`; `family.py` says what one consists of.
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
@@ -49,41 +43,42 @@ from jaxserve.models import (
     stablelm,
     starcoder2,
 )
+from jaxserve.models.family import Family
 
-FAMILIES: dict[str, ModuleType] = {
-    "bloom": bloom,
-    "cohere": cohere,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "falcon": falcon,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "glm": glm,
-    "glm4": glm4,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss,
-    "gptj": gptj,
-    "granite": granite,
-    "llama": llama,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "olmo2": olmo2,
-    "opt": opt,
-    "phi": phi,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen2_moe": qwen2_moe,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "stablelm": stablelm,
-    "starcoder2": starcoder2,
+FAMILIES: dict[str, Family] = {
+    "bloom": bloom.FAMILY,
+    "cohere": cohere.FAMILY,
+    "deepseek_v2": deepseek_v2.FAMILY,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "falcon": falcon.FAMILY,
+    "gemma": gemma.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
+    "glm": glm.FAMILY,
+    "glm4": glm4.FAMILY,
+    "gpt2": gpt2.FAMILY,
+    "gpt_neox": gpt_neox.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "gptj": gptj.FAMILY,
+    "granite": granite.FAMILY,
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "opt": opt.FAMILY,
+    "phi": phi.FAMILY,
+    "phi3": phi3.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "stablelm": stablelm.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
 }
 
 
-def get_family(hf_config: dict[str, Any]) -> ModuleType:
-    """Return the module that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
+def get_family(hf_config: dict[str, Any]) -> Family:
+    """Return the family that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -92,14 +87,14 @@ def get_family(hf_config: dict[str, Any]) -> ModuleType:
 
 
 def describe_paths(
-    family: ModuleType, config: Any, layers: Sequence[Params], caches: Sequence[Any], steps: Iterable[StepShape]
+    family: Family, config: Any, layers: Sequence[Params], caches: Sequence[Any], steps: Iterable[StepShape]
 ) -> list[str]:
     """Return lines that say how a family's model runs its layers in such steps, and why it has no faster path.
 
     `layers` and `caches` are the weights and LayerCaches, or their shapes.
     """
-    if (own := getattr(family, "OWN_LAYERS", None)) is not None:
-        return [f"all steps: {Kind.OPERATIONS} (no fused layer has {own})"]
+    if family.own_layers is not None:
+        return [f"all steps: {Kind.OPERATIONS} (no fused layer has {family.own_layers})"]
     shapes = layer_shapes(
         layers,
         caches,

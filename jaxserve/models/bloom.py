@@ -10,21 +10,19 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.embedding import embed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config
+from jaxserve.models.family import Family
 
 ACTIVATION = "gelu_new"
 NAMES = Names(
     embed="transformer.word_embeddings", layers="transformer.h", attention="self_attention", norm="transformer.ln_f"
 )
-
-FEATURES = ("embedding norm",)
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 250880,
@@ -37,8 +35,6 @@ DEFAULTS: dict[str, Any] = {
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-
-OWN_LAYERS = "ALiBi, layer norms and biases"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,28 +109,6 @@ def param_specs(config: Config) -> Params:
     return specs
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    attend = functools.partial(
-        self_attention,
-        batch=batch,
-        rotation=None,
-        scores=Scores(scale=config.head_dim**-0.5, alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32)),
-    )
-    feed_forward = functools.partial(mlp, activation=ACTIVATION, kernels=batch.kernels, peers=batch.peers)
-    arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
-    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    x = norm(embed(params["embed"], batch), params["embed_norm"])
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]), kv_cache
-
-
 def _norm_as_residual_block(
     layer: Params,
     x: Array,
@@ -152,6 +126,34 @@ def _norm_as_residual_block(
     return x, mlp(layer["mlp"], x), cache
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
+    """Return normalised rows of the embedding."""
+    return layer_norm(embed(params["embed"], batch), params["embed_norm"], config.norm_eps)
+
+
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
+    norm = functools.partial(layer_norm, eps=config.norm_eps)
+    attend = functools.partial(
+        self_attention,
+        batch=batch,
+        rotation=None,
+        scores=Scores(scale=config.head_dim**-0.5, alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32)),
+    )
+    feed_forward = functools.partial(mlp, activation=ACTIVATION, kernels=batch.kernels, peers=batch.peers)
+    arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
+    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+
+
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    embed=embed_tokens,
+    layers=layers,
+    doc=__doc__,
+    features=("embedding norm",),
+    own_layers="ALiBi, layer norms and biases",
+)

@@ -8,18 +8,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import decoder_specs
-from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.latent_attention import LatentHeads, LatentSpec, latent_attention_specs, latent_decoder
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 102400,
@@ -43,8 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": 64,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "latent attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,21 +156,11 @@ def kv_specs(config: Config) -> tuple[LatentSpec, ...]:
     return (config.latent_heads.cache_spec,) * config.num_layers
 
 
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's latents."""
-    return latent_decoder(
-        params,
-        embed(params["embed"], batch),
-        batch,
-        kv_cache,
-        heads=config.latent_heads,
-        activation=config.activation,
-        rope=config.rope,
-        norm_eps=config.norm_eps,
-        routing=config.routing,
-    )
-
-
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    kv_specs=kv_specs,
+    layers=latent_decoder,
+    doc=__doc__,
+    own_layers="latent attention",
+)

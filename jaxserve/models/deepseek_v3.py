@@ -38,8 +38,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-OWN_LAYERS = "latent attention"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(deepseek_v2.Config):
@@ -84,6 +82,9 @@ def param_specs(config: Config) -> Params:
     return deepseek_v2.param_specs(config, selection_bias=True)
 
 
-kv_specs = deepseek_v2.kv_specs
-forward = deepseek_v2.forward
-logits = deepseek_v2.logits
+FAMILY = dataclasses.replace(
+    deepseek_v2.FAMILY,
+    Config=Config,
+    param_specs=param_specs,
+    doc=__doc__,
+)

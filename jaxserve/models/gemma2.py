@@ -11,15 +11,14 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, soft_cap, unembed
+from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
-
-FEATURES = ("norms around blocks",)
+from jaxserve.models.family import Family, logits
+from jaxserve.models.gemma import embed_tokens
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000,
@@ -39,8 +38,6 @@ DEFAULTS: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "norms around blocks, capped scores"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,17 +100,15 @@ def param_specs(config: Config) -> Params:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def block(index: int, window: int | None) -> Block:
+    def block(index: int) -> Block:
+        window = config.sliding_windows[index]
         attend = functools.partial(
             self_attention,
             batch=batch.of_layer(index),
@@ -125,13 +120,21 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
         mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
         return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
 
-    x = embed(params["embed"], batch) * config.hidden_size**0.5
-    blocks = [block(index, window) for index, window in enumerate(config.sliding_windows)]
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, blocks)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, [block(index) for index in span], norm=norm)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32, soft-capped."""
-    table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return soft_cap(unembed(table, hidden, kernels=kernels), config.logit_soft_cap)
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+    """Return logits in float32, bent to stay within the cap if there is one."""
+    return soft_cap(logits(params, config, hidden, kernels), config.logit_soft_cap)
+
+
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    embed=embed_tokens,
+    layers=layers,
+    head=head,
+    doc=__doc__,
+    features=("norms around blocks",),
+    own_layers="norms around blocks, capped scores",
+)

@@ -8,14 +8,14 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import Block, Names, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, embed_positions, position_spec, unembed
+from jaxserve.layers.embedding import embed, embed_positions, position_spec
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257,
@@ -36,8 +36,6 @@ OLD_NAMES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-
-OWN_LAYERS = "layer norms and biases"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,13 +139,15 @@ def _stored_transposed(specs: Params) -> Params:
     return jax.tree.map(transposed, specs)
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
+def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001
+    """Return rows of the embedding, and those of positions added to them."""
+    return embed(params["embed"], batch) + embed_positions(params["positions"], batch.positions)
 
 
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
 
@@ -155,11 +155,16 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
         attend = functools.partial(self_attention, batch=batch, rotation=None, scores=Scores(scale=scale))
         return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
 
-    x = embed(params["embed"], batch) + embed_positions(params["positions"], batch.positions)
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block(scale) for scale in config.attention_scales])
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(
+        params, x, batch, kv_cache, span, [block(config.attention_scales[index]) for index in span], norm=norm
+    )
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    embed=embed_tokens,
+    layers=layers,
+    doc=__doc__,
+    own_layers="layer norms and biases",
+)

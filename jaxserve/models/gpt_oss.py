@@ -13,15 +13,14 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, router_spec
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
 from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
 
 YARN = {
     "rope_type": "yarn",
@@ -32,8 +31,6 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 """Scaling of rotary positions if config.json has none."""
-
-FEATURES = ("sinks",)
 
 DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 36,
@@ -171,26 +168,18 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
     }
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
+    gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return decoder(params, config, x, batch, kv_cache, span, routing=config.routing, gate=gate)
 
 
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
-    x = embed(params["embed"], batch)
-    return decoder(
-        params,
-        config,
-        x,
-        batch,
-        kv_cache,
-        sliding_windows=config.sliding_windows,
-        routing=config.routing,
-        gate=ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit),
-    )
-
-
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    layers=layers,
+    doc=__doc__,
+    features=("sinks",),
+)

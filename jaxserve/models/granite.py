@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.embedding import embed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family, logits
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -32,8 +32,6 @@ DEFAULTS: dict[str, Any] = {
     "attention_multiplier": 1.0,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "multipliers of updates"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,13 +86,15 @@ def param_specs(config: Config) -> Params:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
+    """Return scaled rows of the embedding."""
+    return embed(params["embed"], batch) * config.embedding_multiplier
 
 
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
@@ -114,14 +114,20 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
         return update * config.residual_multiplier
 
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    x = embed(params["embed"], batch) * config.embedding_multiplier
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return (
-        unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
-        / config.logits_scaling
-    )
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+    """Return scaled logits in float32."""
+    return logits(params, config, hidden, kernels) / config.logits_scaling
+
+
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    embed=embed_tokens,
+    layers=layers,
+    head=head,
+    doc=__doc__,
+    own_layers="multipliers of updates",
+)

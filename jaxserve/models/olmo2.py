@@ -10,17 +10,14 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
-
-FEATURES = ("QK norm", "norms after blocks")
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50304,
@@ -33,8 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-05,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "norms after blocks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +94,10 @@ def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
@@ -115,11 +107,14 @@ def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> 
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm_heads_together)
     mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    x = embed(params["embed"], batch)
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    layers=layers,
+    doc=__doc__,
+    features=("QK norm", "norms after blocks"),
+    own_layers="norms after blocks",
+)

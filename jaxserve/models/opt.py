@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec, unembed
+from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
+from jaxserve.models.family import Family, logits
 
 FIRST_POSITION = 2
 """Row of the position table for a text's first token."""
@@ -35,8 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "layer norms and biases"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,26 +133,6 @@ def param_specs(config: Config) -> Params:
     return specs
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_heads, config.head_dim),) * config.num_layers
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
-    norm = functools.partial(layer_norm, eps=NORM_EPS)
-    attend = functools.partial(self_attention, batch=batch, rotation=None)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
-    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    x = embed(params["embed"], batch)
-    if "project_in" in params:
-        x = linear(x, params["project_in"])
-    x = x + embed_positions(params["positions"], batch.positions + FIRST_POSITION)
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]) if config.has_final_norm else x, kv_cache
-
-
 def _norm_after_block(
     layer: Params,
     x: Array,
@@ -172,8 +150,39 @@ def _norm_after_block(
     return norm(x + mlp(layer["mlp"], x), layer["mlp_norm"]), None, cache
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
+def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001
+    """Return rows of the embedding, widened if they are narrow, and those of positions added to them."""
+    x = embed(params["embed"], batch)
+    if "project_in" in params:
+        x = linear(x, params["project_in"])
+    return x + embed_positions(params["positions"], batch.positions + FIRST_POSITION)
+
+
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
+    norm = functools.partial(layer_norm, eps=NORM_EPS)
+    attend = functools.partial(self_attention, batch=batch, rotation=None)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
+    arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
+    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+
+
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+    """Return logits in float32, of narrowed hidden states if the embedding is narrow."""
     if "project_out" in params:
         hidden = linear(hidden, params["project_out"])
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+    return logits(params, config, hidden, kernels)
+
+
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    embed=embed_tokens,
+    layers=layers,
+    head=head,
+    doc=__doc__,
+    own_layers="layer norms and biases",
+)

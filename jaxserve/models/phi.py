@@ -9,17 +9,15 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, run_layers
-from jaxserve.layers.embedding import embed, lm_head_bias_spec, unembed
+from jaxserve.layers.embedding import lm_head_bias_spec
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
-
-FEATURES = ("parallel blocks",)
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 51200,
@@ -32,8 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "layer_norm_eps": 1e-05,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "attention and feed-forward side by side"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,25 +93,23 @@ def param_specs(config: Config) -> Params:
     return specs
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(parallel_block, attend=attend, mlp=feed_forward, norm=norm)
-    x = embed(params["embed"], batch)
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(
-        params["embed" if config.tie_word_embeddings else "lm_head"], hidden, params["lm_head_bias"], kernels=kernels
-    )
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    layers=layers,
+    doc=__doc__,
+    features=("parallel blocks",),
+    own_layers="attention and feed-forward side by side",
+)

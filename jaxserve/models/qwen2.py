@@ -4,16 +4,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -71,17 +67,9 @@ def param_specs(config: Config) -> Params:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return tuple(KVSpec(config.num_kv_heads, config.head_dim, window) for window in config.sliding_windows)
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
-    x = embed(params["embed"], batch)
-    return decoder(params, config, x, batch, kv_cache, sliding_windows=config.sliding_windows)
-
-
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    layers=decoder,
+    doc=__doc__,
+)

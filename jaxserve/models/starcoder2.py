@@ -7,15 +7,14 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 49152,
@@ -31,8 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
-
-OWN_LAYERS = "layer norms and biases"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,24 +83,23 @@ def param_specs(config: Config) -> Params:
     )
 
 
-def kv_specs(config: Config) -> tuple[KVSpec, ...]:
-    """Declare what each layer caches."""
-    return (KVSpec(config.num_kv_heads, config.head_dim, config.sliding_window),) * config.num_layers
-
-
-def forward(params: Params, config: Config, batch: Batch, kv_cache: KVCache) -> tuple[Float[Array, "T E"], KVCache]:
-    """Return the hidden states after the final norm, and the cache updated with this step's keys and values."""
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     scores = Scores(scale=config.head_dim**-0.5, sliding_window=config.sliding_window)
     attend = functools.partial(self_attention, batch=batch, rotation=rotation, scores=scores)
     feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     block = functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
-    x = embed(params["embed"], batch)
-    x, kv_cache = run_layers(params["layers"], x, batch, kv_cache, [block] * config.num_layers)
-    return norm(x, params["norm"]), kv_cache
+    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
 
 
-def logits(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Compute logits in float32."""
-    return unembed(params["embed" if config.tie_word_embeddings else "lm_head"], hidden, kernels=kernels)
+FAMILY = Family(
+    Config=Config,
+    param_specs=param_specs,
+    layers=layers,
+    doc=__doc__,
+    own_layers="layer norms and biases",
+)

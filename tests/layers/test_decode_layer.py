@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from typing import NamedTuple
 
 import jax
@@ -295,11 +296,13 @@ def test_layers_of_codes_are_one_kernel_between_attentions(num_devices, without,
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
 def test_every_model_has_a_table_of_paths(golden):
-    """`OWN_LAYERS` stands where `decoder`, which chooses among paths, does not run the layers."""
+    """A family says what its layers have besides where `decoder`, which chooses among paths, does not run them."""
     fields = load_config(golden)
     family = get_family(fields)
-    own = getattr(family, "OWN_LAYERS", None)
-    assert ("decoder" in vars(family)) == (own is None)
+    own = family.own_layers
+    assert vars(sys.modules[family.param_specs.__module__]).keys().isdisjoint({"decoder", "sparse_decoder"}) == (
+        own is not None
+    )
     mesh = AbstractMesh((1,), ("tensor",), axis_types=(AxisType.Explicit,))
     spec = StepSpec(
         model=fields,

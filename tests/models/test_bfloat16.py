@@ -39,5 +39,5 @@ def test_bfloat16_step(golden):
     )
     assert hidden.dtype == dtype
     assert cache_after == cache
-    logits = jax.eval_shape(lambda params, hidden: family.logits(params, config, hidden, "xla"), params, hidden)
+    logits = jax.eval_shape(lambda params, hidden: family.head(params, config, hidden, "xla"), params, hidden)
     assert (logits.shape, logits.dtype) == ((6, config.vocab_size), jnp.float32)

@@ -245,7 +245,7 @@ def test_what_gpt_oss_leaves_out():
     config = gpt_oss.Config.from_hf(fields)
     assert config.head_dim == 64
     assert (config.swiglu_alpha, config.swiglu_limit, config.attention_bias) == (1.702, 7.0, True)
-    assert [spec.sliding_window for spec in gpt_oss.kv_specs(config)] == [128, None, 128]
+    assert [spec.sliding_window for spec in gpt_oss.FAMILY.kv_specs(config)] == [128, None, 128]
     assert config.rope.theta == 150_000
     assert isinstance(config.rope.scaling, YarnScaling)
     assert (config.rope.scaling.factor, config.rope.scaling.is_truncated) == (32, False)

@@ -79,7 +79,7 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)
 def naive_logits(params, config, family, token_ids):
     """Logits [T, V] of every position of one sequence, float32."""
-    return gathered(family.logits(params, config, _forward(params, config, family, token_ids), "xla"))
+    return gathered(family.head(params, config, _forward(params, config, family, token_ids), "xla"))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)

@@ -64,7 +64,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
     hidden, kv_cache = family.forward(params, config, batch, kv_cache)
-    return gathered(family.logits(params, config, hidden, "xla")), kv_cache
+    return gathered(family.head(params, config, hidden, "xla")), kv_cache
 
 
 def chunked_logits(params, config, family, sequence, chunkings, *, mesh):
