@@ -234,6 +234,7 @@ def _parser() -> Parser:
     convert.add_flag(
         "store", "--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does"
     )
+    convert.add_flag("store", "--dequantize", action="store_true", help="write values where the source has codes")
     convert.add_flag("store", "--force", action="store_true", help="replace DST, if it was made by convert")
 
     bench = add("bench", "BENCHMARK [options]", "measure the engine")
@@ -357,6 +358,7 @@ def _convert(args: argparse.Namespace) -> None:
         revision=args.revision,
         dtype=args.dtype,
         quantization=args.quantization,
+        dequantize=args.dequantize,
         force=args.force,
     )
     print(f"{args.destination}: {len(manifest.arrays)} arrays in {manifest.dtype}, from {manifest.source.name}")

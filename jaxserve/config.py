@@ -138,7 +138,8 @@ class EngineConfig:
     dequantize: bool | None = _option(
         None,
         "execution",
-        "hold the weights of a quantized checkpoint as floats; default: where no kernel multiplies by its codes",
+        "hold the weights of a quantized checkpoint as floats; default: experts, and on GPUs what no kernel multiplies "
+        "by as codes",
     )
     warmup: bool = _option(True, "execution", "compile every step shape at start-up")
     compilation_cache_dir: str | None = _option(

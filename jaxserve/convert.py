@@ -33,13 +33,15 @@ def convert(
     revision: str | None = None,
     dtype: DType = "auto",
     quantization: Quantization | None = None,
+    dequantize: bool = False,
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
     """Write the store `destination` from the model `source`, given by any name that `serve` takes.
 
-    dtype "auto" keeps the model's dtype, and dequantizes a GGUF file to bfloat16; the tokenizer of a GGUF file is
-    written as JSON. The host holds one weight at a time. `quantization` rounds matrices as `serve` does when it loads.
+    dtype "auto" keeps the model's dtype, bfloat16 for GGUF files, whose tokenizer is written as JSON. The host holds one
+    weight at a time. Codes of a quantized model are kept unless `dequantize` asks for values. `quantization` rounds
+    matrices as `serve` does when it loads.
 
     Raises StartupError: CheckpointError if the source cannot be read or the destination exists, unless it is a store
     and `force` is set, which replaces it.
@@ -54,7 +56,7 @@ def convert(
         config = family.Config.from_hf(fields)
         specs = family.param_specs(config)
         weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
-    specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization)
+    specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization, dequantizes=dequantize)
     with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
         return write_store(
             destination,

@@ -63,7 +63,10 @@ MAY_IMPORT = {
 }
 
 # Modules, or whole packages, in which jax is never loaded.
-QUANTIZATION = "awq", "declared", "gptq", "nvfp4", "packed", "plain", "scheme", "stored"
+QUANTIZATION = (
+    *("awq", "bitsandbytes", "common", "declared", "ggml", "gptq"),
+    *("mxfp4", "nvfp4", "packed", "plain", "scheme", "stored"),
+)
 
 NO_JAX = (
     "jaxserve.__main__",

@@ -26,6 +26,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params, abstract_params, init_params, num_bytes, schemes_of, shard_bytes
 from jaxserve.layers.sharding import check_mesh, mesh_axis, with_explicit_axes
 from jaxserve.loading.builtin import resolve_names
@@ -101,11 +102,15 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (512 if is_cpu else 8192)
 
-    specs, dequantizes = family.param_specs(model_config), config.dequantize
-    if dequantizes is None:  # without a kernel for their codes, weights would be dequantized in every step
-        has_experts = any(spec.expert_size is not None for spec in jax.tree.leaves(specs))
-        dequantizes = kernels != "sm90" or mesh.size > 1 or has_experts
-    specs = stored_specs(path, specs, dtype=dtype, quantization=config.quantization, dequantizes=dequantizes)
+    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, num_devices=mesh.size)
+    specs = stored_specs(
+        path,
+        family.param_specs(model_config),
+        dtype=dtype,
+        quantization=config.quantization,
+        dequantizes=config.dequantize is True,
+        why_not_held=by_default if config.dequantize is None else None,
+    )
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
     check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     model_config = with_context(model_config, max_model_len)

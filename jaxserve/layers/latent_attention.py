@@ -160,6 +160,7 @@ def latent_attention_specs(
             source=(f"{prefix}.kv_b_proj.weight",),
             source_shapes=((H * (N + V), R),),
             rows=np.arange(H * (N + V)).reshape(H, N + V)[:, rows].ravel(),
+            is_absorbed=True,
         )
 
     query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)

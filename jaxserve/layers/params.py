@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
 from jaxserve.layers.weight import Dense, Quantized, Weight
-from jaxserve.quantization.scheme import Parts, Scheme
+from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -75,6 +75,7 @@ class ParamSpec:
         dtype: None means the dtype that the engine serves in.
         quantize: marks the weights that are rounded to codes where `--quantization` asks for it.
         scheme: how the weight is stored in few bits; None if it is not.
+        is_absorbed: layers compute with its values, more than multiply by it, and codes are never held.
         init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
         expert_size: the whole inner size of an expert, for the weights of experts, all of which are split alike by it.
     """
@@ -90,6 +91,7 @@ class ParamSpec:
     dtype: Any = None
     quantize: bool = False
     scheme: Scheme | None = None
+    is_absorbed: bool = False
     init_scale: float | None = 0.02
     expert_size: int | None = None
 
@@ -172,17 +174,30 @@ class ParamSpec:
             init_scale=1.0,
         )
         first_input = len(self.shape) - self.num_inputs
-        scales = dataclasses.replace(
-            values,
-            shape=(*self.shape[:first_input], num_groups),
-            axes=self.axes[: first_input + 1],
-            dtype=jnp.dtype(self.scheme.scale_dtype),
-            init="constant",
-            init_scale=scale / kind.typical,
-            group_size=self.row_size // num_groups,
-        )
-        zeros = dataclasses.replace(scales, init_scale=0.0) if self.scheme.has_zeros else None
-        return Quantized(Parts(codes, scales, zeros), self.scheme, jnp.dtype(self.dtype))
+        has_factors = self.scheme.factor_dtype is not None
+
+        def of_groups(num_groups: int, dtype: str, value: float) -> LeafSpec:
+            return dataclasses.replace(
+                values,
+                shape=(*self.shape[:first_input], num_groups),
+                axes=self.axes[: first_input + 1],
+                dtype=dtype_of(dtype),
+                init="constant",
+                init_scale=value,
+                group_size=self.row_size // num_groups,
+            )
+
+        of_scales = functools.partial(of_groups, num_groups, self.scheme.scale_dtype)
+        scales = of_scales(1.0 if has_factors else scale / kind.typical)
+        zeros = of_scales(0.0) if self.scheme.has_zeros else None
+        minimums = of_scales(0.0) if self.scheme.has_minimums else None
+        factors = minimum_factors = None
+        if self.scheme.factor_dtype is not None:
+            num_factors = self.scheme.num_factors(self.row_size)
+            factors = of_groups(num_factors, self.scheme.factor_dtype, scale / kind.typical)
+            minimum_factors = factors if self.scheme.has_minimums else None
+        parts = Parts(codes, scales, zeros, minimums, factors, minimum_factors)
+        return Quantized(parts, self.scheme, jnp.dtype(self.dtype))
 
     def encode(self, values: np.ndarray) -> Weight | np.ndarray:
         """Return the arrays that store a weight of these values, in the structure of `leaves`.

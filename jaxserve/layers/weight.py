@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.quantization.scheme import Parts, Scheme
+from jaxserve.layers.tiled_product import multiply_in_tiles
+from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
 from jaxserve.quantization.values import dequantize
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
@@ -56,7 +57,7 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
-        """Return codes and scales as kernels for quantized matrices take them, or None if the weight is plain.
+        """Return codes and scales as kernels for quantized matrices take them, or None if no kernel does.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
         """
@@ -209,6 +210,26 @@ class Quantized(Weight):
         return run(self.parts)
 
     @override
+    def multiply(
+        self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_shares: bool = False
+    ) -> Float[Array, " T *outputs"]:
+        """Multiply as other weights do; on a CPU in tiles, if devices have no shards of it."""
+        if self.is_split:
+            return super().multiply(x, output_dtype=output_dtype, leaves_shares=leaves_shares)
+        outputs = self.shape[: self.ndim - (x.ndim - 1)]
+
+        def in_tiles(x: Array, parts: Parts) -> Array:
+            rows = jax.tree.map(lambda part: part.reshape(math.prod(outputs), -1), parts)
+            flat = x.reshape(len(x), -1)
+            y = multiply_in_tiles(flat, self.scheme, rows, dtype=self.dtype, output_dtype=output_dtype)
+            return y.reshape(len(x), *outputs)
+
+        def whole(x: Array, parts: Parts) -> Array:
+            return Weight.multiply(dataclasses.replace(self, parts=parts), x, output_dtype=output_dtype)
+
+        return jax.lax.platform_dependent(x, self.parts, cpu=in_tiles, default=whole)
+
+    @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
         return dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
 
@@ -218,12 +239,14 @@ class Quantized(Weight):
 
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
-        if self.scheme.codes == "nf4":  # a table, which the kernels have not
+        name = self.scheme.codes
+        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None
+        if name == "nf4" or name == "fp4" or has_more or dtype_of(self.scheme.scale_dtype).itemsize == 1:
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
-        codes, scales, zeros = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
-        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=self.scheme.codes)
+        codes, scales, zeros, *_ = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
+        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
 
 
 def partition_specs(tree: Any) -> Any:

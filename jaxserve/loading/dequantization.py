@@ -1,9 +1,10 @@
-"""Blocks of ggml's quantized types to float32, by the `gguf` package, in pieces and on several threads.
+"""Blocks of ggml's quantized types to float32, by the `gguf` package, or to codes, in pieces and on several threads.
 
 The package makes several copies of what it is given at once; pieces keep them small and in the cache.
 """
 
 import concurrent.futures
+from collections.abc import Callable
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -12,6 +13,9 @@ from gguf.quants import dequantize as dequantize_at_once
 from jaxtyping import Float, UInt8
 
 from jaxserve.cpus import num_usable_cpus
+from jaxserve.errors import CheckpointError
+from jaxserve.quantization import ggml
+from jaxserve.quantization.scheme import Parts
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 PIECE = 2**18
@@ -22,15 +26,13 @@ _MXFP4_PAIRS = np.array(MXFP4.kvalues, np.float32)[np.stack([_CODES & 15, _CODES
 
 
 def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarray, " values"]:
-    """The values of whole blocks of one of QUANTIZED_TYPES, bit-equal to what the `gguf` package makes of them."""
+    """Return the values of whole blocks of one of QUANTIZED_TYPES, bit-equal to those of the `gguf` package."""
     ggml_type = GGMLQuantizationType[kind]
     values_per_block, bytes_per_block = GGML_QUANT_SIZES[ggml_type]
     num_blocks = len(blocks) // bytes_per_block
     values = np.empty(num_blocks * values_per_block, np.float32)
-    step = PIECE // values_per_block
 
-    def run(first: int) -> None:
-        last = min(first + step, num_blocks)
+    def run(first: int, last: int) -> None:
         piece = blocks[first * bytes_per_block : last * bytes_per_block]
         into = values[first * values_per_block : last * values_per_block]
         if ggml_type == GGMLQuantizationType.MXFP4:
@@ -38,14 +40,41 @@ def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarr
         else:
             into[:] = dequantize_at_once(piece[None], ggml_type)[0]
 
-    with concurrent.futures.ThreadPoolExecutor(min(8, num_usable_cpus())) as pool:
-        for _ in pool.map(run, range(0, num_blocks, step)):  # raises what a thread has raised
-            pass
+    _in_pieces(run, num_blocks, PIECE // values_per_block)
     return values
 
 
+def split(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Parts:
+    """Return the arrays that hold whole blocks of a key of `ggml.SCHEMES`, each with a row for each block.
+
+    Raises CheckpointError for blocks that hold what is no number.
+    """
+    bytes_per_block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    rows = blocks.reshape(-1, bytes_per_block)
+    none = ggml.split(kind, rows[:0])
+    arrays = Parts(*(None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in none))
+
+    def run(first: int, last: int) -> None:
+        for array, part in zip(arrays, ggml.split(kind, rows[first:last]), strict=True):
+            if array is not None:
+                array[first:last] = part
+
+    try:
+        _in_pieces(run, len(rows), PIECE // bytes_per_block)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return arrays
+
+
+def _in_pieces(run: Callable[[int, int], None], count: int, step: int) -> None:
+    """Call `run` for the bounds of each piece, on several threads. Raises what a thread has raised."""
+    with concurrent.futures.ThreadPoolExecutor(min(8, num_usable_cpus())) as pool:
+        for _ in pool.map(lambda first: run(first, min(first + step, count)), range(0, count, step)):
+            pass
+
+
 def _dequantize_mxfp4(blocks: UInt8[np.ndarray, " bytes"], into: Float[np.ndarray, " values"]) -> None:
-    """What the package computes, by lookups of two values at once, which take half the time or less.
+    """Compute what the package does, by lookups of two values at once, which take half the time or less.
 
     A block is a scale, then 16 bytes: their lower halves are the first 16 values, the upper halves the others.
     """

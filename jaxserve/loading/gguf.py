@@ -17,7 +17,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.dequantization import QUANTIZED_TYPES, dequantize
+from jaxserve.loading.dequantization import QUANTIZED_TYPES, dequantize, split
+from jaxserve.quantization.ggml import SCHEMES
+from jaxserve.quantization.scheme import Parts, Scheme
 
 FLOAT_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -60,6 +62,18 @@ class GGUFTensor:
         if self.kind in FLOAT_TYPES:
             return stored.view(FLOAT_TYPES[self.kind]).reshape(self.shape).copy()
         return dequantize(stored, self.kind).reshape(self.shape)
+
+    def scheme(self) -> Scheme | str | None:
+        """Return how an engine can hold its blocks as codes, or why it cannot; None for floats."""
+        if self.kind in FLOAT_TYPES:
+            return None
+        return SCHEMES.get(self.kind, f"no codes are held of {self.kind}")
+
+    def read_parts(self) -> Parts:
+        """Return the arrays that `scheme` stores the tensor as, a row for each of its rows."""
+        stored = np.frombuffer(self.file, np.uint8, self._num_bytes, self.offset)
+        parts = split(stored, self.kind)
+        return Parts(*(None if part is None else part.reshape(*self.shape[:-1], -1) for part in parts))
 
     @property
     def _num_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, override
 
 import jax
 import numpy as np
@@ -10,16 +11,18 @@ from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, layouts
-from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.gguf import GGUFFile, GGUFTensor
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
 from jaxserve.loading.gguf_sources import Source, source_of
 from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices
+from jaxserve.quantization.common import converted
+from jaxserve.quantization.scheme import Parts, Scheme
 
 
 def load_params(
     path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
 ) -> Params:
-    """The weights that `specs` declare, from a GGUF file, cast to `dtype` and laid out over `mesh`.
+    """Return the weights that `specs` declare, from a GGUF file, cast to `dtype` and laid out over `mesh`.
 
     Raises CheckpointError, naming all of them, if files are missing, damaged or truncated, or tensors missing,
     unexpected, of another shape or of an unknown type, and ConfigError if a weight does not divide over the mesh; then
@@ -30,7 +33,7 @@ def load_params(
 
 
 def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
-    """A SourceWeight for each of `specs`. Raises CheckpointError as `load_params` does."""
+    """Return a SourceWeight for each of `specs`. Raises CheckpointError as `load_params` does."""
     file = GGUFFile(path)
     tensors = {name: tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
     weights = jax.tree.map(lambda spec: GGUFWeight(spec, tensors, _sources(spec, file)), specs)
@@ -51,6 +54,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
 class GGUFWeight(SourceWeight):
     """A weight whose sources are made of the tensors of a GGUF file, some of which hold several sources."""
 
+    tensors: Mapping[str, GGUFTensor]
     sources: tuple[Source, ...]
 
     @property
@@ -71,6 +75,39 @@ class GGUFWeight(SourceWeight):
 
         stored = {name: read(name) for name in self.stored_shapes}
         return (source.make(*(stored[name] for name in source.shapes)) for source in self.sources)
+
+    @override
+    def source_schemes(self) -> list[Scheme | str | None]:
+        """Return the scheme of each tensor of the file, or why it has none."""
+        tensors = {name: self.tensors[name] for source in self.sources for name in source.shapes}
+        schemes: list[Scheme | str | None] = [tensor.scheme() for tensor in tensors.values()]
+        if any(source.arrange is None for source in self.sources) and any(schemes):
+            return ["its inputs are moved"]
+        return schemes
+
+    @override
+    def read_source_parts(self, common: Scheme) -> Iterator[Parts]:
+        """Read each tensor of the file once, and arrange what its rows have as those of the sources."""
+        num_inputs = self.spec.row_size
+
+        def read(name: str) -> Parts:
+            tensor = self.tensors[name]
+            rows = Parts(*(part if part is None else part.reshape(-1, part.shape[-1]) for part in tensor.read_parts()))
+            scheme = tensor.scheme()
+            assert isinstance(scheme, Scheme)
+            parts = converted(rows, scheme, common, num_inputs)
+            return Parts(*(part if part is None else part.reshape(*tensor.shape[:-1], -1) for part in parts))
+
+        stored = {name: read(name) for name in self.stored_shapes}
+
+        def arrange(source: Source, parts: tuple[Any, ...]) -> Any:
+            assert source.arrange is not None
+            return None if parts[0] is None else source.arrange(*parts)
+
+        for source in self.sources:
+            yield Parts(
+                *(arrange(source, parts) for parts in zip(*(stored[name] for name in source.shapes), strict=True))
+            )
 
 
 def _sources(spec: ParamSpec, file: GGUFFile) -> tuple[Source, ...]:

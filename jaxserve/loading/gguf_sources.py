@@ -121,10 +121,18 @@ _STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How one tensor of the checkpoint lies in the file: `make` makes it of the tensors in `shapes`, in their order."""
+    """How one tensor of the checkpoint lies in the file.
+
+    Attributes:
+        shapes: the tensors of the file that it is made of, and their shapes.
+        make: makes it of these, in their order.
+        arrange: makes of anything that each row of these has, [*rows, values of a row], that of each row of the
+            tensor, with outputs before inputs; None if more than rows are moved.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     make: Callable[..., np.ndarray]
+    arrange: Callable[..., np.ndarray] | None = None
 
 
 def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
@@ -139,10 +147,15 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
         if fused in file.tensors:
             return _rows_of_fused(file, fused, projection[2], shape)
     if index is not None:
-        return Source({place: (index + 1, *shape)}, lambda stack: stack[index])
+        return Source({place: (index + 1, *shape)}, lambda stack: stack[index], lambda stack: stack[index])
     undo = _undo(file, place)
     stored = _stored_shape(file, place, shape, undo)
-    return Source({place: stored}, lambda tensor: (undo(tensor) if undo else tensor).reshape(shape))
+
+    def make(tensor: np.ndarray) -> np.ndarray:
+        return undo(tensor) if undo else tensor
+
+    moves_rows = undo is not np.transpose and undo is not _less_one
+    return Source({place: stored}, lambda tensor: make(tensor).reshape(shape), make if moves_rows else None)
 
 
 def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf: str) -> Source:
@@ -154,11 +167,16 @@ def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf
     parts = ("gate", "up") if part == "gate_up" else ("down",)
     names = [gguf_name(f"{experts}.{part}_proj.{leaf}", "gpt-oss") for part in parts]
 
-    def make(*tensors: np.ndarray) -> np.ndarray:
-        rows = tensors[0] if len(tensors) == 1 else np.stack(tensors, axis=2).reshape(X, outputs, *inputs)
-        return rows.swapaxes(1, -1)
+    def arrange(*tensors: np.ndarray) -> np.ndarray:
+        if len(tensors) == 1:
+            return tensors[0]
+        return np.stack(tensors, axis=2).reshape(X, outputs, *tensors[0].shape[2:])
 
-    return Source(dict.fromkeys(names, (X, outputs // len(parts), *inputs)), make)
+    return Source(
+        dict.fromkeys(names, (X, outputs // len(parts), *inputs)),
+        lambda *tensors: arrange(*tensors).swapaxes(1, -1),
+        arrange,
+    )
 
 
 def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> Source:
@@ -183,7 +201,11 @@ def _rows_of_fused(file: GGUFFile, fused: str, part: str, shape: tuple[int, ...]
     rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
     unit = shape[0] // rows[part]
     first = unit * {"q": 0, "k": num_heads, "v": num_heads + num_kv_heads}[part]
-    return Source({fused: (unit * sum(rows.values()), *shape[1:])}, lambda whole: whole[first : first + shape[0]])
+
+    def rows_of(whole: np.ndarray) -> np.ndarray:
+        return whole[first : first + shape[0]]
+
+    return Source({fused: (unit * sum(rows.values()), *shape[1:])}, rows_of, rows_of)
 
 
 def _stored_shape(

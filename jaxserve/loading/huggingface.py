@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from jaxserve.config import DTypeName
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes, path_name
+from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.json_files import read_object
@@ -30,6 +30,7 @@ from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.quantized import QuantizedMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
+from jaxserve.quantization.common import common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format
 
@@ -64,12 +65,12 @@ class StoredTensor(Protocol):
 class QuantizedTensor(StoredTensor, Protocol):
     """A matrix that a checkpoint stores as codes; `read` returns what they stand for."""
 
-    def scheme(self) -> Scheme | None:
-        """How an engine can hold the codes as they are; None if it cannot."""
+    def scheme(self) -> Scheme | str:
+        """Return how an engine can hold the codes as they are, or why it cannot."""
         ...
 
     def read_parts(self) -> Parts:
-        """Its codes and scales as the scheme of its weight has them, with outputs before inputs."""
+        """Return its codes and what belongs to them as its scheme has them, with outputs before inputs."""
         ...
 
 
@@ -157,22 +158,10 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
 
-def stored_schemes(path: str | pathlib.Path, specs: Params) -> dict[str, Scheme]:
-    """Return the schemes of the weights that a quantized checkpoint stores so that an engine can hold their codes.
-
-    They are those of the matrices that `quantize` marks and whose sources are all stored alike, by path in the tree.
-    Raises CheckpointError as `load_params` does.
-    """
+def is_quantized(path: str | pathlib.Path) -> bool:
+    """Report whether a directory's config says that some of its matrices are stored as codes."""
     directory = pathlib.Path(path)
-    if not _formats(directory):
-        return {}
-    with open_weights(path, specs) as weights:
-        found = {
-            path_name(where): weight.stored_scheme()
-            for where, weight in jax.tree_util.tree_leaves_with_path(weights)
-            if weight.spec.quantize and not weight.spec.is_transposed
-        }
-    return {name: scheme for name, scheme in found.items() if scheme is not None}
+    return bool(_formats(directory)) or bool(read_object(directory / "config.json").get("quantization_config"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,11 +176,8 @@ class SourceWeight:
 
         Sources are read one by one, and cast before they are put together, which only moves values.
         """
-        if self.spec.scheme is not None:
-            stored = [self.tensors.get(name) for name in self.spec.source]
-            alike = [each for each in stored if isinstance(each, QuantizedTensor) and each.scheme() == self.spec.scheme]
-            if len(alike) == len(stored):
-                return self.spec.encode_parts(tensor.read_parts() for tensor in alike)
+        if self.spec.scheme is not None and self.spec.scheme == self.stored_scheme():
+            return self.spec.encode_parts(self.read_source_parts(self.spec.scheme))
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
         values = self.spec.assemble(sources).astype(dtype, copy=False)
@@ -200,16 +186,38 @@ class SourceWeight:
         except ValueError as error:
             raise CheckpointError(f"{', '.join(self.spec.source)}: {error}") from error
 
-    def stored_scheme(self) -> Scheme | None:
-        """Return the scheme that all sources are stored by, or None if there is no such one."""
-        schemes = {
-            tensor.scheme() if isinstance(tensor, QuantizedTensor) else None
-            for tensor in (self.tensors[name] for name in self.spec.source)
-        }
-        [scheme, *others] = schemes
-        if scheme is None or others:
+    def stored_scheme(self) -> Scheme | str | None:
+        """Return how the codes of all sources can be held as one weight, or why they cannot; None for floats."""
+        schemes = self.source_schemes()
+        if not any(schemes):
             return None
-        return scheme if scheme == scheme.fitted(self.spec.shape, self.spec.num_inputs) else None
+        if self.spec.is_absorbed:
+            return "the layer computes with its values"
+        found: list[Scheme] = []
+        for scheme in schemes:
+            if not isinstance(scheme, Scheme):
+                return scheme or "parts of it are floats"
+            found.append(scheme)
+        common = common_scheme(found, self.spec.row_size)
+        if isinstance(common, str) or common == common.fitted(self.spec.shape, self.spec.num_inputs):
+            return common
+        return f"{common} does not fit {list(self.spec.shape)}"
+
+    def source_schemes(self) -> list[Scheme | str | None]:
+        """Return the scheme of each source, why it has none, or None if it is of floats."""
+        tensors = [self.tensors[name] for name in self.spec.source]
+        if self.spec.is_transposed and any(isinstance(tensor, QuantizedMatrix) for tensor in tensors):
+            return ["its inputs stand before its outputs"]
+        return [tensor.scheme() if isinstance(tensor, QuantizedTensor) else None for tensor in tensors]
+
+    def read_source_parts(self, common: Scheme) -> Iterator[Parts]:
+        """Read the codes of each source, in order, as a scheme stores them that all of theirs are converted to."""
+        for name in self.spec.source:
+            tensor = self.tensors[name]
+            assert isinstance(tensor, QuantizedTensor)
+            scheme, parts = tensor.scheme(), tensor.read_parts()
+            assert isinstance(scheme, Scheme)
+            yield converted(parts, scheme, common, self.spec.row_size)
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import BFloat16, UInt8
 
 from jaxserve.cpus import num_usable_cpus
+from jaxserve.quantization.mxfp4 import SCHEME
+from jaxserve.quantization.scheme import Parts, Scheme
 
 BLOCK = 32
 PIECE = 2**13
@@ -35,8 +37,17 @@ class Mxfp4Tensor:
         described = " and ".join(f"{name} {dtype} {list(sizes)}" for name, (dtype, sizes) in found.items())
         return f"is MXFP4 of {described} and not of {list(shape)}"
 
+    def scheme(self) -> Scheme:
+        """Return how an engine holds the codes as they are."""
+        return SCHEME
+
+    def read_parts(self) -> Parts:
+        """Return codes and scales as they are, outputs before inputs."""
+        blocks, scales = self.blocks.read(), self.scales.read()
+        return Parts(blocks.reshape(*blocks.shape[:2], -1), scales.view(ml_dtypes.float8_e8m0fnu))
+
     def read(self) -> np.ndarray:
-        """The values in bfloat16, which holds them all exactly; outputs before inputs in memory."""
+        """Return the values in bfloat16, which holds them all exactly; outputs before inputs in memory."""
         return dequantize(self.blocks.read(), self.scales.read()).transpose(0, 2, 1)
 
 

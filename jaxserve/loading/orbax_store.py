@@ -13,11 +13,12 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import math
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Layout, LeafSpec, Params, layouts, leaf_specs, schemes_of
+from jaxserve.layers.params import (
+    Layout,
+    LeafSpec,
+    Params,
+    ParamSpec,
+    layouts,
+    leaf_specs,
+    put,
+    schemes_of,
+    with_schemes,
+)
+from jaxserve.layers.weight import Quantized
 from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
-from jaxserve.quantization.scheme import KINDS, Scheme
+from jaxserve.quantization.common import values_of
+from jaxserve.quantization.scheme import KINDS, Parts, ScaleName, Scheme
 
 MANIFEST = "jaxserve_manifest.json"
 FORMAT_VERSION = 2
 
-STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values())}
+STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values()), *map(str, get_args(ScaleName))}
 
 _WEIGHTS = "weights"
 
@@ -112,7 +125,7 @@ def load_store(
     directory: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
 ) -> Params:
     """Load the weights that `specs` declare, cast to `dtype` and sharded over `mesh`; each device reads its own shards
-    only.
+    only. Codes are dequantized on the host where `specs` declare values.
 
     `progress` shows a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that is
     wrong, if the store is damaged or was made for another config, and ConfigError if a weight does not divide over the
@@ -121,22 +134,26 @@ def load_store(
     directory = pathlib.Path(directory)
     layout = layouts(specs, mesh)
     manifest = read_manifest(directory)
+    held = schemes_of(specs)
+    stored_as = with_schemes(specs, manifest.schemes, dtype=dtype)
     problems = [
         *_config_problems(directory, manifest),
-        *_array_problems(manifest, _flat(leaf_specs(specs))),
+        *_array_problems(manifest, _flat(leaf_specs(stored_as))),
         *_file_problems(directory / _WEIGHTS, manifest),
     ]
     if problems:
         raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(problems))
 
-    def load(path: Any, leaf: LeafSpec, layout: Layout) -> jax.Array:
-        name, served = _name(path), leaf.dtype_in(dtype)
-        stored = np.memmap(
+    def opened(name: str, leaf: LeafSpec) -> np.ndarray:
+        return np.memmap(
             directory / _WEIGHTS / _file_of(name, leaf.shape),
             dtype=jnp.dtype(manifest.arrays[name].dtype),
             mode="r",
             shape=leaf.shape,
         )
+
+    def load(path: Any, leaf: LeafSpec, layout: Layout) -> jax.Array:
+        stored, served = opened(_name(path), leaf), leaf.dtype_in(dtype)
         shares = [
             jax.device_put(_share(layout.share(stored, index), served, device), device)
             for device, index in layout.sharding.addressable_devices_indices_map(layout.shape).items()
@@ -147,8 +164,31 @@ def load_store(
         bar.update(stored.size * served.itemsize)
         return array
 
+    def load_weight(path: Any, spec: ParamSpec, stored: ParamSpec, layout: Any) -> Any:
+        if stored.scheme is None or _name(path) in held:
+            return jax.tree_util.tree_map_with_path(
+                lambda more, *leaf: load((*path, *more), *leaf), spec.leaves, layout
+            )
+        values = _dequantized(stored, path, opened).astype(spec.dtype_in(dtype))
+        bar.update(values.nbytes)
+        return put(spec, layout, values)
+
     with bar_of_bytes("loading weights", specs, dtype=dtype, is_shown=progress) as bar:
-        return jax.tree_util.tree_map_with_path(load, leaf_specs(specs), layout)
+        return jax.tree_util.tree_map_with_path(load_weight, specs, stored_as, layout)
+
+
+def _dequantized(spec: ParamSpec, path: Any, opened: Callable[[str, LeafSpec], np.ndarray]) -> np.ndarray:
+    """Return the values of a weight that is stored as codes, in float32."""
+    leaves = spec.leaves
+    assert isinstance(leaves, Quantized)
+
+    def rows(name: str, leaf: LeafSpec | None) -> np.ndarray | None:
+        return None if leaf is None else opened(name, leaf).reshape(-1, math.prod(leaf.shape[outputs:]))
+
+    outputs, name = len(spec.shape) - spec.num_inputs, _name(path)
+    arrays = leaves.parts._asdict().items()
+    found = Parts(**{part: rows(f"{name}.parts.{part}", leaf) for part, leaf in arrays})
+    return values_of(leaves.scheme, found).reshape(spec.shape)
 
 
 def write_store(
@@ -369,16 +409,17 @@ def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[
 
 
 def _is_readable(dtype: str, leaf: LeafSpec) -> bool:
-    """Return true if an array of this dtype can be read as this leaf: floats are cast, codes must match exactly."""
-    return dtype == str(leaf.dtype) if _has_codes(leaf) else dtype in DTYPES
+    """Return true if an array of this dtype can be read as this leaf: floats are cast, bytes must match exactly."""
+    return dtype == str(leaf.dtype) if _is_byte(leaf) else dtype in DTYPES
 
 
 def _wanted(leaf: LeafSpec) -> str:
-    return str(leaf.dtype) if _has_codes(leaf) else "a float"
+    return str(leaf.dtype) if _is_byte(leaf) else "a float"
 
 
-def _has_codes(leaf: LeafSpec) -> bool:
-    return leaf.dtype in {kind.dtype for kind in KINDS.values()}
+def _is_byte(leaf: LeafSpec) -> bool:
+    """Report whether an array is of codes or of scales of a byte each."""
+    return leaf.dtype is not None and np.dtype(leaf.dtype).itemsize == 1
 
 
 def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:

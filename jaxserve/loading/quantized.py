@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization.bitsandbytes import STATE
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import Codes, Format, Header
+from jaxserve.quantization.stored import Format, Header, Stored
 
+DESCRIPTIONS = ("weight_shape", STATE)
+"""What the names of tensors begin with that are read before others, because they say what these are."""
 ORDERS = ("g_idx", "weight_g_idx")
 """Tensors that say which group each input is in."""
 
@@ -26,7 +29,7 @@ class QuantizedMatrix:
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why these are no tensors of a matrix of such a shape, or None if they are."""
         try:
-            found = self.format.shape(self.module, {name: _header(tensor) for name, tensor in self.tensors.items()})
+            found = self.format.shape(self.module, _headers(self.tensors))
         except CheckpointError as error:
             return f"cannot be read: {error}"
         if len(shape) > 1 and found == (shape[0], math.prod(shape[1:])):
@@ -37,22 +40,26 @@ class QuantizedMatrix:
         """Return the values in the type of the scales. Raises CheckpointError for codes that make no sense."""
         return self._codes().dequantize()
 
-    def scheme(self) -> Scheme | None:
-        """Return how an engine can hold the codes as they are, or None if it has to hold the values.
+    def scheme(self) -> Scheme | str:
+        """Return how an engine can hold the codes as they are, or why it has to hold the values.
 
         The tensors must fit. Of those, only the order of groups is read, if there is one.
         """
-        scheme = self.format.scheme({name: _header(tensor) for name, tensor in self.tensors.items()})
-        has_order = any(name in self.tensors for name in ORDERS)
-        return scheme if scheme is None or not has_order or self._codes().has_runs() else None
+        headers = _headers(self.tensors)
+        scheme = self.format.scheme(self.module, headers)
+        orders = [tensor.read() for name, tensor in self.tensors.items() if name in ORDERS]
+        if isinstance(scheme, str) or not orders or (orders[0] < 0).all():
+            return scheme
+        runs = np.arange(len(orders[0])) // (scheme.group_size or len(orders[0]))
+        return scheme if np.array_equal(orders[0], runs) else "its groups are not runs of inputs (act-order)"
 
     def read_parts(self) -> Parts:
         """Return the arrays that `scheme` stores the matrix as. Raises CheckpointError as `read` does."""
         scheme = self.scheme()
-        assert scheme is not None
+        assert isinstance(scheme, Scheme)
         return self._codes().parts(scheme)
 
-    def _codes(self) -> Codes:
+    def _codes(self) -> Stored:
         return self.format.read(self.module, {name: each.read() for name, each in self.tensors.items()})
 
 
@@ -60,22 +67,48 @@ def join_parts(tensors: Mapping[str, Any], formats: Iterable[Format]) -> dict[st
     """Return the tensors by name, those of each quantized matrix as one QuantizedMatrix, MODULE.weight."""
     by_module: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
+        module, leaf = _module_and_leaf(name)
         by_module.setdefault(module, {})[leaf] = tensor
     joined = dict(tensors)
     for module, leaves in by_module.items():
-        headers = {leaf: _header(tensor) for leaf, tensor in leaves.items() if hasattr(tensor, "header")}
-        for each in formats:
-            if parts := each.parts(headers):
-                for leaf in parts:
-                    del joined[f"{module}.{leaf}"]
-                if f"{module}.weight" in joined:
-                    raise CheckpointError(f"{module}.weight is there twice, as floats and as {', '.join(parts)}")
-                joined[f"{module}.weight"] = QuantizedMatrix(module, each, {leaf: leaves[leaf] for leaf in parts})
-                break
+        headers = _headers({leaf: tensor for leaf, tensor in leaves.items() if hasattr(tensor, "header")})
+        fitting = {each: parts for each in formats if (parts := each.parts(headers))}
+        if not fitting:
+            continue
+        fits = (each for each, parts in fitting.items() if _fits(each, module, {name: headers[name] for name in parts}))
+        chosen = next(fits, next(iter(fitting)))
+        parts = fitting[chosen]
+        for leaf in parts:
+            del joined[f"{module}.{leaf}"]
+        if f"{module}.weight" in joined:
+            raise CheckpointError(f"{module}.weight is there twice, as floats and as {', '.join(parts)}")
+        joined[f"{module}.weight"] = QuantizedMatrix(module, chosen, {leaf: leaves[leaf] for leaf in parts})
     return joined
 
 
-def _header(tensor: Any) -> Header:
+def _fits(stored: Format, module: str, headers: Mapping[str, Header]) -> bool:
+    """Return whether tensors are such a matrix: a checkpoint may have several formats, such as of 4 and of 8 bits."""
+    try:
+        stored.shape(module, headers)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _module_and_leaf(name: str) -> tuple[str, str]:
+    """Split the name of a tensor. What describes a tensor, such as X.weight.absmax, is a leaf of its module, X."""
+    module, separator, leaf = name.partition(".weight.")
+    if separator:
+        return module, f"weight.{leaf}"
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def _headers(tensors: Mapping[str, Any]) -> dict[str, Header]:
+    """Return the headers of a module's tensors, with the contents of those that describe others."""
+    return {name: _header(tensor, is_read=name.startswith(DESCRIPTIONS)) for name, tensor in tensors.items()}
+
+
+def _header(tensor: Any, *, is_read: bool) -> Header:
     header = tensor.header()
-    return Header(header.get_dtype(), tuple(header.get_shape()))
+    return Header(header.get_dtype(), tuple(header.get_shape()), tensor.read().tobytes() if is_read else None)

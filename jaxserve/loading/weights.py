@@ -1,22 +1,27 @@
 """The config and the weights of a model, whatever they are stored in: a directory or a GGUF file."""
 
+import collections
 import contextlib
+import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import Quantization
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.layers.params import Params, rounded_to, with_schemes
+from jaxserve.layers.params import Params, ParamSpec, path_name, rounded_to, with_schemes
 from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
-from jaxserve.quantization.scheme import SCHEMES
+from jaxserve.quantization.scheme import SCHEMES, Scheme
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read.
+    """Return the fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read.
 
     Where the weights are there too, they decide whether the LM head is tied to the embedding, not the config.
     """
@@ -31,12 +36,16 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming_config(path: str | pathlib.Path) -> Iterator[None]:
-    """Around what reads the fields that `load_config` has found: CheckpointErrors about config.json get its path."""
+    """Wrap what reads the fields that `load_config` has found: CheckpointErrors about config.json get its path."""
     try:
         yield
     except CheckpointError as error:
         where = f"{path}, as " if pathlib.Path(path).is_file() else f"{pathlib.Path(path)}/"
         raise CheckpointError(f"{where}{error}") from error
+
+
+WhyNotHeld = Callable[[ParamSpec, Scheme], str | None]
+"""(a weight, how its codes would be held) -> why an engine holds its values all the same, or None if it does not"""
 
 
 def stored_specs(
@@ -45,18 +54,19 @@ def stored_specs(
     *,
     dtype: np.dtype,
     quantization: Quantization | None,
-    dequantizes: bool = True,
+    dequantizes: bool = False,
+    why_not_held: WhyNotHeld | None = None,
 ) -> Params:
     """Return `specs` with the schemes by which the weights are held in an engine that serves in `dtype`.
 
-    They are those of the store, or with `quantization` those that a checkpoint of floats is rounded to while it loads.
-    Unless it `dequantizes`, codes of a quantized checkpoint are held as they are, where that can be.
+    Codes that a checkpoint or a store has are held as they are, unless it `dequantizes` them all, or a checkpoint's
+    where there is a reason (`why_not_held`). With `quantization`, matrices are rounded to codes while they load.
     Raises ConfigError for a store that is asked to be what it is not.
     """
     schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
     if not orbax_store.is_store(path):
-        if quantization is None and not dequantizes and pathlib.Path(path).is_dir():
-            schemes = huggingface.stored_schemes(path, specs)
+        if quantization is None and not dequantizes:
+            schemes = _held_schemes(path, specs, why_not_held or (lambda spec, scheme: None))  # noqa: ARG005
         return with_schemes(specs, schemes, dtype=dtype)
     stored = orbax_store.read_manifest(path).schemes
     if quantization is not None and stored != schemes:
@@ -64,13 +74,32 @@ def stored_specs(
             f"quantization is {quantization}, but the store {path} was written "
             f"{'without' if not stored else 'with another'}: convert the original with --quantization {quantization}"
         )
-    return with_schemes(specs, stored, dtype=dtype)
+    return specs if dequantizes else with_schemes(specs, stored, dtype=dtype)
+
+
+def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotHeld) -> dict[str, Scheme]:
+    """Return the schemes of the weights whose codes are held, by path in the tree, and log why others are not."""
+    if pathlib.Path(path).is_dir() and not huggingface.is_quantized(path):
+        return {}
+    held: dict[str, Scheme] = {}
+    reasons: collections.Counter[str] = collections.Counter()
+    with open_weights(path, specs) as weights:
+        for where, weight in jax.tree_util.tree_leaves_with_path(weights):
+            scheme = weight.stored_scheme() if weight.spec.num_inputs else None
+            reason = why_not_held(weight.spec, scheme) if isinstance(scheme, Scheme) else scheme
+            if isinstance(scheme, Scheme) and reason is None:
+                held[path_name(where)] = scheme
+            elif reason is not None:
+                reasons[reason] += 1
+    for reason, count in reasons.items():
+        logger.info("codes of %d matrices are held as floats: %s", count, reason)
+    return held
 
 
 def load_weights(
     path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
 ) -> Params:
-    """The weights that `specs` declare, cast to `dtype` and laid out over `mesh`.
+    """Return the weights that `specs` declare, cast to `dtype` and laid out over `mesh`.
 
     `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming everything that
     is wrong, and ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
@@ -83,7 +112,7 @@ def load_weights(
 
 
 def open_weights(path: str | pathlib.Path, specs: Params) -> contextlib.AbstractContextManager[Params]:
-    """The weights that `specs` declare, of which none is read yet: a tree of `huggingface.SourceWeight`.
+    """Return the weights that `specs` declare, of which none is read yet: a tree of `huggingface.SourceWeight`.
 
     Raises CheckpointError as `load_weights` does. A store has no such weights.
     """

@@ -29,7 +29,7 @@ class AWQ:
         """Return the shape that the words have room for."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside qweight: {', '.join(missing)}")
-        (dtype, words), scales, zeros = headers["qweight"], headers["scales"].shape, headers["qzeros"].shape
+        (dtype, words, _), scales, zeros = headers["qweight"], headers["scales"].shape, headers["qzeros"].shape
         fits = dtype == "I32" and len(words) == len(scales) == 2 and scales[1] == 8 * words[1]
         if not fits or zeros != (scales[0], words[1]) or words[0] % scales[0]:
             raise CheckpointError(
@@ -37,10 +37,11 @@ class AWQ:
             )
         return 8 * words[1], words[0]
 
-    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+    def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:  # noqa: ARG002 (all are alike)
         """Return the scheme of the integers and their zero points."""
         scales = headers["scales"]
-        return scheme_of_groups("uint4", scales, headers["qweight"].shape[0], num_groups=scales.shape[0])
+        num_inputs, num_groups = headers["qweight"].shape[0], scales.shape[0]
+        return scheme_of_groups("uint4", scales, num_inputs, num_groups=num_groups, has_zeros=True)
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes with outputs first."""

@@ -3,13 +3,15 @@
 What is not served is refused here by name, from the config alone: before a download.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization import nvfp4
+from jaxserve.quantization import bitsandbytes, nvfp4
 from jaxserve.quantization.awq import AWQ
-from jaxserve.quantization.gptq import GPTQ
+from jaxserve.quantization.gptq import GPTQ, Override
+from jaxserve.quantization.mxfp4 import MXFP4
 from jaxserve.quantization.packed import Packed
 from jaxserve.quantization.plain import Plain
 from jaxserve.quantization.stored import Format
@@ -46,8 +48,29 @@ def _modelopt(config: Config, where: str) -> tuple[Format, ...]:
         raise CheckpointError(f"{where}: quantization must be an object, got {described!r:.100}")
     if "quant_algo" in described and described["quant_algo"] is None:  # at most the KV cache was meant to be quantized
         return ()
-    _require(described, where, quant_algo=("FP8", "NVFP4"))
-    return (Plain(),) if described["quant_algo"] == "FP8" else (nvfp4.MODELOPT,)
+    _require(described, where, quant_algo=(*MODELOPT_FORMATS, "MIXED_PRECISION"))
+    if described["quant_algo"] != "MIXED_PRECISION":
+        return (MODELOPT_FORMATS[described["quant_algo"]],)
+    layers = described.get("quantized_layers")
+    if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()) or not layers:
+        raise CheckpointError(f"{where}: quantized_layers must be objects by module, got {layers!r:.100}")
+    for name, layer in layers.items():
+        _require(layer, f"quantized_layers of {where}: {name:.100}", quant_algo=(*MODELOPT_FORMATS,))
+    return tuple(dict.fromkeys(MODELOPT_FORMATS[layer["quant_algo"]] for layer in layers.values()))
+
+
+MODELOPT_FORMATS: dict[str, Format] = {"FP8": Plain(), "NVFP4": nvfp4.MODELOPT}
+"""Formats of modelopt by its names; which of them a matrix has, its tensors show."""
+
+
+def _bitsandbytes(config: Config, where: str) -> tuple[Format, ...]:
+    four, eight = (bool(config.get(name, config.get(f"_{name}"))) for name in ("load_in_4bit", "load_in_8bit"))
+    if four == eight:
+        raise CheckpointError(f"{where}: one of load_in_4bit and load_in_8bit must be true")
+    if four:
+        _require(config, where, bnb_4bit_quant_type=(None, "nf4", "fp4"))
+        return (bitsandbytes.FourBits(),)
+    return (bitsandbytes.EightBits(),)
 
 
 def _compressed_tensors(config: Config, where: str) -> tuple[Format, ...]:
@@ -80,20 +103,56 @@ def _group(name: str, group: Any, config: Config, where: str) -> Format:
             return Packed(bits=bits)
         case "nvfp4-pack-quantized", "float", 4:
             return nvfp4.COMPRESSED_TENSORS
+        case "mxfp4-pack-quantized", "float", 4 if weights.get("symmetric", True):
+            return MXFP4()
     raise CheckpointError(f"{where}: {kind!r:.100} of {number!r:.100} weights of {bits!r:.20} bits is not supported")
 
 
 def _gptq(config: Config, where: str) -> tuple[Format, ...]:
-    _require(config, where, bits=(2, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
+    label = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    _require(config, where, bits=GPTQ_BITS, **{label: (None, "gptq", "gptq_v2")})
+    is_symmetric = _flag(config, "sym", True, where)
     dynamic = config.get("dynamic") or {}
-    # Modules that are left in floats ("-:" and a pattern) show by their tensors.
-    if not isinstance(dynamic, dict) or not all(pattern.startswith("-:") for pattern in dynamic):
-        raise CheckpointError(f"{where}: dynamic {dynamic!r:.100} is not supported: modules must be quantized alike")
-    is_symmetric = config.get("sym", True)
-    if not isinstance(is_symmetric, bool):
-        raise CheckpointError(f"{where}: sym must be true or false, got {is_symmetric!r:.100}")
-    is_version_2 = config.get("checkpoint_format") == "gptq_v2"
-    return (GPTQ(bits=config["bits"], is_symmetric=is_symmetric, is_version_2=is_version_2),)
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"{where}: dynamic must be objects by pattern, got {dynamic!r:.100}")
+    overrides = [
+        _gptq_override(pattern, said, f"dynamic of {where}: {pattern:.100}", config["bits"], is_symmetric)
+        for pattern, said in dynamic.items()
+    ]
+    is_version_2 = config.get(label) == "gptq_v2"
+    return (
+        GPTQ(bits=config["bits"], is_symmetric=is_symmetric, is_version_2=is_version_2, overrides=tuple(overrides)),
+    )
+
+
+GPTQ_BITS = (2, 4, 8)
+
+
+def _gptq_override(pattern: str, said: Any, where: str, bits: int, is_symmetric: bool) -> Override:
+    """Return what an entry of `dynamic` says: patterns behind "-:" leave modules in floats, others change them."""
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{where} must be an object, got {said!r:.100}")
+    is_left = pattern.startswith("-:")
+    expression = pattern.removeprefix("-:").removeprefix("+:")
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(f"{where} is no regular expression that Python knows: {error}") from error
+    if is_left:
+        return Override(pattern=expression, bits=0, is_symmetric=is_symmetric)
+    _require(said, where, bits=(None, *GPTQ_BITS))
+    for name in said.keys() & {"format", "checkpoint_format", "method", "quant_method", "pack_dtype"}:
+        raise CheckpointError(f"{where}: {name} is not supported, only other bits, groups and symmetry")
+    return Override(
+        pattern=expression, bits=said.get("bits") or bits, is_symmetric=_flag(said, "sym", is_symmetric, where)
+    )
+
+
+def _flag(config: Config, name: str, default: bool, where: str) -> bool:
+    found = config.get(name, default)
+    if not isinstance(found, bool):
+        raise CheckpointError(f"{where}: {name} must be true or false, got {found!r:.100}")
+    return found
 
 
 def _awq(config: Config, where: str) -> tuple[Format, ...]:
@@ -125,6 +184,7 @@ def _require(config: Config, where: str, **served: tuple[Any, ...]) -> None:
 
 _READERS = {
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.quantization.scheme import CodeName, Scheme
-from jaxserve.quantization.stored import UNUSED, Codes, Header, scheme_of_groups, unpack
+from jaxserve.quantization.scheme import Scheme
+from jaxserve.quantization.stored import UNUSED, Codes, Header, scheme_of_integers, unpack
 
 _REQUIRED = ("weight_packed", "weight_scale", "weight_shape")
 
@@ -41,28 +41,30 @@ class Packed:
         groups = scales.shape[1]
         if inputs % groups:
             raise CheckpointError(f"{module}: {inputs} inputs are not in {groups} equal groups")
+        described = tuple(np.frombuffer(headers["weight_shape"].content or b"", np.int64).tolist())
+        if described != (outputs, inputs):
+            raise CheckpointError(f"{module}.weight_shape {list(described)} is not {[outputs, inputs]}")
         expected = {"weight_zero_point": (-(-outputs // (32 // self.bits)), groups), "weight_g_idx": (inputs,)}
         for name, shape in expected.items():
             if name in headers and headers[name].shape != shape:
                 raise CheckpointError(f"{module}.{name} is {list(headers[name].shape)} and not {list(shape)}")
         return outputs, inputs
 
-    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
-        """Return the scheme of integers of 4 bits, or of 8 without zero points."""
-        scales, has_zeros = headers["weight_scale"], "weight_zero_point" in headers
-        kinds: dict[tuple[int, bool], CodeName] = {(4, False): "int4", (4, True): "uint4", (8, False): "int8"}
-        codes = kinds.get((self.bits, has_zeros))
-        num_inputs = headers["weight_packed"].shape[1] * (32 // self.bits)
-        if codes is None:
-            return None
-        return scheme_of_groups(codes, scales, num_inputs, num_groups=scales.shape[1])
+    def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:  # noqa: ARG002 (all are alike)
+        """Return the scheme of the integers, those of 2 bits in 4."""
+        scales = headers["weight_scale"]
+        return scheme_of_integers(
+            self.bits,
+            has_zeros="weight_zero_point" in headers,
+            scales=scales,
+            num_inputs=headers["weight_packed"].shape[1] * (32 // self.bits),
+            num_groups=scales.shape[1],
+        )
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
         """Return the codes less their offset."""
         offset = 2 ** (self.bits - 1)
         values = _signed(unpack(tensors["weight_packed"], self.bits, axis=1), offset)
-        if tuple(tensors["weight_shape"].tolist()) != values.shape:
-            raise CheckpointError(f"{module}.weight_shape {tensors['weight_shape'].tolist()} is not {values.shape}")
         zeros, groups = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if zeros is not None:
             zeros = _signed(unpack(zeros, self.bits, axis=0)[: len(values)], offset)

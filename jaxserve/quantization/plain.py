@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization.common import regrouped
 from jaxserve.quantization.scheme import Scheme
-from jaxserve.quantization.stored import UNUSED, Codes, Header, scheme_of_groups
+from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Header
 
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
-SCALE_TYPES = ("F32", "BF16", "F16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,23 +39,25 @@ class Plain:
             raise CheckpointError(f"{module}: 8-bit codes need two axes and one of {' and '.join(SCALES)}")
         if "weight_zero_point" in headers:
             raise CheckpointError(f"{module}.weight_zero_point: zero points of 8-bit weights are not supported")
-        [(dtype, found)] = scales
-        if dtype not in SCALE_TYPES or self._per_group(found, shape) is None:
+        [(dtype, found, _)] = scales
+        if dtype not in SCALE_NAMES or self._per_group(found, shape) is None:
             raise CheckpointError(f"{module}: scales are {dtype} {list(found)}, which fits no codes of {list(shape)}")
         return shape[0], shape[1]
 
-    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+    def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:  # noqa: ARG002 (all are alike)
         """Return the scheme of the codes, each output with scales of its own."""
         codes, [scales] = headers["weight"], [headers[name] for name in SCALES if name in headers]
         per_group = self._per_group(scales.shape, codes.shape)
         assert per_group is not None
-        num_inputs = codes.shape[1]
-        num_groups = -(-num_inputs // per_group[1])
-        if num_inputs % per_group[1]:  # the last block has fewer
-            return None
-        return scheme_of_groups(
-            "fp8" if codes.dtype == "F8_E4M3" else "int8", scales, num_inputs, num_groups=num_groups
+        num_inputs, size = codes.shape[1], per_group[1]
+        if scales.dtype not in SCALE_NAMES:
+            return f"scales are {scales.dtype}"
+        scheme = Scheme(
+            codes="fp8" if codes.dtype == "F8_E4M3" else "int8",
+            group_size=None if size >= num_inputs else size,
+            scale_dtype=SCALE_NAMES[scales.dtype],
         )
+        return regrouped(scheme, num_inputs)
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes, with a row of scales for each output."""

@@ -1,7 +1,8 @@
 """Scheme: how one weight is stored in few bits, as plain data, and what its codes, scales and zero points stand for.
 
-A value is (code - zero point) * scale. The scale belongs to a group of consecutive inputs of one output, or to all
-inputs of it; 4-bit codes lie two in a byte along the last axis, the first of them in the lower half.
+A value is (code - zero point) * scale - minimum. These belong to a group of consecutive inputs of one output, or to all
+inputs of it. Scales and minimums may be stored in two levels, as small numbers times a factor of a larger group. 4-bit
+codes lie two in a byte along the last axis, the first of them in the lower half.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ import msgspec
 import numpy as np
 from jaxtyping import Float, Shaped
 
-CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4"]
+CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4", "fp4"]
+ScaleName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ NF4 = (
 )
 """The quantiles of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = tuple(float(np.float32(value / 12)) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+"""What bitsandbytes calls FP4, without the sign, which is the highest bit."""
 
 KINDS: dict[str, CodeKind] = {
     "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, typical=73.9),
@@ -59,19 +63,32 @@ KINDS: dict[str, CodeKind] = {
         typical=2.9,
     ),
     "nf4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=NF4, largest=NF4[-1], typical=0.55),
+    "fp4": CodeKind(
+        dtype=np.dtype(np.uint8),
+        per_byte=2,
+        values=(*FP4, *(-value for value in FP4)),
+        largest=max(FP4),
+        typical=0.47,
+    ),
 }
 """The kinds of codes by name. Half a step beyond the last integer still rounds to it, hence 127.5 and 7.5."""
 
 
 class Parts(NamedTuple):
-    """The arrays that a quantized matrix of shape [*outputs, *inputs] is stored as."""
+    """The arrays that a quantized matrix [*outputs, *inputs] is stored as; None for those that its scheme has not."""
 
     codes: Any
     """[*outputs, *inputs], the last axis halved where two codes share a byte."""
     scales: Any
     """[*outputs, groups]: of consecutive inputs, all axes of which count as one."""
     zeros: Any = None
-    """As `scales`; None if all are 0."""
+    """As `scales`, subtracted from codes."""
+    minimums: Any = None
+    """As `scales`, subtracted from the products of codes and scales."""
+    factors: Any = None
+    """[*outputs, larger groups], which multiply scales."""
+    minimum_factors: Any = None
+    """As `factors`, which multiply minimums."""
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +97,20 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         codes: a key of KINDS.
         group_size: number of inputs that have a scale in common; None means that all inputs of an output have.
-        scale_dtype: of scales and zero points.
+        scale_dtype: of scales, zero points and minimums.
         has_zeros: whether there are zero points.
+        has_minimums: whether there are minimums.
+        factor_dtype: of the factors of scales and minimums; None if there are none.
+        factor_size: number of inputs that have a factor in common; None means that all inputs of an output have.
     """
 
     codes: CodeName
     group_size: int | None = None
-    scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    scale_dtype: ScaleName = "float32"
     has_zeros: bool = False
+    has_minimums: bool = False
+    factor_dtype: Literal["float32", "float16"] | None = None
+    factor_size: int | None = None
 
     def __str__(self) -> str:
         return self.codes if self.group_size is None else f"{self.codes} in groups of {self.group_size}"
@@ -100,6 +123,19 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     def num_groups(self, num_inputs: int) -> int:
         """Return how many scales an output with so many inputs has."""
         return 1 if self.group_size is None else num_inputs // self.group_size
+
+    def num_factors(self, num_inputs: int) -> int:
+        """Return how many factors an output with so many inputs has, if there are any."""
+        return 1 if self.factor_size is None else num_inputs // self.factor_size
+
+    def bits_per_value(self, num_inputs: int) -> float:
+        """Return how many bits a value of an output with so many inputs takes, with all that belongs to its code."""
+        of_scales = (1 + self.has_zeros + self.has_minimums) * self.num_groups(num_inputs)
+        bits = 8 / self.kind.per_byte + of_scales * dtype_of(self.scale_dtype).itemsize * 8 / num_inputs
+        if self.factor_dtype is None:
+            return bits
+        of_factors = (1 + self.has_minimums) * self.num_factors(num_inputs)
+        return bits + of_factors * dtype_of(self.factor_dtype).itemsize * 8 / num_inputs
 
     def fitted(self, shape: tuple[int, ...], num_inputs: int) -> "Scheme | None":
         """Return the scheme for a matrix of this shape with so many axes of inputs, or None if there is none.
@@ -119,14 +155,14 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError if it has values that are not finite, or for codes that cannot be rounded to.
         """
         kind = self.kind
-        if kind.values is not None or self.has_zeros or self.codes == "uint4":
+        if kind.values is not None or self.has_zeros or self.has_minimums or self.factor_dtype or self.codes == "uint4":
             raise ValueError(f"there is no rounding to {self}")
         num_rows, num_inputs = rows.shape
         groups = rows.astype(np.float32).reshape(num_rows, self.num_groups(num_inputs), -1)
         largest = np.abs(groups).max(axis=-1)
         if not np.isfinite(largest).all():
             raise ValueError("there are values that are not finite")
-        scales = (largest / np.float32(kind.largest)).astype(_dtype(self.scale_dtype))
+        scales = (largest / np.float32(kind.largest)).astype(dtype_of(self.scale_dtype))
         scales = np.where(scales == 0, np.ones_like(scales), scales)
         groups /= scales.astype(np.float32)[..., None]
         values = groups.reshape(num_rows, num_inputs)
@@ -155,5 +191,6 @@ SCHEMES: dict[str, Scheme] = {
 """What `--quantization` may ask for: how a checkpoint of floats is rounded while it loads."""
 
 
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+def dtype_of(name: str) -> np.dtype:
+    """Return a NumPy dtype by its name, those of 16 and 8 bits that NumPy itself has not too."""
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -19,6 +19,21 @@ class Header(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    content: bytes | None = None
+    """What a tensor holds that describes others, which its reader fills in."""
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A matrix [outputs, inputs], read from a checkpoint."""
+
+    def dequantize(self) -> Float[np.ndarray, "N K"]:
+        """Return the values that the codes stand for, as the format's own package computes them."""
+        ...
+
+    def parts(self, scheme: Scheme) -> Parts:
+        """Return the arrays that `scheme`, one that the format has given, stores a matrix as."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,30 +57,28 @@ class Codes:
             values = values.astype(np.int16) - self.zeros.astype(np.int16)[:, groups]
         return values.astype(self.scales.dtype) * self.scales[:, groups]
 
-    def has_runs(self) -> bool:
-        """Whether groups are equal runs of inputs, in their order."""
-        num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
-        if self.groups is None:
-            return True
-        runs = np.arange(num_inputs) // max(num_inputs // num_groups, 1)
-        return num_inputs % num_groups == 0 and np.array_equal(self.groups, runs)
-
     def parts(self, scheme: Scheme) -> Parts:
         """Return the arrays that `scheme`, one that the format has given, stores a matrix as."""
-        values, zeros = self.values.astype(np.int16, copy=False), self.zeros
-        match scheme.codes:
-            case "fp8":
-                return Parts(self.values, self.scales)
-            case "int8":  # zero points are all the same, those of a symmetric code without a sign
-                return Parts((values if zeros is None else values - zeros.flat[0]).astype(np.int8), self.scales)
-            case "int4":
-                signed = values if zeros is None else values - zeros.flat[0]
-                return Parts(pack((signed + 8).astype(np.uint8)), self.scales)
-        assert scheme.codes == "uint4"
+        num_inputs = self.values.shape[1]
+        scales, values, zeros = self.scales, self.values, self.zeros
+        if self.groups is not None:  # whose groups may be larger than those of the scheme
+            first_inputs = np.arange(scheme.num_groups(num_inputs)) * (scheme.group_size or num_inputs)
+            scales = scales[:, self.groups[first_inputs]]
+            zeros = None if zeros is None else zeros[:, self.groups[first_inputs]]
+        if scheme.codes == "fp8":
+            return Parts(values, scales)
+        if scheme.has_zeros:
+            to_kind = {"uint4": 0, "int8": -128} if values.dtype == np.uint8 else {"uint4": 8, "int8": 0}
+            shift = to_kind[scheme.codes]
+        else:  # zero points are all the same, those of a symmetric code without a sign
+            shift = 0 if zeros is None else -int(zeros.flat[0])
+            shift += 8 if scheme.codes == "int4" else 0
+        shifted = values.astype(np.int16) + np.int16(shift)
+        codes = pack(shifted.astype(np.uint8)) if scheme.kind.per_byte == 2 else shifted.astype(np.int8)
+        if not scheme.has_zeros:
+            return Parts(codes, scales)
         assert zeros is not None
-        offset = 8 if self.values.dtype == np.int8 else 0
-        shifted = (zeros.astype(np.int16) + offset).astype(self.scales.dtype)
-        return Parts(pack((values + offset).astype(np.uint8)), self.scales, shifted)
+        return Parts(codes, scales, (zeros.astype(np.int16) + np.int16(shift)).astype(scales.dtype))
 
 
 SCALE_NAMES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
@@ -76,15 +89,25 @@ SCALE_NAMES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
 """Types of scales by their names in safetensors."""
 
 
-def scheme_of_groups(codes: CodeName, scales: Header, num_inputs: int, *, num_groups: int) -> Scheme | None:
-    """Return the scheme of codes whose inputs are in equal groups, or None if there is none."""
-    if scales.dtype not in SCALE_NAMES or num_inputs % num_groups:
-        return None
+def scheme_of_integers(bits: int, *, has_zeros: bool, scales: Header, num_inputs: int, num_groups: int) -> Scheme | str:
+    """Return the scheme of integers whose inputs are in equal groups, or why there is none."""
+    codes: CodeName = "int8" if bits == 8 else "uint4" if has_zeros else "int4"
+    return scheme_of_groups(codes, scales, num_inputs, num_groups=num_groups, has_zeros=has_zeros)
+
+
+def scheme_of_groups(
+    codes: CodeName, scales: Header, num_inputs: int, *, num_groups: int, has_zeros: bool = False
+) -> Scheme | str:
+    """Return the scheme of codes whose inputs are in equal groups, or why there is none."""
+    if scales.dtype not in SCALE_NAMES:
+        return f"scales are {scales.dtype}"
+    if num_inputs % num_groups:
+        return f"{num_inputs} inputs are not in {num_groups} equal groups"
     return Scheme(
         codes=codes,
         group_size=None if num_groups == 1 else num_inputs // num_groups,
         scale_dtype=SCALE_NAMES[scales.dtype],
-        has_zeros=codes == "uint4",
+        has_zeros=has_zeros,
     )
 
 
@@ -103,14 +126,14 @@ class Format(Protocol):
         """Return the shape [outputs, inputs] of a matrix. Raises CheckpointError for tensors that do not fit."""
         ...
 
-    def scheme(self, headers: Mapping[str, Header]) -> Scheme | None:
+    def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:
         """Return how an engine can hold the codes of a matrix that fits, in groups of equal runs of inputs.
 
-        None if it has to hold the values that they stand for.
+        A text says why it has to hold the values that they stand for.
         """
         ...
 
-    def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
+    def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Stored:
         """Return the codes. Raises CheckpointError for contents that make no sense."""
         ...
 

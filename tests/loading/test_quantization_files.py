@@ -20,7 +20,7 @@ FILES = [
     (
         "hf_quant_config.json",
         MODELOPT,
-        "hf_quant_config.json: quant_algo 'MIXED_PRECISION' is not supported",
+        "hf_quant_config.json: quantized_layers must be objects by module",
     ),
     ("quantize_config.json", {"bits": 3, "group_size": 128}, "quantize_config.json: bits 3 is not supported"),
     ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),

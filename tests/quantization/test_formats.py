@@ -38,6 +38,7 @@ BLOCK = (24, 40)  # neither divides a matrix
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOAT = group("float-quantized", kind="float", bits=8)
 CASES = {
     "fp8 blocks": (FP8_BLOCKS, functools.partial(stored.fp8, scheme="block", leaf="weight_scale_inv", block=BLOCK)),
@@ -75,7 +76,48 @@ CASES = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         functools.partial(stored.nvfp4, package="modelopt"),
     ),
+    "nvfp4 and fp8 of modelopt": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}, "x": {"quant_algo": "NVFP4"}},
+        },
+        stored.by_name(
+            other=functools.partial(stored.nvfp4, package="modelopt"),
+            down_proj=functools.partial(stored.fp8, scheme="tensor"),
+        ),
+    ),
+    "mxfp4": (compressed(group("mxfp4-pack-quantized", kind="float", group_size=32)), stored.mxfp4),
+    "packed 4 and 8": (
+        compressed(group("pack-quantized"), group("pack-quantized", bits=8)),
+        stored.by_name(
+            other=functools.partial(stored.packed, group=32), v_proj=functools.partial(stored.packed, bits=8, group=16)
+        ),
+    ),
+    "gptq dynamic": (
+        GPTQ
+        | {"dynamic": {"-:.*no_such": {}, r"+:.*\.v_proj$": {"bits": 8, "group_size": 16}, ".*down": {"sym": True}}},
+        stored.by_name(
+            other=stored.gptq,
+            v_proj=functools.partial(stored.gptq, bits=8, group=16),
+            down_proj=functools.partial(stored.gptq, is_symmetric=True),
+        ),
+    ),
+    "nf4": (NF4, stored.bitsandbytes),
+    "nf4 nested": (NF4, functools.partial(stored.bitsandbytes, nested=True, dtype="float32")),
+    "nf4 in blocks across rows": (NF4, functools.partial(stored.bitsandbytes, block=256)),
+    "fp4": (NF4 | {"bnb_4bit_quant_type": "fp4"}, functools.partial(stored.bitsandbytes, kind="fp4")),
+    "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, stored.llm_int8),
 }
+
+
+def values_of(params):
+    """The values of all weights as arrays."""
+    return jax.tree.map(
+        lambda node: np.asarray(node.array() if isinstance(node, Weight) else node),
+        params,
+        is_leaf=lambda node: isinstance(node, Weight),
+    )
 
 
 def is_linear(name):
@@ -91,7 +133,8 @@ def write_models(folder, config, make):
     for spec in jax.tree.leaves(family.param_specs(family.Config.from_hf(fields))):
         for name, shape in zip(spec.source, spec.source_shapes, strict=True):
             if is_linear(name):
-                tensors, values = make(rng, shape[0], int(np.prod(shape[1:])))
+                named = {"name": name.removesuffix(".weight")} if hasattr(make, "takes_name") else {}
+                tensors, values = make(rng, shape[0], int(np.prod(shape[1:])), **named)
                 quantized |= {f"{name.removesuffix('weight')}{leaf}": tensor for leaf, tensor in tensors.items()}
                 floats[name] = values.astype(np.float32)
             else:
@@ -116,14 +159,14 @@ def test_a_quantized_checkpoint_computes_what_its_floats_do(tmp_path, name):
 
 
 HELD = {
-    "fp8 blocks": None,  # which do not divide the inputs
+    "fp8 blocks": "fp8",
     "fp8 blocks that divide": "fp8",
     "fp8 tensor": "fp8",
     "fbgemm": "fp8",
     "modelopt": "fp8",
     "float channel": "fp8",
     "float tensor": "fp8",
-    "float block": None,
+    "float block": "fp8",
     "int8": "int8",
     "packed groups": "int4",
     "packed channels": "int4",
@@ -135,11 +178,20 @@ HELD = {
     "gptq v2": "uint4",
     "gptq symmetric": "int4",
     "gptq symmetric, wrong label": "int4",
-    "gptq 8": None,  # with zero points
-    "gptq 2": None,
+    "gptq 8": "int8",
+    "gptq 2": "uint4",
     "awq": "uint4",
-    "nvfp4": None,
-    "nvfp4 of modelopt": None,
+    "nvfp4": "e2m1",
+    "nvfp4 of modelopt": "e2m1",
+    "nvfp4 and fp8 of modelopt": ("e2m1", "fp8"),
+    "mxfp4": "e2m1",
+    "packed 4 and 8": ("int4", "int8"),
+    "gptq dynamic": ("uint4", "int8", "int4"),
+    "nf4": "nf4",
+    "nf4 nested": "nf4",
+    "nf4 in blocks across rows": "nf4",
+    "fp4": "fp4",
+    "llm.int8": "int8",
 }
 """The codes that an engine holds of each; None where it holds floats."""
 BLOCKS_THAT_DIVIDE = {"quant_method": "fp8", "weight_block_size": [24, 32]}
@@ -153,22 +205,20 @@ def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, nam
     )
     _, config, family, _, mesh = load_golden(floats)
     float32 = np.dtype(np.float32)
-    specs = stored_specs(quantized, family.param_specs(config), dtype=float32, quantization=None, dequantizes=False)
+    specs = stored_specs(
+        quantized,
+        family.param_specs(config),
+        dtype=float32,
+        quantization=None,
+    )
     schemes = schemes_of(specs)
     matrices = {f"layers.{layer}.{name}" for layer in range(len(specs["layers"])) for name in MATRICES}
     assert schemes.keys() == (set() if HELD[name] is None else matrices)
-    assert {scheme.codes for scheme in schemes.values()} <= {HELD[name]}
+    kinds = {HELD[name]} if isinstance(HELD[name], str) else set(HELD[name] or ())
+    assert {scheme.codes for scheme in schemes.values()} == kinds
     params = load_weights(quantized, specs, dtype=float32, mesh=mesh, progress=False)
-    values = jax.tree.map(
-        lambda node: np.asarray(node.array() if isinstance(node, Weight) else node),
-        params,
-        is_leaf=lambda node: isinstance(node, Weight),
-    )
-    plain = jax.tree.map(
-        lambda node: np.asarray(node.array() if isinstance(node, Weight) else node),
-        load_weights(floats, family.param_specs(config), dtype=float32, mesh=mesh, progress=False),
-        is_leaf=lambda node: isinstance(node, Weight),
-    )
+    values = values_of(params)
+    plain = values_of(load_weights(floats, family.param_specs(config), dtype=float32, mesh=mesh, progress=False))
     # Packages round products to the type of the scales, which codes that are held do not.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-8), values, plain)
 
@@ -191,8 +241,11 @@ def test_files_that_declare_it_instead_of_the_config(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, load_golden(quantized)[0], load_golden(floats)[0])
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
-def test_a_store_of_a_quantized_checkpoint_has_floats(tmp_path, name):
+STORED = ["fp8 blocks", "gptq", "gptq order", "packed zeros", "nvfp4", "mxfp4", "nf4 nested", "packed 4 and 8"]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_store_keeps_codes_and_loads_as_floats_too(tmp_path, name):
     config, make = CASES[name]
     quantized, floats = write_models(tmp_path, config, make)
     if name == "gptq":  # AutoGPTQ's checkpoints say it twice
@@ -200,10 +253,24 @@ def test_a_store_of_a_quantized_checkpoint_has_floats(tmp_path, name):
     manifest = convert(str(quantized), tmp_path / "store", dtype="float32", progress=False)
     assert "quantization_config" not in manifest.config
     assert not (tmp_path / "store" / "quantize_config.json").exists()
-    fields = load_config(tmp_path / "store")
-    family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    _, config, family, _, mesh = load_golden(floats)
+    specs, float32 = family.param_specs(config), np.dtype(np.float32)
+    held = stored_specs(quantized, specs, dtype=float32, quantization=None)
+    assert schemes_of(stored_specs(tmp_path / "store", specs, dtype=float32, quantization=None)) == schemes_of(held)
+    codes = load_weights(quantized, held, dtype=float32, mesh=mesh, progress=False)
+    stored_codes = load_weights(tmp_path / "store", held, dtype=float32, mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, stored_codes, codes)
+    dense = stored_specs(tmp_path / "store", specs, dtype=float32, quantization=None, dequantizes=True)
+    values = load_weights(tmp_path / "store", dense, dtype=float32, mesh=mesh, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, values_of(values), values_of(codes))
+
+
+def test_a_store_of_values(tmp_path):
+    quantized, floats = write_models(tmp_path, *CASES["gptq"])
+    manifest = convert(str(quantized), tmp_path / "store", dtype="float32", dequantize=True, progress=False)
+    assert manifest.schemes == {}
+    _, config, family, _, mesh = load_golden(floats)
+    specs = family.param_specs(config)
     loaded = load_weights(tmp_path / "store", specs, dtype=np.dtype(np.float32), mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, loaded, load_golden(floats)[0])
 
@@ -290,12 +357,17 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "is 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes"}, "one of load_in_4bit and load_in_8bit must be true"),
+        ({"quant_method": "torchao"}, "is 'torchao'"),
+        (NF4 | {"bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "the size of a block must be two positive integers"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         (GPTQ | {"bits": 3}, "bits 3 is not supported, only 2, 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic .* is not supported"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 3}}}, r"dynamic of .*: \+:\.\*down: bits 3 is not supported"),
+        (GPTQ | {"dynamic": {"+:.*down": {"format": "marlin"}}}, "format is not supported, only other bits"),
+        (GPTQ | {"dynamic": {"+:(": {}}}, "is no regular expression"),
+        (GPTQ | {"dynamic": {"+:.*": 8}}, "must be an object"),
         (GPTQ | {"sym": 1}, "sym must be true or false"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         (AWQ | {"bits": 8}, "bits 8 is not supported"),
@@ -306,8 +378,12 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
         ),
         (compressed(group("pack-quantized", bits=3)), "'pack-quantized' of 'int' weights of 3 bits is not supported"),
         (
-            compressed(group("mxfp4-pack-quantized", kind="float")),
+            compressed(group("mxfp4-pack-quantized", kind="float", symmetric=False)),
             "'mxfp4-pack-quantized' of 'float' weights of 4 bits",
+        ),
+        (
+            compressed(group("mxfp6-pack-quantized", kind="float", bits=6)),
+            "'mxfp6-pack-quantized' of 'float' weights of 6 bits",
         ),
         (compressed() | {"config_groups": []}, "config_groups must be an object"),
         (compressed(FLOAT) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config .* not supported"),

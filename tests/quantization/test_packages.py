@@ -36,7 +36,9 @@ def test_values_are_bit_equal(name):
     tensors = stored_matrices.read(QUANTIZED / f"{name}.safetensors")
     expected = tensors.pop("expected")
     stored = FORMATS[name]
-    headers = {leaf: Header(TYPES[tensor.dtype.name], tensor.shape) for leaf, tensor in tensors.items()}
+    headers = {
+        leaf: Header(TYPES[tensor.dtype.name], tensor.shape, tensor.tobytes()) for leaf, tensor in tensors.items()
+    }
     assert set(stored.parts(headers)) == tensors.keys()
     assert stored.shape("module", headers) == expected.shape
     values = stored.read("module", tensors).dequantize()

@@ -111,3 +111,10 @@ def test_groups_fit_the_inputs(shape, num_inputs, group_size):
 def test_an_odd_number_of_inputs_has_no_pairs_of_codes():
     assert SCHEMES["int4"].fitted((8, 255), 1) is None
     assert SCHEMES["int8"].fitted((8, 255), 1) is not None
+
+
+def test_every_code_of_eight_bits():
+    codes = np.arange(256, dtype=np.uint8)
+    for name, dtype in (("fp8", ml_dtypes.float8_e4m3fn), ("int8", np.int8)):
+        got = dequantized(Scheme(codes=name), Parts(codes.view(dtype)[None], np.ones((1, 1), np.float32)))
+        np.testing.assert_array_equal(got[0], codes.view(dtype).astype(np.float32))

@@ -111,6 +111,67 @@ def nvfp4(rng, outputs, inputs, *, package):
     return tensors, product(values, np.repeat(each, 16, axis=1))
 
 
+def mxfp4(rng, outputs, inputs):
+    codes = rng.integers(0, 16, size=(outputs, inputs))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    exponents = rng.integers(-4, 5, size=(outputs, inputs // 32))
+    packed_codes = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    tensors = {"weight_packed": packed_codes, "weight_scale": (exponents + 127).astype(np.uint8)}
+    return tensors, (values * np.repeat(2.0**exponents, 32, axis=1)).astype(BF16)
+
+
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+
+
+def bitsandbytes(rng, outputs, inputs, *, kind="nf4", block=64, nested=False, dtype="bfloat16"):
+    table = {"nf4": NF4, "fp4": FP4}[kind]
+    codes = rng.integers(0, 16, size=outputs * inputs)
+    blocks = -(-len(codes) // block)
+    state = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": [outputs, inputs]}
+    scales = rng.uniform(0.5, 2.0, size=blocks).astype(np.float32)
+    tensors = {"weight": (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": table}
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.75}
+        nested_table = np.linspace(-1, 1, 256, dtype=np.float32)
+        nested_codes = rng.integers(0, 256, size=blocks).astype(np.uint8)
+        nested_scales = rng.uniform(0.5, 1.0, size=-(-blocks // 256)).astype(np.float32)
+        products = nested_table[nested_codes] * nested_scales[np.arange(blocks) // 256]
+        scales = products + np.float32(0.75)
+        tensors |= {"weight.absmax": nested_codes, "weight.nested_absmax": nested_scales}
+        tensors |= {"weight.nested_quant_map": nested_table}
+    else:
+        tensors["weight.absmax"] = scales
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    values = (table[codes] * np.repeat(scales, block)[: len(codes)]).reshape(outputs, inputs)
+    return tensors, values.astype({"bfloat16": BF16, "float32": np.float32}[dtype])
+
+
+def llm_int8(rng, outputs, inputs):
+    codes = rng.integers(-127, 128, size=(outputs, inputs)).astype(np.int8)
+    largest = rng.uniform(0.5, 2.0, size=outputs).astype(np.float32)
+    tensors = {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}
+    return tensors, codes.astype(np.float32) * largest[:, None] * np.float32(1 / 127)
+
+
+def by_name(**makers):
+    """What makes matrices of modules whose names end so, `other` all others."""
+
+    def make(rng, outputs, inputs, *, name):
+        suffix = name.rpartition(".")[2]
+        return makers.get(suffix, makers["other"])(rng, outputs, inputs)
+
+    make.takes_name = True
+    return make
+
+
 def save(tensors, path):
     """Write safetensors, FP8 too, which their package for NumPy does not know."""
     header, data = {}, b""

@@ -1,0 +1,54 @@
+"""Which weights of a quantized checkpoint an engine holds as codes, where nobody has said it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.weight import Weight
+from jaxserve.quantization.scheme import Scheme
+from pallas_kernels import quantized_matmuls
+
+
+def why_not_held(
+    spec: ParamSpec, scheme: Scheme, *, dtype: np.dtype, kernels: Kernels, is_cpu: bool, num_devices: int
+) -> str | None:
+    """Return why a weight is held as the floats that its codes stand for, or None if it is held as codes.
+
+    A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes that a
+    kernel multiplies by: XLA would write all floats to memory in every step.
+    """
+    if spec.expert_size is not None:
+        return "no kernel multiplies by codes of experts"
+    if is_cpu:
+        return "XLA is slow to convert them on a CPU" if scheme.codes == "fp8" else None
+    if kernels == "xla":
+        return "XLA would make floats of them in every step"
+    if num_devices > 1:
+        return "no kernel multiplies by shards of codes"
+    return _why_no_kernel(spec.shape, spec.num_inputs, scheme, dtype)
+
+
+@functools.cache  # layers are alike
+def _why_no_kernel(shape: tuple[int, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype) -> str | None:
+    """Return why no kernel multiplies by codes of such a weight, or None if one does."""
+    spec = ParamSpec(
+        shape=shape,
+        axes=(None,) * len(shape),
+        num_inputs=num_inputs,
+        source=("",),
+        scheme=scheme,
+        dtype=dtype,
+    )
+    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
+
+    def matrix(weight: Weight) -> quantized_matmuls.QuantizedMatrix | None:
+        return weight.quantized_matrix(num_inputs)
+
+    found = jax.eval_shape(matrix, stored)
+    if found is None:
+        return f"no kernel converts {scheme}"
+    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, spec.row_size), jnp.dtype(dtype)), found)
