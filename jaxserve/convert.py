@@ -39,8 +39,8 @@ def convert(
 ) -> Manifest:
     """Write the store `destination` from the model `source`, given by any name that `serve` takes.
 
-    dtype "auto" keeps the model's dtype, bfloat16 for GGUF files, whose tokenizer is written as JSON. The host holds one
-    weight at a time. Codes of a quantized model are kept unless `dequantize` asks for values. `quantization` rounds
+    dtype "auto" keeps the model's dtype, bfloat16 for GGUF files, whose tokenizer is written as JSON. The host holds
+    one weight at a time. Codes of a quantized model are kept unless `dequantize` asks for values. `quantization` rounds
     matrices as `serve` does when it loads.
 
     Raises StartupError: CheckpointError if the source cannot be read or the destination exists, unless it is a store
