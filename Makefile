@@ -10,7 +10,7 @@ SEED ?= 0
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install deviceless serve test test-all lint goldens parity clients schemas bench clean
+.PHONY: install deviceless serve test test-all lint goldens parity formats clients schemas bench clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ goldens:
 # The worst error of every model family against transformers.
 parity: install
 	$(BIN)/python tests/support/golden_models.py
+
+# The table of quantized formats: how far from their own packages, and bits of a value as stored and as held.
+formats: install
+	JAX_PLATFORMS=cpu $(BIN)/python tests/support/package_goldens.py
 
 # Clients in the wild against a real server, in virtual environments of their own; those of JavaScript need node and npm.
 CLIENTS := .venv-clients

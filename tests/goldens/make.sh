@@ -19,10 +19,19 @@ find_python() {
 }
 
 transformers=$(grep '^transformers==' constraints.txt)
-if ! "$venv/bin/python" -m pip freeze 2>/dev/null | grep -qx "$transformers"; then
+gptqmodel=gptqmodel-7.7.0
+packages=(torch==2.13.0 "$transformers" safetensors numpy compressed-tensors==0.20.0 bitsandbytes==0.50.2 gguf==0.19.0)
+installed=$("$venv/bin/python" -m pip freeze 2>/dev/null || true)
+if [[ $(printf '%s\n' "${packages[@]}" | grep == | grep -cxFf - <(echo "$installed" | sed 's/+cpu$//')) -lt 5 ]]; then
     python=$(find_python)
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet torch==2.13.0 "$transformers" safetensors numpy compressed-tensors==0.20.0
+    "$venv/bin/python" -m pip install --quiet "${packages[@]}"
+fi
+if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_quantized.py
+    "$venv/bin/python" -m pip install --quiet setuptools logbar
+    "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d "$venv" \
+        "${gptqmodel/-/==}"
+    tar -xzf "$venv/$gptqmodel.tar.gz" -C "$venv"
 fi
 "$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed"
-exec "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed"
+exec "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed" --gptqmodel "$venv/$gptqmodel"

@@ -1,0 +1,122 @@
+"""Goldens of quantized formats (`make goldens SEED=n`), and what this package makes of each.
+
+As a script it prints the table of formats (`make formats`).
+"""
+
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+import stored_matrices
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from jaxserve.quantization import bitsandbytes, ggml, nvfp4
+from jaxserve.quantization.awq import AWQ
+from jaxserve.quantization.common import values_of
+from jaxserve.quantization.gptq import GPTQ
+from jaxserve.quantization.mxfp4 import MXFP4
+from jaxserve.quantization.packed import Packed
+from jaxserve.quantization.plain import Plain
+from jaxserve.quantization.scheme import Parts, Scheme
+from jaxserve.quantization.stored import Header
+
+QUANTIZED = pathlib.Path(__file__).parents[1] / "goldens" / "quantized"
+FORMATS = {
+    "float_tensor": Plain(),
+    "float_channel": Plain(),
+    "float_block": Plain(block=(32, 64)),
+    "int_channel": Plain(),
+    "packed_channel": Packed(bits=4),
+    "packed_group": Packed(bits=4),
+    "packed_zeros": Packed(bits=4),
+    "packed_8_bits": Packed(bits=8),
+    "nvfp4": nvfp4.COMPRESSED_TENSORS,
+    "mxfp4": MXFP4(),
+    "gptq_v1": GPTQ(bits=4, is_symmetric=False, is_version_2=False),
+    "gptq_v2": GPTQ(bits=4, is_symmetric=False, is_version_2=True),
+    "gptq_8_bits": GPTQ(bits=8, is_symmetric=False, is_version_2=False),
+    "gptq_2_bits": GPTQ(bits=2, is_symmetric=False, is_version_2=True),
+    "awq": AWQ(),
+    "bnb_nf4": bitsandbytes.FourBits(),
+    "bnb_nf4_nested": bitsandbytes.FourBits(),
+    "bnb_nf4_float32": bitsandbytes.FourBits(),
+    "bnb_fp4": bitsandbytes.FourBits(),
+    "bnb_int8": bitsandbytes.EightBits(),
+}
+TYPES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64", "uint8": "U8"}
+TYPES |= {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+NAMES = sorted(path.stem for path in QUANTIZED.glob("*.safetensors"))
+
+
+class Result(NamedTuple):
+    """What is made of a golden, beside what its package makes of it."""
+
+    expected: np.ndarray
+    values: np.ndarray
+    """Dequantized as the package does."""
+    scheme: Scheme | str
+    """How codes are held, or why they are not."""
+    held: np.ndarray | None
+    """What held codes stand for, in float32."""
+    num_bytes: int
+    """Of the tensors that the matrix is stored as."""
+
+
+def read(name):
+    tensors = stored_matrices.read(QUANTIZED / f"{name}.safetensors")
+    expected = tensors.pop("expected")
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if name.startswith("gguf_"):
+        return _read_gguf(name.removeprefix("gguf_").upper(), tensors["blocks"], expected)
+    stored = FORMATS[name]
+    headers = {
+        leaf: Header(TYPES[tensor.dtype.name], tensor.shape, tensor.tobytes()) for leaf, tensor in tensors.items()
+    }
+    assert set(stored.parts(headers)) == tensors.keys()
+    assert stored.shape("module", headers) == expected.shape
+    codes = stored.read("module", tensors)
+    values = codes.dequantize()
+    if name == "nvfp4":  # which the package rounds to bfloat16 at last
+        values = values.astype(expected.dtype)
+    scheme = stored.scheme("module", headers)
+    if name.startswith("gptq"):  # whose groups are in no order
+        scheme = "act-order"
+    held = None if isinstance(scheme, str) else values_of(scheme, codes.parts(scheme))
+    return Result(expected, values, scheme, held, num_bytes)
+
+
+def _read_gguf(kind, blocks, expected):
+    from jaxserve.loading.dequantization import dequantize
+
+    scheme = ggml.SCHEMES[kind]
+    by_block = ggml.split(kind, blocks.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]))
+    rows = Parts(*(None if part is None else part.reshape(len(blocks), -1) for part in by_block))
+    values = dequantize(blocks.ravel(), kind).reshape(expected.shape)
+    return Result(expected, values, scheme, values_of(scheme, rows), blocks.nbytes)
+
+
+def difference(values, expected):
+    """The largest difference, in units of the largest value."""
+    expected = expected.astype(np.float64)
+    return np.abs(values.astype(np.float64) - expected).max() / np.abs(expected).max()
+
+
+def print_table():
+    """A line a golden: differences of largest values, and the bits of a value as stored and as held."""
+    header = f"{'format':<18}{'dequantized':>12}{'held codes':>12}{'stored bits':>12}{'held bits':>11}  held as"
+    print(header)  # noqa: T201
+    for name in NAMES:
+        result = read(name)
+        size, inputs = result.expected.size, result.expected.shape[1]
+        held, bits = "-", "-"
+        if isinstance(result.scheme, Scheme):
+            held, bits = (
+                f"{difference(result.held, result.expected):.1e}",
+                f"{result.scheme.bits_per_value(inputs):.2f}",
+            )
+        exact = f"{difference(result.values, result.expected):.1e}"
+        print(f"{name:<18}{exact:>12}{held:>12}{8 * result.num_bytes / size:>12.2f}{bits:>11}  {result.scheme}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    print_table()
