@@ -61,7 +61,7 @@ def _q4_1(blocks: Blocks) -> Parts:
     return Parts(repack_halves(blocks[:, 4:]), _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
 
 
-def _five_bits(high: Blocks, low: Blocks) -> np.ndarray:
+def _five_bits(high: UInt8[np.ndarray, "blocks 4"], low: UInt8[np.ndarray, "blocks 16"]) -> np.ndarray:
     """Return codes of 32 values: their highest bits, in order, and bytes of the others."""
     return _nibbles_of_halves(low) | (np.unpackbits(high, axis=1, bitorder="little") << 4)
 

@@ -66,7 +66,7 @@ KINDS: dict[str, CodeKind] = {
     "fp4": CodeKind(
         dtype=np.dtype(np.uint8),
         per_byte=2,
-        values=(*FP4, *(-value for value in FP4)),
+        values=(*FP4, 0.0, *(-value for value in FP4[1:])),
         largest=max(FP4),
         typical=0.47,
     ),

@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.layers.params import schemes_of
 from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.orbax_store import read_manifest
@@ -130,7 +131,7 @@ def test_a_store_holds_codes_and_says_so(checkpoint, store, quantization):
     specs, named = (
         stored_specs(store, specs_of(store), dtype=FLOAT32, quantization=name) for name in (None, quantization)
     )
-    assert specs == named
+    assert schemes_of(specs) == schemes_of(named) == manifest.schemes
     mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
     options = {"dtype": FLOAT32, "mesh": mesh, "progress": False}
     jax.tree.map(
