@@ -9,7 +9,7 @@ from typing import Any, override
 import msgspec
 
 from jaxserve.config import ServerConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.server.answers import message_of
 from jaxserve.server.choosing.choice import Choice, choose
@@ -17,6 +17,7 @@ from jaxserve.server.parsing.model import call_id, reader_of
 from jaxserve.server.parsing.syntax import Ids, Syntax
 from jaxserve.server.parsing.thoughts import are_open
 from jaxserve.server.protocol.chat import AssistantMessage
+from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.tools import ToolDefinition, callable_tools
 from jaxserve.server.template import served_tokenizer
 from jaxserve.tokenizer import Tokenizer
@@ -41,8 +42,8 @@ class AnyTool(Mapping[str, dict[str, Any]]):
 def read_tools(file: str) -> dict[str, dict[str, Any]]:
     """Return the schemas of the tools in a JSON file by name: a list as in requests. Raises ConfigError."""
     try:
-        tools = msgspec.json.decode(Path(file).read_bytes(), type=list[ToolDefinition])
-    except (OSError, ValueError, RecursionError) as error:
+        tools = decoded(Path(file).read_bytes(), list[ToolDefinition], what="the file")
+    except (OSError, InvalidRequest) as error:
         raise ConfigError(f"cannot read tools from {file}: {error}") from error
     return {tool.name: tool.parameters for tool in callable_tools(tools, None)}
 

@@ -88,9 +88,9 @@ def test_tools_that_are_offered(parse, tmp_path):
     ("text", "message"),
     [
         (None, "cannot read tools from {}: [Errno 2]"),
-        ("{}", "cannot read tools from {}: Expected `array`, got `object`"),
-        ("[", "cannot read tools from {}: Input data was truncated"),
-        ('[{"type": "function"}]', "cannot read tools from {}: Object missing required field `function`"),
+        ("{}", "cannot read tools from {}: the file must be a list, got an object"),
+        ("[", "cannot read tools from {}: the file is not valid JSON"),
+        ('[{"type": "function"}]', "cannot read tools from {}: [0].function: this field is required"),
     ],
 )
 def test_files_that_are_no_tools(parse, tmp_path, text, message):

@@ -4,7 +4,8 @@ import msgspec
 from starlette.requests import Request
 
 from jaxserve.server.body import read_json
-from jaxserve.server.protocol.common import RequestBody, decode_body, decode_request
+from jaxserve.server.protocol.common import RequestBody, decode_request
+from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.state import ServerState
 
@@ -25,7 +26,7 @@ async def read_struct[T: msgspec.Struct](state: ServerState, request: Request, k
     """
 
     def read(content: bytes) -> tuple[T, list[UnknownName]]:
-        return decode_body(content, kind), unknown_names(content, kind)
+        return decoded(content, kind), unknown_names(content, kind)
 
     body, unknown = await read_json(request, read)
     for each in unknown:

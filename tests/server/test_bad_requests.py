@@ -280,6 +280,50 @@ def test_refused(server, case):
     assert_well(server)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (COMPLETIONS, {"max_tokens": "5"}, "max_tokens must be an integer, got a text"),
+        (COMPLETIONS, {"temperature": []}, "temperature must be a number, got a list"),
+        (COMPLETIONS, {"seed": 1.5}, "seed must be an integer, got a number"),
+        (COMPLETIONS, {"echo": 1}, "echo must be true or false, got an integer"),
+        (COMPLETIONS, {"n": True}, "n must be an integer, got a boolean"),
+        (COMPLETIONS, {"stop": 5}, "stop must be a text or a list, got an integer"),
+        (COMPLETIONS, {"stop": ["a", None]}, "stop[1] must be a text, got null"),
+        (CHAT, {"messages": {}}, "messages must be a list, got an object"),
+        (CHAT, {"messages": [USER, 5]}, "messages[1] must be an object, got an integer"),
+        (CHAT, {"messages": [{"role": 1}]}, "messages[0].role must be a text, got an integer"),
+        (
+            CHAT,
+            {"reasoning_effort": "hard"},
+            "reasoning_effort must be one of high, low, max, medium, minimal, none, xhigh, got 'hard'",
+        ),
+        (CHAT, {"reasoning": {"effort": "a\nb"}}, "reasoning.effort must be one of high, low"),
+        (CHAT, {"tools": [{"function": {}}]}, "tools[0].function.name: this field is required"),
+        ("/v1/responses", {"input": [{"role": "user", "content": 5}]}, "input[0].content must be a text or a list"),
+        ("/v1/responses", {"metadata": {"a": 5}}, "a value of metadata must be a text, got an integer"),
+        ("/v1/embeddings", {"endianness": "middle"}, "endianness must be one of big, little, native, got 'middle'"),
+        ("/v1/messages", {"max_tokens": "5"}, "max_tokens must be an integer, got a text"),
+    ],
+)
+def test_wrong_types_are_named_in_the_words_of_all_other_errors(server, path, fields, message):
+    good = (
+        {"messages": [USER]}
+        if path in (CHAT, "/v1/messages")
+        else {"input" if "completions" not in path else "prompt": "a"}
+    )
+    error = server.post(path, {**good, **fields}).json()["error"]
+    assert error["message"].startswith(message)
+    assert "`" not in error["message"]
+
+
+@pytest.mark.parametrize(("content", "got"), [(b"[]", "a list"), (b"5", "an integer"), (b"null", "null")])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/detokenize", "/v1/messages"])
+def test_a_body_that_is_no_object(server, path, content, got):
+    answer = server.post(path, None, content=content, headers={"content-type": "application/json"})
+    assert answer.json()["error"]["message"] == f"the request body must be an object, got {got}"
+
+
 GOOD = b'"prompt": "a", "messages": [{"role": "user", "content": "a"}]'
 
 

@@ -8,7 +8,8 @@ import msgspec
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import Block, CountRequest, Message, MessagesRequest, ToolChoice, ToolDefinition
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import not_supported, refuse_unless_empty, rename, split_path
+from jaxserve.server.protocol.common import not_supported, refuse_unless_empty, rename
+from jaxserve.server.protocol.decoding import converted
 
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {
@@ -54,7 +55,7 @@ def chat_request(body: CountRequest, *, has_thoughts: bool) -> ChatRequest:
             "top_k": body.top_k,
             "stream": body.stream,
         }
-    return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest)
+    return converted({name: value for name, value in chat.items() if value is not None}, ChatRequest)
 
 
 def name_as_sent(error: InvalidRequest, body: CountRequest) -> None:
@@ -179,11 +180,3 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
             raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
-
-
-def _convert[T](value: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        message, param = split_path(str(error))
-        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from None

@@ -13,6 +13,7 @@ import msgspec
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
+from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
@@ -122,19 +123,19 @@ class GenerationRequest(AnswerRequest, kw_only=True):
 
 def given_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the fields of a JSON object with undecoded values. Raises InvalidRequest for any other JSON."""
-    return _decoded(body, dict[str, msgspec.Raw])
+    return decoded(body, dict[str, msgspec.Raw])
 
 
 def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[UnknownName]]:
     """Return the JSON `body` as `kind`, and its unknown names.
 
-    Raises InvalidRequest as `decode_body` does, and for a field that the route refuses.
+    Raises InvalidRequest as `decoded` does, and for a field that the route refuses.
     """
     for name, value in given_fields(body).items():
         cell = fields.cell(kind.route, name)
         if isinstance(cell, fields.Refused):
-            fields.refuse(name, cell, _decoded(bytes(value), Any))
-    request = decode_body(body, kind)
+            fields.refuse(name, cell, decoded(bytes(value), Any, what=name))
+    request = decoded(body, kind)
     known = fields.known(kind.route)
     unknown = [
         found if found.path else found._replace(known=known)
@@ -142,38 +143,6 @@ def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[
         if found.path or fields.cell(kind.route, found.name) is fields.UNKNOWN
     ]
     return request, unknown
-
-
-def decode_body[T](body: bytes, kind: type[T]) -> T:
-    """Decode the JSON `body` as `kind`.
-
-    Raises InvalidRequest for malformed JSON and for a wrong type, which names the parameter.
-    """
-    return _decoded(body, kind)
-
-
-def _decoded(body: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        message, param = split_path(str(error))
-        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from None
-    except RecursionError:
-        raise InvalidRequest("the JSON body is nested too deeply") from None
-    except (msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8, numbers of thousands of digits
-        raise InvalidRequest("the request body is not valid JSON") from None
-
-
-def split_path(message: str) -> tuple[str, str | None]:
-    """Split msgspec's "<what> - at `$.a.b[0]`", or "... - at `key` in `$.a`", into (what, "a.b[0]")."""
-    what, _, place = message.partition(" - at ")
-    path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", place)
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
-    if missing:
-        return "this field is required", f"{path}.{missing[1]}" if path else missing[1]
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
-        return f"the field {unknown[1]!r} is not supported", path or None
-    return what.replace("`", ""), path or None
 
 
 def check_generation_request(body: GenerationRequest) -> None:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import not_supported, rename, split_path
+from jaxserve.server.protocol.common import not_supported, rename
+from jaxserve.server.protocol.decoding import converted
 from jaxserve.server.protocol.items import CallItem, CallOutputItem, Item, MessageItem, Part, ThoughtsItem
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 
@@ -63,7 +62,7 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
         param = f"input[{index - num_before}]"
         kind = item.get("type", "message")
         if kind == "message":
-            message = _convert(item, MessageItem, param)
+            message = converted(item, MessageItem, param)
             text = _text(message.content, f"{param}.content")
             if message.role == "assistant":
                 if turn.is_only_words:
@@ -72,15 +71,15 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
             else:
                 messages += [*turn.close(), {"role": message.role, "content": text}]
         elif kind == "function_call":
-            call = _convert(item, CallItem, param)
+            call = converted(item, CallItem, param)
             function = {"name": call.name, "arguments": call.arguments}
             turn.calls.append({"id": call.call_id, "type": "function", "function": function})
         elif kind == "function_call_output":
-            output = _convert(item, CallOutputItem, param)
+            output = converted(item, CallOutputItem, param)
             text = _text(output.output, f"{param}.output")
             messages += [*turn.close(), {"role": "tool", "tool_call_id": output.call_id, "content": text}]
         elif kind == "reasoning":
-            turn.thoughts.append(_text(_convert(item, ThoughtsItem, param).content or "", f"{param}.content"))
+            turn.thoughts.append(_text(converted(item, ThoughtsItem, param).content or "", f"{param}.content"))
         else:
             raise not_supported(f"{param}.type", f"an item of type {str(kind)[:40]!r}")
     return messages + turn.close()
@@ -141,7 +140,7 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         ]
     choice = body.tool_choice
     chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ToolChoiceFunction) else choice
-    return _convert({name: value for name, value in chat.items() if value is not None}, ChatRequest, "")
+    return converted({name: value for name, value in chat.items() if value is not None}, ChatRequest)
 
 
 def _tool_choice(choice: ToolChoiceFunction) -> dict[str, Any]:
@@ -192,12 +191,3 @@ def _text(content: str | list[Part], param: str) -> str:
             raise InvalidRequest(f"{param}[{index}].text is missing", param=f"{param}[{index}].text")
         texts.append(text)
     return "\n".join(texts)
-
-
-def _convert[T](value: Any, kind: type[T], param: str) -> T:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        message, path = split_path(str(error))
-        param = f"{param}.{path}" if param and path else param or path or ""
-        raise InvalidRequest(f"{param}: {message}", param=param) from None

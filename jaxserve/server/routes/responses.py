@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from jaxserve.errors import InvalidRequest, NotFound
 from jaxserve.server.body import decode, json_response
-from jaxserve.server.protocol.common import decode_body
+from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.messages import MAX_MESSAGES
 from jaxserve.server.protocol.responses import (
     DeletedResponse,
@@ -145,7 +145,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     if body.previous_response_id is not None:
         stored = await _find_earlier(state, body.previous_response_id, owner=owner)
         try:
-            earlier = await decode(stored.items, lambda body: decode_body(body, list), name="the conversation")
+            earlier = await decode(stored.items, lambda body: decoded(body, list), name="the conversation")
         except InvalidRequest as error:
             error.param = "previous_response_id"
             raise
