@@ -20,7 +20,7 @@ ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
 PLAIN = "errors config request values"
 
-# room: the rooms it may import, besides itself. Top of the house first; `jaxserve` is the package's own __init__.
+# room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
     "cli": f"{PLAIN} jaxserve interrupts logs flags vllm_flags bench chat server llm convert overview parse engine "
@@ -121,7 +121,7 @@ NO_JAX = (
 RUN_ELSEWHERE = "jaxserve.bench.peers."  # scripts for other interpreters, with packages that are not installed here
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 
-# The places where a module of NO_JAX starts an engine or reads a model, inside a function: all before stays quick.
+# The functions in which a module of NO_JAX starts an engine or reads a model: everything before stays fast.
 MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
@@ -143,7 +143,7 @@ MAY_START_AN_ENGINE = {
 
 
 class Import(NamedTuple):
-    """One imported module, where, and whether only a type checker sees it."""
+    """One imported module, its location, and whether only a type checker sees it."""
 
     importer: str
     target: str

@@ -26,7 +26,7 @@ BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2
 
 
 class FakeLLM:
-    """Answers every prompt with its words in reverse, a word at a time; keeps what it was asked."""
+    """Answers every prompt with its words in reverse, one word at a time; records the requests."""
 
     def __init__(self):
         self.options = None
@@ -502,7 +502,9 @@ def test_the_command_is_installed_and_knows_its_version(command):
 
 
 def _command(*arguments: str) -> dict:
-    """Arguments of subprocess: the command in a process of its own, with one CPU device as users have it."""
+    """Return arguments of subprocess that run the command in a process of its own, with one CPU device as users have
+    it.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     # Tests that run in the background ignore SIGINT, and so would the command.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

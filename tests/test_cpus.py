@@ -1,4 +1,4 @@
-"""Threads and processes are as many as there are CPUs for this process, not in the machine."""
+"""The number of threads and processes follows the CPUs of this process, not those of the machine."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""os.fork() in a program with an open LLM: the child may end, and close what it has a copy of, but not use it."""
+"""os.fork() in a program with an open LLM: the child may end, and close its copy, but not use it."""
 
 import subprocess
 import sys

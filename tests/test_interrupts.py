@@ -91,7 +91,7 @@ def test_other_threads_leave_handlers_alone():
 
 @pytest.mark.parametrize("is_command", [False, True])
 def test_an_interrupt_in_a_callback_is_not_lost(is_command, monkeypatch):
-    """Out of a finalizer comes no exception."""
+    """No exception can leave a finalizer."""
     lost = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
 
@@ -110,11 +110,11 @@ def test_an_interrupt_in_a_callback_is_not_lost(is_command, monkeypatch):
 
 
 class Finalized:
-    """What dies."""
+    """An object whose finalizer runs."""
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with one CPU device as users have it, where the tests ignore SIGINT too."""
+    """Run code in a process of its own, with one CPU device as users have it, even if the tests ignore SIGINT."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     command = [sys.executable, "-c", code, *arguments]

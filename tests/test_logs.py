@@ -1,4 +1,4 @@
-"""Where log lines go."""
+"""The destination of log lines."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ from jaxserve import logs
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_lines_go_to_what_standard_error_is_now(monkeypatch, form):
-    """A command that runs in a test leaves its handler behind, and the test's standard error is closed then."""
+    """A command that runs in a test leaves its handler behind, and the test's standard error is closed afterwards."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     logs.configure("info", form)

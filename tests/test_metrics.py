@@ -1,4 +1,4 @@
-"""What /metrics shows: sums over processes, and names that the dashboard and other people's rely on."""
+"""What /metrics shows: sums over processes, and the names that our dashboard and others' rely on."""
 
 import json
 import pathlib
@@ -24,7 +24,7 @@ NAMES = """
     request_params_n_bucket request_inference_time_seconds_bucket request_preemptions_bucket
     num_requests_waiting_by_reason kv_cache_free_blocks kv_cache_cached_blocks
 """
-# What the dashboard has no panel for.
+# Names without a panel of the dashboard.
 OTHER_NAMES = """
     cache_config_info request_max_num_generation_tokens_bucket request_time_per_output_token_seconds_bucket
     unknown_request_fields_total
@@ -150,9 +150,9 @@ def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
         assert value(shows, "prompt_tokens_total") == 12
         assert value(shows, "request_success_total", finished_reason="stop") == 1
         assert value(shows, "e2e_request_latency_seconds_count") == 1
-    (tmp_path / "metrics-2").touch()  # a process that has come this far
+    (tmp_path / "metrics-2").touch()  # a process that has just started
     assert value(one, "prompt_tokens_total") == 12
-    del other  # its process is killed, and another one takes its place
+    del other  # its process is killed, and another one replaces it
     successor = Metrics(model="m", stats=EngineStats, cache_config={}, file=tmp_path / "metrics-1")
     successor.prompt_tokens.inc(1)
     assert value(one, "prompt_tokens_total") == 13

@@ -1,4 +1,4 @@
-"""What leaves the source tree: the wheel holds both packages and the built-in models, and git holds no foreign host."""
+"""What is published: the wheel holds both packages and the built-in models, and git holds no foreign host."""
 
 import os
 import pathlib

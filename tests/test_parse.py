@@ -14,7 +14,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>'
 
 @pytest.fixture
 def parse(monkeypatch, capsys):
-    """Run the command; returns its exit code, the message (None: there is none) and the lines on standard error."""
+    """Run the command; return its exit code, the message (None: there is none) and the lines on standard error."""
 
     def run(text, *arguments):
         data = text if isinstance(text, bytes) else text.encode()

@@ -1,4 +1,4 @@
-"""What engines that are closed have compiled is let go: a program may open one after another."""
+"""The compiled programs of closed engines are released: a program may open one engine after another."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What SamplingParams and StructuredOutputs take, and what they say of everything else."""
+"""What SamplingParams and StructuredOutputs accept, and their errors for everything else."""
 
 import enum
 import fractions
@@ -36,7 +36,7 @@ def test_the_kinds_are_all_fields():
 
 
 def named(value):
-    """A name for a case, the same in each process: without the address of an object."""
+    """Return a name for a case that is the same in each process: without the address of an object."""
     return repr(value).partition(" object at ")[0][:40]
 
 

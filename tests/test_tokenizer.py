@@ -31,7 +31,7 @@ def tokenizer(request):
 
 
 def detokenize_in_steps(tokenizer, token_ids, **options):
-    """The text after each token, and at last after the flush."""
+    """Return the text after each token, and at last after the flush."""
     detokenizer = IncrementalDetokenizer(tokenizer, **options)
     text, steps = "", []
     for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""`jaxserve bench parsing`, on short inputs; what it must not grow with is their length."""
+"""`jaxserve bench parsing` on short inputs: the cost per character must not grow with their length."""
 
 import pytest
 

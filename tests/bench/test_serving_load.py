@@ -23,7 +23,7 @@ from jaxserve.errors import InvalidRequest
 
 
 class Clock:
-    """Time that passes only where the script says so, once the client has read the clock for what has come before."""
+    """A clock that advances only where the script says so, once the client has read it for the previous events."""
 
     def __init__(self, monkeypatch):
         self._now = 0.0
@@ -48,7 +48,7 @@ def _measure(server, *, slos=None, **options):
 
 
 def _sent(server):
-    """The bodies of what was sent, the warm-up left out."""
+    """Return the bodies of the requests sent, without the warm-up."""
     return [body for _, path, body in server.requests if path != "/v1/models"][1:]
 
 

@@ -1,4 +1,4 @@
-"""The built-in models say in jaxserve what they say in transformers (goldens.json, from make_goldens.py)."""
+"""The built-in models generate in jaxserve what they generate in transformers (goldens.json, from make_goldens.py)."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""aiperf: a load of streams, by the command that `make clients` has put into an environment of its own."""
+"""aiperf: a load of streams, by the command that `make clients` has installed in an environment of its own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""guidellm: a benchmark of streams, by the command that `make clients` has put into an environment of its own."""
+"""guidellm: a benchmark of streams, by the command that `make clients` has installed in an environment of its own."""
 
 import json
 import os

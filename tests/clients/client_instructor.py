@@ -1,4 +1,4 @@
-"""Instructor: objects instead of texts, by each way it has to ask for them."""
+"""Instructor: objects instead of texts, in each of its modes."""
 
 import enum
 from typing import Annotated
@@ -18,14 +18,14 @@ class Sea(enum.Enum):
 class Report(pydantic.BaseModel):
     """What the watch has seen."""
 
-    model_config = pydantic.ConfigDict(extra="forbid")  # a small model would never come to an end of its own ideas
+    model_config = pydantic.ConfigDict(extra="forbid")  # a small model would never stop adding fields of its own
 
     sea: Sea
     ships: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(max_length=3)
     note: str | None = pydantic.Field(max_length=30)
 
 
-# Mode.JSON asks for any object, and hopes for the fields: that is up to the model.
+# Mode.JSON requests any object, and hopes for the fields: that is up to the model.
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
 def test_modes(url, mode):
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode[mode])

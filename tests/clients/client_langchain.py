@@ -77,7 +77,9 @@ def test_embeddings(url):
 
 
 def test_what_does_not_fit_is_distinguished_from_other_refusals(url):
-    """LangChain tells by the text of the message that a prompt is too long, and raises an error of its own then."""
+    """LangChain recognizes by the text of the message that a prompt is too long, and raises an error of its own
+    then.
+    """
     model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0)
     with pytest.raises(ContextOverflowError):
         model.invoke("sea " * 5000)

@@ -63,7 +63,7 @@ def token_ids(url, text):
 
 
 def test_scores(url, results):
-    """Each choice's score is what the server says of the whole text."""
+    """Each choice's score is the sum of the server's log probabilities for the whole text."""
     samples = results["samples"]["local_choices"]
     assert len(samples) == len(DOCS)
     assert 0 <= results["results"]["local_choices"]["acc,none"] <= 1

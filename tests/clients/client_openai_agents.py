@@ -39,7 +39,7 @@ def test_an_answer_and_a_stream(model):
 def test_a_tool_is_called(model):
     async def run():
         settings = ModelSettings(temperature=0, max_tokens=200, tool_choice="sail")
-        # The model's chat template has no role for what a tool has answered.
+        # The model's chat template has no role for a tool's answer.
         agent = Agent(
             name="a", model=model, tools=[sail], model_settings=settings, tool_use_behavior="stop_on_first_tool"
         )

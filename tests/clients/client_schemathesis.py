@@ -1,4 +1,4 @@
-"""Requests made from OpenAI's own specification, and from ours: never a 5xx, and answers are as the documents say."""
+"""Requests generated from OpenAI's own specification, and from ours: never a 5xx, and answers match the documents."""
 
 import os
 import pathlib
@@ -72,7 +72,7 @@ SETTINGS = settings(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A server whose texts are short."""
+    """A server whose answers are short."""
     with serving(tmp_path_factory.mktemp("server"), *FLAGS, "--max-model-len", "64") as url:
         yield url
 
@@ -88,7 +88,7 @@ def openai_schema():
 
 
 def without_discriminators(node):
-    """They name schemas that are told apart by values which are not the schemas' names, against OpenAPI's rules."""
+    """Remove discriminators: their values are not the names of schemas, against OpenAPI's rules."""
     if isinstance(node, dict):
         return {
             key: without_discriminators(value)
@@ -120,7 +120,7 @@ def send(case, base_url):
 
 
 def real(case, response_id):
-    """The case about what is here: without this it would end at a 404."""
+    """Make the case refer to an existing model and response: otherwise it would end at a 404."""
     if isinstance(case.body, dict) and "model" in case.body:
         case.body["model"] = MODEL
     if case.path_parameters and "response_id" in case.path_parameters:

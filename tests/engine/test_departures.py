@@ -1,4 +1,4 @@
-"""The wait that a full queue tells: as many over the rate of late, in bounds."""
+"""The Retry-After of a full queue: the number of waiting requests over the recent rate, within bounds."""
 
 import pytest
 

@@ -28,7 +28,7 @@ def expected(model, prompt, pooling):
 
 
 class Embedding:
-    """What has come of one pooling request."""
+    """What one pooling request has returned so far."""
 
     def __init__(self):
         self.vector, self.num_cached_tokens = None, None
@@ -53,7 +53,9 @@ def prompts(model, lengths, seed=0):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_in_chunks_and_in_company(model, pooling, overlap):
-    """Prompts longer than a step's budget, up to the whole context, beside each other and beside generations."""
+    """Prompts longer than a step's budget, up to the whole context, in parallel with each other and with
+    generations.
+    """
     engine = model.engine(overlap=overlap)
     texts = prompts(model, [1, 5, 33, 64, MAX_MODEL_LEN])
     others = prompts(model, [7, 20], seed=1)

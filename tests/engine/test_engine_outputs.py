@@ -1,4 +1,4 @@
-"""What a request gets besides greedy tokens: draws that depend on its seed alone, log probabilities, the NaN guard."""
+"""What a request gets besides greedy tokens: draws that depend only on its seed, log probabilities, the NaN guard."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_the_model(model):
 
 @pytest.mark.parametrize("limits", [{}, {"overlap": False}, {"num_blocks": 26}])
 def test_logprobs_of_named_tokens(model, limits):
-    """With any temperature and penalty, beside neighbours that name other tokens or none, through preemptions."""
+    """With any temperature and penalty, next to requests that name other tokens or none, through preemptions."""
     named = {"it": [3, 50, 3, 0], "other": [7], "all": list(range(min(128, model.vocab_size)))}
     prompts = {name: prompt_of(model, 19 + index, 2 + index) for index, name in enumerate(named)}
     engine = model.engine(**limits)
@@ -103,7 +103,7 @@ def test_logprobs_of_named_tokens(model, limits):
 
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 6}, {"num_blocks": 26}])
 def test_prompt_logprobs(model, limits):
-    """Each position once, in order: in chunks, beside cached prefixes, through preemptions."""
+    """Each position once, in order: in chunks, after cached prefixes, through preemptions."""
     engine = model.engine(**limits)
     prompt = prompt_of(model, 45, 3)
     run(engine, [request("warm", prompt, 2)])
@@ -130,7 +130,9 @@ def assert_entry(entry, token, row, num_top):
 
 @pytest.mark.parametrize("overlap", quick_only([True, False], False))
 def test_a_corrupted_request_fails_alone(overlap):
-    """A token whose embedding is NaN fails its request; its blocks, NaN inside, then serve others unharmed."""
+    """A token whose embedding is NaN fails its request; its blocks, with NaN in them, are then used by others
+    unharmed.
+    """
     model = Model("llama_untied", corrupt_token=5)
     healthy = [token for token in range(model.vocab_size) if token != 5]
     random = np.random.default_rng(4)

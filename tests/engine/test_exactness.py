@@ -41,7 +41,7 @@ def test_mixed_lengths_in_chunks(llama, overlap, budget):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])
 def test_every_bucket_boundary(llama, num_tokens):
-    """Steps of one token less than a bucket, as many, and one more: as one prompt, and as that many rows."""
+    """Steps of one token less than a bucket, exactly as many, and one more: as one prompt, and as that many rows."""
     assert [bucket.num_tokens for bucket in llama.runner.model.buckets] == [1, 4, 8, 16, 32]
     (prompt,) = prompts(llama, [num_tokens], seed=num_tokens)
     asked = {"one": (prompt, 4)}
@@ -124,7 +124,7 @@ def test_siblings_share_their_prompt(llama, enable_prefix_caching):
         stats = engine.stats()
         most_blocks = max(most_blocks, stats.kv_positions_allocated // llama.runner.block_size)
     assert_naive(llama, results, {f"s{i}": (prompt, 7) for i in range(5)})
-    assert most_blocks <= 9 + 5 * 2  # nine full prompt blocks once, the rest of each sequence apart
+    assert most_blocks <= 9 + 5 * 2  # nine full prompt blocks once, the rest of each sequence separately
     assert sum(result.num_cached_tokens for result in results.values()) == 4 * 36
 
 
@@ -204,7 +204,7 @@ def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
 
 
 def test_requests_that_decode_steps_admit():
-    """Requests of which only the last prompt token is not cached: on a GPU their forward passes admit nobody."""
+    """Requests of which only the last prompt token is not cached: on a GPU their forward passes admit no request."""
     model = Model("llama_untied", traits=ON_GPU)
     engine = model.engine()
     common, *last = prompts(model, [24, 1, 1, 1, 1], seed=19)
@@ -255,7 +255,7 @@ def test_stop_tokens_end_a_request(llama):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic(llama, seed):
-    """Arrivals, aborts, shared prefixes, priorities and a tight pool all at once."""
+    """Arrivals, aborts, shared prefixes, priorities and a small pool at the same time."""
     random = np.random.default_rng(seed)
     engine = llama.engine(
         overlap=bool(seed % 2), num_blocks=int(random.integers(26, 60)), policy="priority", max_num_batched_tokens=19

@@ -162,7 +162,7 @@ class TestPrepare:
         assert bad_words(byte_level, "the", " the") == ((the,), (spaced_the,))
         (upon,) = byte_level.encode(" upon")
         assert bad_words(byte_level, "upon") == (tuple(byte_level.encode("upon")), (upon,))
-        # " on" is a space and "on": whoever may not write "on" cannot write it.
+        # " on" is a space and "on": if "on" is forbidden, so is this.
         assert bad_words(byte_level, "on") == (tuple(byte_level.encode("on")),)
         # Sentencepiece puts a space before every text.
         assert bad_words(tokenizer, "the") == (tuple(tokenizer.encode("the", add_special_tokens=False)),)

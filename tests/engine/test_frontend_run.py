@@ -14,7 +14,7 @@ from jaxserve.request import EngineOutput, SamplingParams, TokenLogprobs
 
 
 def ignore(_index, _delta):
-    """For those who look at the results only."""
+    """A callback for tests that use only the results."""
 
 
 class TestRun:
@@ -110,7 +110,7 @@ class TestRun:
         assert frontend._dispatcher._prompts == {}
 
     def test_a_newcomer_goes_before_those_who_have_begun(self, start, tokenizer):
-        """and a step's news come in turns, between which the loop does other things."""
+        """The outputs of a step are delivered in turns, between which the event loop does other things."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
         names, seen, between = [f"{i}" for i in range(2 * PROMPTS_A_TURN)], [], []
 
@@ -149,7 +149,7 @@ class TestRun:
     @pytest.mark.parametrize("is_first", [True, False])
     @pytest.mark.parametrize("length", [0, 1, LOGPROBS_A_TURN, 5 * LOGPROBS_A_TURN + 3])
     def test_log_probabilities_of_a_long_prompt_come_in_turns(self, start, tokenizer, length, is_first):
-        """with the loop; before all of them are there, nothing is told."""
+        """The event loop runs in between; nothing is delivered before all of them are ready."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
         group = frontend.prepare("the", SamplingParams(n=2, prompt_logprobs=1), request_id="x")
         outputs = [
@@ -185,7 +185,7 @@ class TestRun:
 
     @pytest.mark.parametrize("a_step", [1, 3, LOGPROBS_A_TURN + 1])
     def test_log_probabilities_that_have_piled_up_come_in_turns(self, start, tokenizer, a_step):
-        """In order, and what ends the sequence behind all; what one step brings is not parted."""
+        """In order, with the end of the sequence last; the outputs of one step are not split."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
         group = frontend.prepare("the", SamplingParams(logprobs=1), request_id="x")
         num_steps = 4 * LOGPROBS_A_TURN // a_step + 2
@@ -220,7 +220,7 @@ class TestRun:
 
     @pytest.mark.parametrize("in_one_step", [False, True])
     def test_no_token_overtakes_another(self, start, tokenizer, in_one_step):
-        """Whatever is said of the prompt beside them."""
+        """Regardless of what is delivered about the prompt at the same time."""
         frontend = start(tokenizer, lambda _: Script(token_ids=[], hangs=True))
         group = frontend.prepare("the", SamplingParams(prompt_logprobs=1), request_id="x")
         of_prompt = [TokenLogprobs(5, -1.0, 2, [6], [-0.5])]
@@ -308,7 +308,7 @@ class TestRun:
             group = frontend.prepare("the", SamplingParams(), request_id="x")
             running = asyncio.create_task(frontend.run([group], lambda _, delta: deltas.append(delta)))
             await asyncio.sleep(0)
-            frontend.client.wait_until_told()  # all of it has come when it is this prompt's turn
+            frontend.client.wait_until_told()  # everything has arrived when it is this prompt's turn
             with pytest.raises(RequestFailed, match="NaN"):
                 await running
 

@@ -1,4 +1,6 @@
-"""Layers with windows beside layers without: blocks out of the windows go back, and tokens stay those of no cache."""
+"""Layers with windows next to layers without: blocks out of the windows are given back, and tokens are those computed
+without a cache.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ class Hybrid(Model):
 
 @pytest.fixture(scope="module")
 def gemma():
-    """Two layers of each kind, in two groups that share two pools."""
+    """Two layers of each kind, in two KV groups that use the same two pools."""
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     changes = {"num_hidden_layers": 4, "layer_types": kinds, "tie_word_embeddings": False}
     model = Hybrid("gemma3_two_thetas", changes=changes)
@@ -103,7 +105,7 @@ def test_static_scheduler(gemma):
 
 
 def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, monkeypatch):
-    """One request runs on while the other fills all the blocks that it has given back with what is not a number."""
+    """One request runs on while the other fills all the blocks that it has given back with NaN."""
     (prompt,) = prompts(gemma, [30], seed=7)
     tokens = gemma.naive(prompt, 40)
     corrupt = next(token for token in range(gemma.vocab_size) if token not in prompt + tokens)

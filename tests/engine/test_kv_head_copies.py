@@ -46,7 +46,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @pytest.fixture(scope="module", params=quick_first(MODELS))
 def checkpoint(request, tmp_path_factory):
-    """A directory with a tiny random model, whose logits depend on what is attended to."""
+    """A directory with a tiny random model, whose logits depend on the attended tokens."""
     path = tmp_path_factory.mktemp(request.param)
     (path / "config.json").write_text(json.dumps(FIELDS | MODELS[request.param] | {"model_type": request.param}))
     rng = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def start(path, num_devices):
 
 
 def greedy_tokens(path, num_devices):
-    """Return the tokens of three requests in chunks side by side, then of one that shares a prefix with the longest."""
+    """Return the tokens of three requests in chunks in parallel, then of one that shares a prefix with the longest."""
     engine, _ = start(path, num_devices)
     prompts = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (1, 5, 21)]
     results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(prompts)])

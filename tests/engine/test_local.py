@@ -155,7 +155,9 @@ def test_queue_limit():
 
 
 def test_how_long_a_full_queue_lasts(monkeypatch):
-    """The refusal says in how many seconds as many will have left as are waiting, by the engine's own time."""
+    """The refusal says in how many seconds as many requests will have left as are waiting, by the engine's own
+    clock.
+    """
     client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 40, "max_num_seqs": 1}))
     is_last, go_on = threading.Event(), threading.Event()
     step = client._engine.step
@@ -338,7 +340,7 @@ def test_a_snapshot_shows_who_runs_and_what_for(client, monkeypatch):
         return outputs
 
     monkeypatch.setattr(client._engine, "step", held_step)
-    idle = client.snapshot()  # the engine sleeps: it is woken for it
+    idle = client.snapshot()  # the engine sleeps: the snapshot wakes it
     assert idle.running == idle.waiting == []
     assert idle.blocks == [0, client.info.num_blocks]
     outputs = queue.SimpleQueue()

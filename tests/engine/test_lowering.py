@@ -53,7 +53,7 @@ def make_builder(spec=SPEC, num_devices=1):
 
 
 def make_engine(num_devices=1, lowering=None):
-    """An engine of `SPEC` with every step compiled, and its runner."""
+    """Return an engine of `SPEC` with every step compiled, and its runner."""
     model = Model(NAME, tensor_parallel_size=num_devices)
     runner = model.runner = Runner(make_builder(num_devices=num_devices), model.params, lowering=lowering)
     runner.set_num_blocks(NUM_BLOCKS)
@@ -63,7 +63,7 @@ def make_engine(num_devices=1, lowering=None):
 
 
 def answers(engine):
-    """What comes of requests of all kinds, in steps of all kinds."""
+    """Return the results of requests of all kinds, in steps of all kinds."""
     random = np.random.default_rng(0)
     results = {}
     for params in ([KINDS[0]] * 4, [KINDS[1], KINDS[0]], KINDS):
@@ -80,7 +80,7 @@ def answers(engine):
 
 @pytest.mark.parametrize("num_devices", quick_first([1, 2]))
 def test_the_same_answers(tmp_path, num_devices, caplog):
-    """From this process, from workers, and from what they have left on disk."""
+    """With steps from this process, from workers, and from the workers' files on disk."""
     expected = answers(make_engine(num_devices)[0])
     assert all(error is None for *_, error in expected.values())
     num_programs = len(make_builder().shapes.programs)
@@ -143,7 +143,7 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     programs = builder.shapes.programs[-4:]
 
     def lower(*programs):
-        """Returns how many were found, and the files of all that are left."""
+        """Return how many programs were found, and all remaining files."""
         lowering = Lowering(builder, folder=tmp_path, num_workers=2)
         try:
             for program in programs:

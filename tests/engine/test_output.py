@@ -85,7 +85,7 @@ class TestStopChecker:
         min_pieces=st.integers(0, 12),
     )
     def test_min_tokens(self, pieces, stop, min_pieces):
-        """What counts is where the stop string ends."""
+        """The end of the stop string counts."""
         text = "".join(pieces)
         earliest_end = len("".join(pieces[:min_pieces])) + 1
         ends = [end for end in range(earliest_end, len(text) + 1) if text[:end].endswith(stop)]

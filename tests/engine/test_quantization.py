@@ -49,7 +49,7 @@ def quantization(request):
 
 @pytest.fixture(scope="module")
 def checkpoint(quantization, tmp_path_factory):
-    """A directory with a tiny random model, whose logits depend on what is attended to."""
+    """A directory with a tiny random model, whose logits depend on the attended tokens."""
     path = tmp_path_factory.mktemp(quantization)
     (path / "config.json").write_text(json.dumps(FIELDS | MODELS[quantization]))
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ PROMPTS = [np.random.default_rng(length).integers(0, 96, length).tolist() for le
 
 
 def naive_tokens(path, quantization):
-    """From full forward passes with plain arrays of the values that the codes stand for."""
+    """Return the tokens of full forward passes with plain arrays of the dequantized values."""
     fields = load_config(path)
     family = get_family(fields)
     config = family.Config.from_hf(fields)
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_rounded_values(checkpoint, store, quantization)
     assert expected != naive_tokens(checkpoint, None), "rounding changed nothing"
     assert greedy_tokens(checkpoint, quantization) == expected
     assert greedy_tokens(checkpoint, quantization, 4) == expected
-    assert greedy_tokens(store, None, 2) == expected  # a store says itself what it holds
+    assert greedy_tokens(store, None, 2) == expected  # a store itself says what it contains
 
 
 def test_a_store_holds_codes_and_says_so(checkpoint, store, quantization):

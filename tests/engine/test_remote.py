@@ -383,7 +383,7 @@ def test_the_death_of_the_engine_is_an_error_of_every_request():
             assert alive == [True, True]
             engine.client.die("the device is gone")
             await until(lambda: all(sink.reasons for sink in sinks))
-            assert alive == [True, True, False, False]  # whoever hears the error finds the engine dead already
+            assert alive == [True, True, False, False]  # when the error arrives, the engine already counts as dead
             assert [sink.outputs[-1].error for sink in sinks] == ["the device is gone"] * 2
             with pytest.raises(EngineDead, match="device"):
                 clients[0].submit([request("c")], Sink())

@@ -145,7 +145,7 @@ def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):
 
 
 def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
-    """Those that lower steps meanwhile, and the threads that wait for them."""
+    """Workers that lower steps meanwhile, and the threads that wait for them, end too."""
     started = []
 
     class Recorded(Lowering):
@@ -203,7 +203,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
 
 
 def test_what_steps_take():
-    """Slots, what a forward pass leaves behind, and what is needed at a time to make that or to use it."""
+    """Slots, the results of a forward pass, and the temporary memory needed to compute or use them."""
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state["slots"]))
     largest = runner.builder.shapes.largest
@@ -222,7 +222,7 @@ def test_what_steps_take():
 @pytest.mark.parametrize("warmup", quick_first([False, True]))
 @pytest.mark.parametrize("expected", quick_first([10**6, 0]))
 def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
-    """Steps are compiled for a cache beside what they are expected to take, and again if they take more."""
+    """Steps are compiled for a cache that leaves room for their expected memory, and again if they need more."""
     available, weights = 10**8, sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
     frees = iter([available, available, available - weights])
     monkeypatch.setattr(startup, "_available_memory", lambda mesh: next(frees))

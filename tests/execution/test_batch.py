@@ -1,4 +1,4 @@
-"""The packed upload: what the host writes is what the device reads."""
+"""The packed upload: the device reads what the host has written."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def test_buckets_cover_every_step():
     assert [bucket.num_tokens for bucket in buckets] == [1, 4, 16, 24, 32, 64, 100]
     assert [bucket.num_rows for bucket in buckets] == [1, 4, 16, 24, 24, 24, 24]
     for bucket in buckets:
-        # The most blocks a step can add: every row crosses a border with its first token, one row has all the others.
+        # The most blocks a step can add: every row begins a new block with its first token, one row has all the others.
         longest = bucket.num_tokens - bucket.num_rows + 1
         assert bucket.num_new_blocks >= bucket.num_rows - 1 + -(-longest // 16)
 
@@ -96,7 +96,7 @@ def test_finer_sizes_waste_less_and_are_not_too_many(budget, max_num_seqs):
     for smaller, larger in itertools.pairwise(sizes):
         if smaller > 256 and not {smaller, larger} <= limits:
             assert larger >= 1.1 * smaller
-        if {smaller, larger} <= limits:  # what is near either is left out
+        if {smaller, larger} <= limits:  # sizes near either limit are left out
             assert larger <= 1.1**2 * 1.5 * smaller or smaller < 512
         elif smaller >= 512:
             assert larger <= 1.1 * (1.25 if smaller >= 4096 else 1.5) * smaller
@@ -124,7 +124,7 @@ def test_a_mixed_step():
     assert pieces["num_output_tokens"].tolist()[:3] == [3, 1, -3]
     assert pieces["next_token_ids"].tolist()[:3] == [0, 0, 49]
     index = pieces["new_block_index"].tolist()
-    assert index[:2] == [2 * MAX_BLOCKS + 1, 2 * MAX_BLOCKS + 2]  # the admitted row's table comes by itself
+    assert index[:2] == [2 * MAX_BLOCKS + 1, 2 * MAX_BLOCKS + 2]  # the admitted row's table is uploaded separately
     assert pieces["new_block_ids"].tolist()[:2] == [6, 7]
     assert len(set(index)) == len(index)
     assert min(index[2:]) >= NUM_SLOTS * MAX_BLOCKS

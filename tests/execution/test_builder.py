@@ -1,4 +1,6 @@
-"""What one program of a step leaves behind is what the next one was declared to take, for every family."""
+"""The state that one program of a step returns has the shapes that the next one was declared to take, for every
+family.
+"""
 
 import pathlib
 
@@ -49,7 +51,7 @@ def test_draws_take_what_forward_passes_make(model):
     [("sm90", 2, True, True), ("sm90", 2, False, False), ("sm90", 1, True, False), ("xla", 2, True, False)],
 )
 def test_who_has_peers(kernels, num_devices, has_peers, expected):
-    """What they need of memory counts as slots do, on each device."""
+    """Their memory counts as that of slots does, on each device."""
     builder = make_builder(kernels=kernels, num_devices=num_devices, has_peers=has_peers)
     assert (builder.model.peers is not None) == expected
     slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(builder.model.slots))
@@ -83,7 +85,7 @@ def test_xla_tries_out_matmuls_of_few_tokens_only():
         ({}, 1, 64, True, "in parts"),
         ({}, 4, 64, False, "in parts"),  # 4 GB of weights a device
         ({"num_hidden_layers": 15, "intermediate_size": 3 * 14336}, 1, 64, False, "in parts"),
-        # Whose layers share pools: both programs would write some, and one of them a copy.
+        # Its layers have pools in common: both programs would write some of them, and one of them a copy.
         ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, 1, 64, False, "in parts"),
     ],
 )

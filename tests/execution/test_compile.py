@@ -1,4 +1,4 @@
-"""After warm-up nothing is compiled: not by the table of steps, and not behind its back."""
+"""After warm-up nothing is compiled: neither by the table of steps, nor implicitly."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 @contextlib.contextmanager
 def counted_compiles():
-    """Every XLA compilation of the process, whoever asks for it."""
+    """Count every XLA compilation of the process."""
     events = []
 
     def listen(event, duration, **_):
@@ -115,7 +115,7 @@ def test_each_program_has_compiler_options_of_its_own(monkeypatch):
 
 
 def test_kernels_are_compiled_once_and_before_the_programs_that_call_them(monkeypatch):
-    """And before those without kernels that come later."""
+    """Kernels also come before the programs without kernels that are lowered later."""
     events = []
     kernels = {name: MosaicKernel(name.encode(), b"", False, False, False) for name in "abc"}
     called = {1: "", 2: "ab", 3: "bc", 4: ""}
@@ -177,7 +177,7 @@ def test_a_kernel_that_does_not_compile_stops_the_warm_up(monkeypatch):
 
 
 def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):
-    """Named, it is an error of one line; in the default place it is done without."""
+    """A directory that was named is an error of one line; without the default directory there is no cache."""
     (tmp_path / ".cache").write_text("a file, not a directory")
     before = jax.config.jax_compilation_cache_dir
     with pytest.raises(ConfigError, match=r"compilation_cache_dir: .*\.cache"):
@@ -264,7 +264,7 @@ def test_a_cache_of_the_process_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_thread_that_was_being_started_when_an_interrupt_came_is_waited_for(monkeypatch, has_begun):
-    """It may be at work already, and the pool that started it has not noted it yet; or it has not even begun."""
+    """The thread may be running although the pool that started it has not recorded it yet; or it has not begun."""
     began, ended = threading.Event(), threading.Event()
 
     def lower(_):

@@ -1,4 +1,4 @@
-"""Which layers share blocks and pools, for the shapes of known models, and what that costs."""
+"""Which layers have block tables and pools in common, for the shapes of known models, and what that costs."""
 
 import pytest
 

@@ -16,7 +16,7 @@ from pallas_kernels.deviceless import compile_lowered, h200_mesh, without_cache
 
 
 def lower(mesh, *widths):
-    """A program with two calls of the same kernel for each width, which no other test has."""
+    """Lower a program with two calls of the same kernel for each width; no other test uses these widths."""
 
     def program(*xs):
         for _ in range(2):

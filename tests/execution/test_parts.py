@@ -1,4 +1,6 @@
-"""Functions in two parts are what they were whole, with their arguments given up as soon as nobody needs them."""
+"""Functions in two parts compute what the whole ones do, and donate their arguments as soon as nothing else needs
+them.
+"""
 
 import re
 
@@ -42,7 +44,9 @@ def put(mesh, *arrays):
 
 
 def test_everything_goes_where_it_is_needed():
-    """Constants of either part, results of the first that the second needs too, and what is returned as it came."""
+    """Constants of either part, results of the first that the second needs too, and inputs that are returned
+    unchanged.
+    """
 
     def function(early, late, both, through, unused):
         x = early * 2 + TABLE + both
@@ -78,7 +82,7 @@ def test_what_both_need_is_given_up_by_the_second():
 
 
 def test_arrays_are_given_up_to_what_takes_their_place():
-    """Keys first, then values, as they come in, while layers make them by turns."""
+    """Keys first, then values, in the order of the inputs, while layers compute them alternately."""
 
     def function(keys, values):
         keys, values = list(keys), list(values)
@@ -112,7 +116,7 @@ def test_without_a_boundary_it_is_one():
 
 
 def test_partial_sums_do_not_cross():
-    """The cut lies behind their sum, a few operations after the boundary; without one there is none."""
+    """The cut is after their sum, a few operations after the boundary; without a sum there is no cut."""
     mesh = make_mesh(2)
     by_input = NamedSharding(mesh, PartitionSpec(None, "tensor"))
     x, weight = (jax.device_put(np.ones((3, 8), np.float32), by_input) for _ in range(2))

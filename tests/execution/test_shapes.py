@@ -1,4 +1,4 @@
-"""Every plan has programs, which can do what the plan needs, and there are few of them."""
+"""Every plan has programs that support what the plan needs, and there are few programs."""
 
 import itertools
 
@@ -116,14 +116,14 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
     for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
         needs = dict(zip(NEEDS, values, strict=True))
         if needs["is_plain"] and (needs["has_logprobs"] or needs["has_embeddings"]):
-            continue  # who wants more is not plain
+            continue  # rows that need more are not plain
         step = shapes.step_for(num_tokens, **needs)
         used = {program for program in step if program is not None}
         assert used <= programs
         unused -= used
         bucket = step.forward.bucket
         assert bucket.num_tokens >= num_tokens
-        # As many rows as such a plan can have; one that is padded has fewer.
+        # As many rows as such a plan can have; a padded one has fewer.
         assert bucket.num_rows >= min(num_tokens, max_num_seqs)
         if step.draw is None:
             assert isinstance(step.forward, PlainDecode)

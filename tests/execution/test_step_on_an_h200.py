@@ -23,11 +23,13 @@ NUM_BLOCKS = 40_000
 POOL = (NUM_BLOCKS, 8, 16, 128)
 NUM_LAYERS = LLAMA_3_8B["num_hidden_layers"]
 DRAWING = {"kCommandBuffer": 1, "kAsyncStart": 1, "kAsyncDone": 1}
-"""Thunks of a program that draws: all but the copy of the tokens to the host in one command buffer, and that behind it,
-for which the host does not wait.
+"""Thunks of a program that samples: everything but the copy of the tokens to the host in one command buffer, and the
+copy after it, for which the host does not wait.
 """
 FEW = 8
-"""Layers of the programs that need not be whole: one launch more in each still exceeds what the rest may vary by."""
+"""Number of layers of programs that need not be complete: one more launch per layer still exceeds the tolerance for the
+rest.
+"""
 
 
 def make_builder(fields, num_devices=1):
@@ -55,7 +57,7 @@ def compile_program(builder, program):
 
 
 def compile_llama(make, num_layers, num_devices=1):
-    """The program that `make` chooses."""
+    """Compile the program that `make` chooses."""
     return _compile_llama(make, num_layers, num_devices)
 
 
@@ -88,8 +90,8 @@ def assert_no_matmul_is_tried_out(program):
     assert not re.search(r" dot\(|gemm", text)
 
 
-# One row and the most whose layers are one kernel, the most whose matmuls are one a layer, and the most there are,
-# where gate and up are our own, as they are at a size between powers of two.
+# One row and the most rows whose layers are one kernel, the most whose matmuls are one kernel each, and the most there
+# are, where gate and up are our own kernel, as they are at a size between powers of two.
 @pytest.mark.parametrize(
     ("num_rows", "launches_per_layer", "num_layers"),
     quick_first([(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)]),
@@ -129,7 +131,7 @@ def compile_parts(builder, program):
 
 
 def assert_launched_in_three(first, second, pool):
-    """A program, and one with a loop in its middle. The pools are changed in place."""
+    """Check a program, and one with a loop in its middle. The pools are updated in place."""
     assert first.thunks == {"kCommandBuffer": 1}
     # The host waits for a loop unless it knows its turns.
     assert second.thunks == {"kCommandBuffer": 2, "kWhile": 1}
@@ -140,7 +142,7 @@ def assert_launched_in_three(first, second, pool):
 
 @pytest.fixture
 def _few_layers_in_programs(monkeypatch):
-    """Cut behind the first of four and behind the second."""
+    """Cut after the first of four layers and after the second."""
     monkeypatch.setattr(launch, "MIN_LAYERS", 4)
     monkeypatch.setitem(launch.CUTS, "in programs", (4, 2))
     monkeypatch.setattr(builder_module, "MIN_BYTES_IN_PROGRAMS", 0)
@@ -175,7 +177,9 @@ def test_prompts_on_two():
 
 @pytest.mark.slow
 def test_decode_step_on_two():
-    """A layer has a kernel for each matmul and none for what stands between them, but sums over devices with norms."""
+    """A layer has a kernel for each matmul and none for the operations in between, except sums over devices with
+    norms.
+    """
     program = compile_llama(decode_of_64_rows, FEW, num_devices=2)
     assert program.spill_bytes == 0
     assert program.copies_of((NUM_BLOCKS, 4, 16, 128)) == []
@@ -219,7 +223,7 @@ def test_other_families_have_no_sums_of_xla_on_two(fields):
     ids=["decode", "draw", "decode on two"],
 )
 def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_devices):
-    """To ask for a copy once the program is done takes the host a third of a millisecond. Slots stay on the device."""
+    """Requesting a copy when the program is done takes the host a third of a millisecond. Slots stay on the device."""
     program = compile_llama(make, num_layers, num_devices)
     assert program.host_outputs == ["s32[64]"]
     assert program.compiled.memory_analysis().host_output_size_in_bytes == 64 * 4
@@ -238,7 +242,9 @@ def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_dev
     ids=["forward of one token a row", "forward", "forward of 768", "forward of 5120", "draw"],
 )
 def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
-    """Else the host would wait for the device in the middle of every step of prompts. KV and slots stay in place."""
+    """Otherwise the host would wait for the device in the middle of every step of prompts. KV and slots stay in
+    place.
+    """
     builder, program = llama(num_layers=1), compile_llama(make, num_layers=1)
     assert program.thunks == expected
     assert program.spill_bytes == 0
@@ -266,7 +272,7 @@ def test_steps_take_no_more_than_expected(fields):
 
 
 def test_steps_of_few_tokens_are_expected_to_sort_logits():
-    """They took 0.46 GiB on two H200s, which have scratch for sorting that is not known here."""
+    """They took 0.46 GiB on two H200s, which have scratch memory for sorting that is not known here."""
     spec = make_spec(LLAMA_3_70B, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
     builder = StepBuilder(spec, with_explicit_axes(h200_mesh((2,), ("tensor",))))
     assert 0.465 * 2**30 < builder.expected_step_memory < 2**30

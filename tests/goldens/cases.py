@@ -1,4 +1,6 @@
-"""What goldens are made of: the families' classes in transformers, and tiny configs that use every switch of them."""
+"""The inputs of goldens: the families' classes in transformers, and tiny configs that use every one of their
+options.
+"""
 
 import transformers
 
@@ -68,7 +70,7 @@ FIELD_NAMES = {
     "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
     "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
 }
-"""What a family calls a field, where it is not what most do."""
+"""A family's name of a field, if it is not the usual one."""
 HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"}
 
 LLAMA3_ROPE = {
@@ -603,9 +605,9 @@ CASES = {
     ),
 }
 MXFP4 = {"gpt_oss_mxfp4"}
-"""Goldens whose experts are written as MXFP4."""
+"""Goldens whose experts are stored as MXFP4."""
 
-# What a config says about rotary embedding, and the length of the text for which its base is computed.
+# A config's fields for rotary embedding, and the length of the text for which its base is computed.
 ROPES = {
     "yarn": (YARN, None),
     "yarn_truncate": (YARN | {"truncate": False, "factor": 32.0, "beta_fast": 20.0, "beta_slow": 1.5}, None),

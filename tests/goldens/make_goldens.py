@@ -26,7 +26,7 @@ MIN_MARGIN = 1e-3  # of the largest logit, between the best two: else rounding c
 
 
 def draw_config(family, heads, extras, rng):
-    """A config of two layers whose sizes are no multiples of anything in particular."""
+    """Return a config of two layers whose sizes are multiples of nothing in particular."""
     num_heads, num_kv_heads, head_dim = heads
     # transformers insists that hidden_size is a multiple of the heads; head_dim need not be the quotient.
     hidden_size = num_heads * (int(rng.integers(5, 12)) if family in HAVE_HEAD_DIM else head_dim)
@@ -78,7 +78,7 @@ def randomise(model, rng):
 
 @torch.no_grad()
 def draw_mxfp4(model, rng):
-    """Random blocks and scales, by the names that they have in files; the model gets what they stand for."""
+    """Return random blocks and scales, by their names in files; the model gets the values that they encode."""
     stored = {}
     for name, parameter in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -92,7 +92,7 @@ def draw_mxfp4(model, rng):
 
 
 def store_mxfp4(path, stored):
-    """Put blocks and scales into a saved model, in place of the tensors that they stand for."""
+    """Put blocks and scales into a saved model, in place of the tensors that they encode."""
     tensors = safetensors.torch.load_file(path / "model.safetensors")
     whole = {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
     kept = {name: tensor for name, tensor in tensors.items() if name not in whole}

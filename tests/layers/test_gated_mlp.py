@@ -1,4 +1,4 @@
-"""When a feed-forward runs the kernel for gate and up, and what becomes of a step compiled for an H200 with it."""
+"""When a feed-forward runs the kernel for gate and up, and how a step with it compiles for an H200."""
 
 import functools
 
@@ -37,7 +37,7 @@ def make_rows(num_rows, dtype=jnp.bfloat16):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the operation is called; it runs in plain XLA."""
+    """Count the calls of the operation; it runs in plain XLA."""
     calls = []
 
     def run(x, weight, *, activation, implementation):
@@ -109,7 +109,7 @@ def test_the_kernel_computes_the_activations(name, num_rows):
 
 
 def compile_prefill(num_tokens=8192, num_blocks=1024):
-    """A layer of Llama 3 8B over one prompt, compiled for an H200."""
+    """Compile a layer of Llama 3 8B over one prompt for an H200."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
     family = get_family(fields)
     config = family.Config.from_hf(fields)
@@ -142,7 +142,7 @@ def compile_prefill(num_tokens=8192, num_blocks=1024):
         with jax.set_mesh(mesh):
             return jax.jit(step, donate_argnums=2).lower(params, batch, kv_cache)
 
-    # As the engine has a step of so many tokens compiled.
+    # The options with which the engine compiles a step of so many tokens.
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
     return compile_lowered(lower, compiler_options=options), (num_tokens, 2 * config.intermediate_size)
 

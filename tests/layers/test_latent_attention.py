@@ -1,4 +1,4 @@
-"""Latents: what of them lies where, and which the kernel refuses. That results are right, the goldens show."""
+"""Latents: how they are stored, and which the kernel refuses. The goldens check that results are right."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_rotated_rows_are_brought_in_order(is_interleaved):
     ("num_tokens", "is_decode_only", "num_devices"), [(16, True, 1), (512, False, 1), (16, True, 2)]
 )
 def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
-    """A layer without experts and one with them share their kernels, and neither copies the pool."""
+    """A layer without experts and one with them use the same kernels, and neither copies the pool."""
     fields = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
     family = get_family(fields)
     config = family.Config.from_hf(fields)
@@ -99,7 +99,7 @@ def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
             return jax.jit(step, donate_argnums=2).lower(params, batch, cache)
 
     program = compile_lowered(lower)
-    assert num_devices > 1 or program.thunks == {"kCommandBuffer": 1}  # sums over devices stand between
+    assert num_devices > 1 or program.thunks == {"kCommandBuffer": 1}  # sums over devices are in between
     assert program.spill_bytes == 0
     assert program.copies_of((4096, 1, 16, 576)) == []
     assert sum("latent_attention" in kernel.name for kernel in program.kernels) == 2

@@ -1,4 +1,4 @@
-"""Where launches are cut the residual stream is what it was, bit by bit."""
+"""Cutting a launch leaves the residual stream unchanged, bit by bit."""
 
 import jax
 import jax.numpy as jnp

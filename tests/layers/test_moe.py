@@ -1,4 +1,4 @@
-"""Blocks of experts against NumPy, and what they do with a step's padding."""
+"""Blocks of experts against NumPy, and how they treat a step's padding."""
 
 import functools
 
@@ -62,7 +62,7 @@ def test_each_token_has_its_own_experts(shared_gate, router_biases):
         np.testing.assert_allclose(got[token], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])  # a part of the kernel, and behind it
+@pytest.mark.parametrize("activation", ["silu", "gelu"])  # part of the kernel, and after it
 def test_what_stands_around_the_kernels(monkeypatch, activation):
     params, rng = random_block(shared_gate=True), np.random.default_rng(7)
     for name, weight in (("gate_up_bias", "gate_up"), ("down_bias", "down")):
@@ -98,7 +98,7 @@ def without_kernel(operation):
     ],
 )
 def test_what_routes(caplog, num_tokens, per_token, kernels, said):
-    """A kernel in a decode step, two in a prefill; and where there is no kernel, which is said, but once."""
+    """One kernel in a decode step, two in a prefill; if no kernel supports the routing, a warning says so once."""
     E, F, X = 64, 64, 40
     shapes = moe_specs("mlp", hidden_size=E, intermediate_size=F, num_experts=X)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), leaf_specs(shapes))

@@ -103,7 +103,7 @@ INTERLEAVED = np.arange(24).reshape(12, 2).T.ravel()
 )
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.uint8], ids=str)
 def test_whatever_a_row_has_follows_it(num_parts, rows, dtype):
-    """Values, packed codes and scales of a row all go where its row of the weight is."""
+    """Values, packed codes and scales of a row all move to the row's index in the weight."""
     num_rows = 24 if rows is None else len(rows)
     spec = ParamSpec(
         shape=(num_rows // 4, 4, 5),

@@ -111,7 +111,7 @@ def test_linear_over_split_outputs_and_split_inputs(mesh):
 @pytest.mark.parametrize("spec", [None, (), ("tensor",), (None, None, "tensor")], ids=str)
 @pytest.mark.parametrize("output_dtype", [None, jnp.dtype(jnp.float32)])
 def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
-    """Each device multiplies by its outputs; where they share inputs, all is left to XLA."""
+    """Each device multiplies by its outputs; if the inputs are sharded, XLA does it all."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in [(3, 256), (4, 80, 256)])
     shapes, plain = [], small_matmul.matmul
@@ -133,12 +133,12 @@ def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
     assert got.dtype == want.dtype
     np.testing.assert_allclose(
         got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=0.2
-    )  # shares of sums are rounded
+    )  # partial sums are rounded
 
 
 @pytest.mark.parametrize("size", [252, 256])
 def test_few_rows_that_the_kernel_does_not_take(monkeypatch, size):
-    """Whose inputs are no multiple of 64, or that are in float32."""
+    """The inputs are not a multiple of 64, or are in float32."""
     monkeypatch.delattr("jaxserve.layers.linear.small_matmul.matmul")
     dtype = jnp.bfloat16 if size % 64 else jnp.float32
     x, weight = jnp.ones((3, size), dtype), Dense(jnp.ones((64, size), dtype))
@@ -172,7 +172,7 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
 
 @pytest.mark.parametrize(("num_rows", "num_sends"), [(7, 2), (9, 0)])
 def test_embedding_and_head_through_the_peers_memory(mesh, monkeypatch, num_rows, num_sends):
-    """Vectors go through the peers' memory if they fit into it. XLA stands in for the kernels, which need GPUs."""
+    """Vectors go through the peers' memory if they fit into it. XLA replaces the kernels, which need GPUs."""
     sent = []
     for module, name in ((all_reduce, "all_reduce"), (all_gather, "all_gather")):
         run = getattr(module, name)

@@ -66,7 +66,7 @@ BROKEN_JSON = {
 def test_a_broken_config_is_named_before_a_tokenizer_is_looked_for(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)
-    for start in (resolve_model, LLM):  # there is no tokenizer
+    for start in (resolve_model, LLM):  # without a tokenizer
         with pytest.raises(CheckpointError, match=BROKEN_JSON[content]) as caught:
             start(str(tmp_path))
         assert str(caught.value).count(str(path)) == 1

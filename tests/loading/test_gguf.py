@@ -11,7 +11,7 @@ from jaxserve.loading.dequantization import PIECE, QUANTIZED_TYPES
 from jaxserve.loading.gguf import GGUFFile
 
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block's float16 scales are."""
+"""Offsets of a block's float16 scales."""
 
 
 def random_blocks(kind, num_rows, num_columns):

@@ -146,7 +146,7 @@ UNSAID = {
     "mixtral_tied": {"hidden_act": "silu"},
     "stablelm_parallel_biases": {"hidden_act": "silu"},
 }
-"""What such a file cannot say of some of them."""
+"""Fields of some families that such a file cannot contain."""
 
 
 @pytest.mark.parametrize("name", FIELDS_COMPARED)

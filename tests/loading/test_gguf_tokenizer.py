@@ -19,7 +19,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def metadata_of(tokenizer_json, **others):
-    """What llama.cpp's converter writes of a byte-level tokenizer.json."""
+    """Return the metadata that llama.cpp's converter writes for a byte-level tokenizer.json."""
     fields = json.loads(tokenizer_json.read_text())
     ids = fields["model"]["vocab"] | {token["content"]: token["id"] for token in fields["added_tokens"]}
     special = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in fields["added_tokens"]}
@@ -94,7 +94,7 @@ def tiny_metadata(**others):
 
 def test_scores_spaces_and_added_tokens():
     backend = build_tokenizer(tiny_metadata()).backend
-    # "ab" is better than "\u2581a", so that it is made first; "  " is a token of its own before merges.
+    # "ab" has a better score than "\u2581a", so it is merged first; "  " is a token of its own before merges.
     assert backend.encode("ab").ids == [1, 10]
     assert backend.encode("a  b", add_special_tokens=False).ids == [7, 9, 3, 5]
     assert backend.encode("c", add_special_tokens=False).ids == [3, 11 + ord("c")]

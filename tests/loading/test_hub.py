@@ -1,4 +1,4 @@
-"""Models of the hub, by one on this machine that speaks its protocol: what is downloaded, cached, resumed, refused."""
+"""Models of the hub, from a local server that speaks its protocol: what is downloaded, cached, resumed, refused."""
 
 import errno
 import json

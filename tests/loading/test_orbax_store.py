@@ -1,4 +1,4 @@
-"""Stores: what `convert` writes, every mesh and dtype reads, and a damaged one is told about in one message."""
+"""Stores: what `convert` writes, every mesh and dtype reads, and a damaged store is reported in one message."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def store(stories, tmp_path_factory):
 
 @pytest.fixture
 def damaged(store, tmp_path):
-    """A copy of the store, to be damaged."""
+    """Copy the store, to damage the copy."""
     return shutil.copytree(store, tmp_path / "damaged")
 
 
@@ -85,7 +85,7 @@ def test_a_store_is_a_whole_model_directory_that_says_what_it_was_made_of(storie
         assert (store / name).read_bytes() == (stories / name).read_bytes()
     assert not list(store.glob("*.safetensors"))
     assert not list(store.glob("*.gguf"))
-    assert not list(store.parent.glob(".*"))  # what it was written in
+    assert not list(store.parent.glob(".*"))  # the directory in which it was written
     manifest = read_manifest(store)
     assert manifest.source.name == "stories260K"
     assert len(manifest.source.sha256["model.safetensors"]) == 64

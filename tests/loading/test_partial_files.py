@@ -63,7 +63,7 @@ def ranges(server):
 
 
 def start_and_kill(server, cache, **environment):
-    """A download of which three chunks and a half have arrived."""
+    """Begin a download and kill it when three and a half chunks have arrived."""
     server.cuts[FILE] = [3 * CHUNK + CHUNK // 2]
     environment |= os.environ | {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     process = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, check=False)

@@ -43,7 +43,7 @@ ABSENT = object()
 
 
 def rewrite(path, folder, change, **fields):
-    """A copy of a golden in which `change` has changed the tensors, and `fields` those of its config."""
+    """Return a copy of a golden in which `change` has changed the tensors, and `fields` those of its config."""
     copy = shutil.copytree(path, folder / path.name)
     tensors = load_file(path / "model.safetensors")
     save_file(change(dict(tensors)), copy / "model.safetensors", metadata={"format": "pt"})

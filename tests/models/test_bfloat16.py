@@ -1,4 +1,4 @@
-"""Every family in bfloat16: what is computed wider on the way comes back to the dtype that is served."""
+"""Every family in bfloat16: what is computed in a wider type is converted back to the dtype that is served."""
 
 import functools
 
@@ -17,7 +17,9 @@ from jaxserve.models import get_family
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
 def test_bfloat16_step(golden):
-    """Traced only: strict promotion refuses what mixes, and the KV cache must come back as it went in."""
+    """Traced only: strict promotion rejects mixed types, and the KV cache must be returned with the types that it
+    had.
+    """
     dtype = jnp.dtype(jnp.bfloat16)
     fields = load_config(golden)
     family = get_family(fields)

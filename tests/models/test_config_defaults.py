@@ -1,4 +1,4 @@
-"""What a config.json leaves out is read as transformers reads it, and what a config may hold at most."""
+"""Fields that a config.json omits have transformers' defaults, and the limits on a config."""
 
 import json
 import random
@@ -15,13 +15,13 @@ NUM_SUBSETS = 20
 
 
 def completed(fields):
-    """The fields of a config.json as transformers saves it after it has read `fields`."""
+    """Return the fields of a config.json as transformers saves it after reading `fields`."""
     given = {name: value for name, value in fields.items() if name not in ("model_type", "quantization_config")}
     return json.loads(json.dumps(CONFIG_MAPPING[fields["model_type"]](**json.loads(json.dumps(given))).to_dict()))
 
 
 def read(fields):
-    """The family's Config, or the complaint about the fields."""
+    """Return the family's Config, or the error about the fields."""
     try:
         return get_family(fields).Config.from_hf(fields)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What families read from a config.json, in the styles of transformers 4 and 5, and how they complain."""
+"""What families read from a config.json, in the styles of transformers 4 and 5, and their errors."""
 
 import dataclasses
 
@@ -142,7 +142,7 @@ def test_positions_of_falcon():
     config = read("falcon", alibi=True, head_dim=None)
     assert config.rope is None
     assert config.alibi_slopes == tuple(2.0**-n * 8**-0.5 for n in range(1, 9))
-    # As transformers has them: bfloat16 before they are scaled.
+    # As in transformers: bfloat16 before they are scaled.
     slopes = read("falcon", alibi=True, head_dim=None, num_attention_heads=16).alibi_slopes
     assert slopes[0] == 0.70703125 * 4**-0.5
 

@@ -50,7 +50,7 @@ def test_greedy_continuation(golden):
 
 @pytest.mark.parametrize("model_type", quick_first(FAMILIES))
 def test_random_weights(model_type):
-    """What the specs say of dummy weights gives numbers that are finite and differ.
+    """Dummy weights give numbers that are finite and differ.
 
     `init_params` would compile a program for each shape of these odd sizes; its own test is in tests/layers.
     """

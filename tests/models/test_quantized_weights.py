@@ -1,4 +1,4 @@
-"""A model whose matrices are codes computes what it computes with the values that these stand for, on any mesh."""
+"""A model whose matrices are quantized computes what it computes with the dequantized values, on any mesh."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def plain(specs):
 
 
 def dequantized(params):
-    """Replace codes and scales by the values that they stand for."""
+    """Replace codes and scales by the values that they encode."""
 
     def values(weight):
         return Dense(weight.array()) if isinstance(weight, Weight) else weight
@@ -80,7 +80,7 @@ def dequantized(params):
 
 @pytest.mark.parametrize(("model_type", "quantization"), quick_first(MODELS, 2))
 def test_codes_compute_what_their_values_do(model_type, quantization):
-    """On four devices groups of inputs are smaller than on one, as far as devices' inputs ask for it."""
+    """On four devices groups of inputs are smaller than on one, as far as the devices' inputs require it."""
     specs, config, family = quantized_specs(model_type, quantization)
     assert len(schemes_of(specs)) >= 4
     one, four = make_mesh(tensor=1), make_mesh(tensor=4)

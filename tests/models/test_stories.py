@@ -1,4 +1,4 @@
-"""A trained model, end to end on this floor: stories260K tells the story that its publisher printed."""
+"""A trained model, end to end: stories260K tells the story that its publisher printed."""
 
 import jax
 import jax.numpy as jnp

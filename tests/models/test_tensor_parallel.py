@@ -1,4 +1,4 @@
-"""A model split over devices computes what it computes on one, with the collectives one expects and no more."""
+"""A model sharded over devices computes what it computes on one, with the expected collectives and no others."""
 
 import collections
 import re
@@ -139,7 +139,7 @@ def test_falcon_of_grouped_heads_equals_one_device(devices):
     np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)
 
 
-# What the heads of a family have besides: biases, one gain for all heads, one for each, one norm over all, sinks.
+# What the heads of a family have in addition: biases, one gain for all heads, one for each, one norm over all, sinks.
 REPEATED = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2},
@@ -157,7 +157,7 @@ REPEATED = {
 
 @pytest.mark.parametrize("model_type", quick_first(REPEATED))
 def test_more_devices_than_kv_heads_equal_one_device(model_type):
-    """Each head is on several of them, beside other queries of its group."""
+    """Several devices have each head, each with other queries of its group."""
     changes = REPEATED[model_type]
     on_one_device = logits_on(model_type, make_mesh(tensor=1), **changes)
     assert on_one_device.std(axis=1).min() > 0.1, "logits hardly depend on what is attended to"
@@ -175,7 +175,7 @@ def test_two_all_reduces_a_layer_and_no_cache_moves(num_kv_heads):
         batch, _ = make_batch([(SEQUENCE, range(4), 0, 14)], num_tokens=16, num_rows=2, num_blocks=4)
         compiled = paged_logits.lower(params, config, family, batch, cache).compile()
     names = re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", compiled.as_text())
-    # One for the embedding, two a layer; the logits are gathered from the devices' shares of the vocabulary.
+    # One for the embedding, two per layer; the logits are gathered from the devices' parts of the vocabulary.
     assert collections.Counter(names) == {"all-reduce": 1 + 2 * config.num_layers, "all-gather": 1}
     pool = cache.pools[0].k
     assert pool.addressable_shards[0].data.shape == (4, 1, BLOCK_SIZE, 12)

@@ -30,7 +30,8 @@ def check(got, x, update, weight):
     np.testing.assert_array_equal(total, x + update)
     wide = np.asarray(total.astype(jnp.float32)).astype(np.float64)
     want = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * np.asarray(weight.astype(jnp.float32))
-    # Half of the last place; XLA may make the norm from a sum that it has not rounded, which adds as much again.
+    # Half a unit in the last place; XLA may compute the norm from a sum that it has not rounded, which adds as much
+    # again.
     rounding = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 2e-6}[x.dtype.type]
     np.testing.assert_allclose(np.asarray(normed.astype(jnp.float32)), want, rtol=2 * rounding, atol=1e-6)
 

@@ -24,7 +24,9 @@ def buffers(mesh, num_rows, size, dtype=jnp.float32):
 
 
 def gather(mesh, *, implementation, num_calls=1):
-    """What the last of so many calls gives of columns that change from call to call by what others have sent."""
+    """Return the result of the last of `num_calls` calls, whose columns change from call to call with what others have
+    sent.
+    """
 
     def run(part, peers):
         for _ in range(num_calls):
@@ -94,7 +96,7 @@ def test_what_it_takes():
     ],
 )
 def test_whole_numbers(implementation, size):
-    """In calls of one row to all that there is room for, again and again."""
+    """In calls of one row up to all that fit, again and again."""
     mesh, num_calls, most = make_mesh(2), 7, 512 if implementation == "sm90" else 8
     peers = allocate_peer_buffers(buffers(mesh, most, size))
     run = jax.jit(gather(mesh, implementation=implementation, num_calls=num_calls))

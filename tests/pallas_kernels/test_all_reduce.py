@@ -21,7 +21,9 @@ EPS = 1e-5
 
 
 def layers(mesh, *, implementation, num_calls=1):
-    """What `num_calls` calls make of x, parts [devices * T, E], weight and peers: each has other parts."""
+    """Return the results of `num_calls` calls for x, parts [devices * T, E], weight and peers: each call has other
+    parts.
+    """
     everywhere, parts = PartitionSpec(), PartitionSpec("tensor")
 
     def run(x, part, weight, peers):
@@ -86,8 +88,8 @@ def test_xla(num_devices, dtype):
     ),
 )
 def test_on_h200s_they_are_kernels_that_xla_takes_for_any_others(num_devices, num_rows, size):
-    """In one command buffer, without spills, and with the peers' buffers where they are. Thread blocks that wait for
-    those of peers all have room at a time.
+    """In one command buffer, without spills, and with the peers' buffers in place. CTAs that wait for CTAs of peers are
+    all resident at the same time.
     """
     mesh = h200_mesh((num_devices,), ("tensor",))
     peers = abstract_peer_buffers(mesh, "tensor", num_rows=max(64, num_rows), size=size, dtype=jnp.bfloat16)
@@ -145,12 +147,14 @@ def test_what_it_takes():
     [("xla", 896), pytest.param("sm90", 896, marks=needs_two_gpus), pytest.param("sm90", 4096, marks=needs_two_gpus)],
 )
 def test_whole_numbers(implementation, size):
-    """Whose sums are exact: in calls of one row to all that there is room for, again and again."""
+    """Integers, whose sums are exact: in calls of one row up to all that fit, again and again."""
     mesh, num_calls, most = make_mesh(2), 21, 256 if implementation == "xla" else 8192
     peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=most, size=size, dtype=jnp.bfloat16))
 
     def calls(x, part, weight, peers):
-        """One after the other, each with other parts: how many values of each are wrong, of a norm by much."""
+        """Call one after the other, each with other parts; return how many values of each are wrong (of norms, very
+        wrong).
+        """
         device, wrong = jax.lax.axis_index("tensor"), []
         sum_up = functools.partial(all_reduce, axis_name="tensor", implementation=implementation)
         norm = functools.partial(all_reduce_add_rms_norm, axis_name="tensor", eps=EPS, implementation=implementation)

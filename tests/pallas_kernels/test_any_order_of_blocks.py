@@ -1,5 +1,5 @@
-"""Kernels with clusters or counters, whose thread blocks run all at once, in any order. `layer_matmuls`, `all_reduce`
-and expert routing have files of their own.
+"""Kernels with clusters or counters, whose CTAs run all at once, in any order. `layer_matmuls`, `all_reduce` and expert
+routing have files of their own.
 """
 
 import collections
@@ -49,7 +49,7 @@ def run_gated_linear_unit(monkeypatch, name, seed, fault=no_fault):
 @pytest.mark.parametrize("seed", quick_first(range(2)))
 @pytest.mark.parametrize("name", quick_first(test_gated_linear_unit.INTERPRETED))
 def test_gated_linear_unit_of_a_cluster(monkeypatch, name, seed):
-    """With weights of which each block of a cluster fetches a part for all."""
+    """With weights of which each CTA of a cluster fetches a part for all."""
     run_gated_linear_unit(monkeypatch, name, seed)
 
 
@@ -138,7 +138,7 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
 @pytest.mark.parametrize("streams", quick_first([1, 2]))
 @pytest.mark.parametrize("name", quick_only(PAGED, "parts of one context"))
 def test_parts_of_contexts(monkeypatch, name, streams, seed):
-    """Contexts of which several blocks have parts, put together by one that waits for the others."""
+    """Contexts that are split over several CTAs, combined by one that waits for the others."""
     run_paged_attention(monkeypatch, name, seed, streams=streams)
 
 
@@ -185,12 +185,12 @@ def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
 
 @pytest.mark.parametrize(("num_parts", "seed"), quick_only([(1, 0), (2, 0), (2, 1), (4, 0)], (2, 0)))
 def test_sampling_by_a_cluster(monkeypatch, num_parts, seed):
-    """What a block has to know of the others they write into its memory. Of four some have no part of a row."""
+    """The CTAs write what others need to know into their memory. With four, some have no part of a row."""
     run_sampling(monkeypatch, num_parts, seed)
 
 
 def leave_out_a_wait_for_a_slot(grid, monkeypatch):
-    """Who copies is a round ahead in it from then on."""
+    """The copying warpgroup is a round ahead from then on."""
     wait = grid.barrier_wait
     waits = collections.Counter()
 
@@ -218,7 +218,7 @@ def free_slots_of_one_block(grid, monkeypatch):
 
 
 def end_before_others(grid, monkeypatch):
-    """Who copies does not wait at last until all that it gave has been read."""
+    """The copying warpgroup does not wait at the end until everything it has copied has been read."""
     wait = grid.barrier_wait
     waits = collections.Counter()
 
@@ -240,7 +240,7 @@ def take_sums_that_have_not_come(grid, monkeypatch):
 
 
 def write_results_over(grid, monkeypatch):
-    """Those of the item before may not have been read."""
+    """Results of the previous item may not have been read."""
     wait = grid.wait_smem_to_gmem
 
     def wait_for_all(but, wait_read_only=False):
@@ -301,7 +301,7 @@ def go_on_without_the_others(grid, monkeypatch):
     ),
 )
 def test_faults_are_found(monkeypatch, run, name, fault, found):
-    """In one of a few orders: each of them finds most faults, and none all."""
+    """In one of a few orders: each order finds most faults, and none finds all."""
     messages = []
     for seed in range(6):
         with monkeypatch.context() as patches:

@@ -281,7 +281,9 @@ def test_on_a_gpu(seq_lens, sizes):
 @GPU
 @pytest.mark.parametrize("num_rows", [1, 5, 16])
 def test_layers_one_after_the_other_on_a_gpu(num_rows):
-    """In one program, each layer's qkv from the one before: they share counters, and equal what they are alone."""
+    """In one program, each layer's qkv from the previous one: they use the same counters, and their results equal those
+    of separate calls.
+    """
     sizes = {"head_dim": 128, "num_kv_heads": 4, "hidden": 2048, "inner": 2816, "outputs": 4 * 6 * 128}
     cases = [make_case([100 + 37 * (row % 9) for row in range(num_rows)], **sizes, seed=seed) for seed in range(6)] * 4
 

@@ -1,4 +1,4 @@
-"""What a compilation for an H200 that is not there reports."""
+"""What is reported of a compilation for an H200 without one."""
 
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,10 @@
-"""The bodies of the kernels that add up and put together what devices have, on devices of NumPy arrays that run in any
+"""The bodies of the kernels that add up partial sums and gather logits, on devices of NumPy arrays that run in any
 order.
 
-Pallas's interpreter knows no other device's memory. Here the body that a GPU runs runs once a thread block of each
-device, with `device` replaced: a seed says who is next wherever one device could see what another one does, within rows
-too. A device's calls come one after the other, as kernels of a stream do, and nothing else keeps devices together.
+Pallas's interpreter does not know other devices' memory. Here the body that runs on a GPU runs once per CTA of each
+device, with `device` replaced: a seed decides who is next wherever one device could see what another one does, also
+within rows. A device's calls come one after the other, as kernels of a stream do, and nothing else synchronises
+devices.
 """
 
 import functools
@@ -75,7 +76,7 @@ class Parts:
 
 
 class Kernel(NamedTuple):
-    """What devices run: its name, the refs of its results behind those of its arguments, and how rows are cut."""
+    """What devices run: its name, the refs of its results after those of its arguments, and how rows are split."""
 
     name: str
     body: Any
@@ -89,8 +90,8 @@ PEERS = ("inbox", "arrived", "calls", "ranks", "offsets")
 
 
 class Devices:
-    """N devices with room for R rows, and what is left of their calls, each of the next kernel. A call has at most so
-    many thread blocks.
+    """N devices with buffers for R rows, and their remaining calls, each of the next kernel. A call has at most
+    `num_blocks` CTAs.
     """
 
     def __init__(self, kernels, num_devices, num_rows, seed, *, num_blocks):
@@ -103,7 +104,8 @@ class Devices:
                 "arrived": np.zeros((1, others, num_rows, pieces), np.int32),
                 "calls": np.zeros((1, num_rows, pieces), np.int32),
                 "ranks": np.array([rank], np.int32),
-                "offsets": np.stack([[np.arange(num_devices, dtype=np.int32)] * 2]),  # instead of bytes: who it is
+                # instead of bytes: the index of the device
+                "offsets": np.stack([[np.arange(num_devices, dtype=np.int32)] * 2]),
             }
             for rank in range(num_devices)
         ]
@@ -128,7 +130,7 @@ class Devices:
         return [memory["done"] for memory in self.memories]
 
     def _stream(self, owner, todo):
-        """The thread blocks of a device's calls, a list a call; asked for when the last call has ended."""
+        """Yield the CTAs of a device's calls, one list per call, requested when the previous call has ended."""
         memory = self.memories[owner]
         memory["done"] = []
         for kernel, arguments in zip(itertools.cycle(self.kernels), todo, strict=False):
@@ -141,12 +143,12 @@ class Devices:
             memory["done"].append([memory[name] for name in kernel.results])
 
     def pause(self, can_go_on=lambda: True):
-        """Let the others run, until the seed chooses this block again."""
+        """Let the others run, until the seed chooses this CTA again."""
         self.turns.pause(can_go_on)
 
 
 class Block(Player):
-    """A thread block."""
+    """A CTA."""
 
     def __init__(self, devices, kernel, owner, index, num_blocks):
         super().__init__()
@@ -229,7 +231,7 @@ def gather_of(num_devices):
 
 
 def check(monkeypatch, kernels, num_devices, num_rows, seed, *, first_call=0, num_blocks=100):
-    """Calls of these kernels in turns, of 1 to all rows, whose parts are whole numbers: exact sums."""
+    """Call these kernels alternately, with 1 to all rows, whose parts are integers: sums are exact."""
     devices = Devices(kernels, num_devices, num_rows, seed, num_blocks=num_blocks)
     for memory in devices.memories:
         memory["calls"][:] = memory["arrived"][:] = first_call
@@ -251,7 +253,7 @@ def check(monkeypatch, kernels, num_devices, num_rows, seed, *, first_call=0, nu
             np.testing.assert_allclose(found[-1], expected[-1], rtol=1e-5)
 
 
-# Of as many thread blocks as there is to do, and of fewer, which take turns.
+# With as many CTAs as there is work, and with fewer, which take turns.
 @pytest.mark.parametrize("num_blocks", quick_first([100, 2]))
 @pytest.mark.parametrize(("num_devices", "num_rows"), [(2, 1), (2, 5), (3, 2), (4, 3)])
 @pytest.mark.parametrize("seed", quick_first(range(2)))

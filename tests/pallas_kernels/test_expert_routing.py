@@ -38,7 +38,8 @@ def test_xla_with_a_part_of_the_experts(num_tokens):
         check(routed, routing, logits, None, num_tokens=num_tokens - 1, first_expert=first_expert, num_local=5)
 
 
-# Experts that are no multiple of a warp's lanes, or several for a lane; several tokens a warp, and warps without any.
+# A number of experts that is not a multiple of a warp's lanes, or several per lane; several tokens per warp, and warps
+# without any.
 INTERPRETED = [
     ("softmax", {"num_tokens": 5, "num_experts": 12, "per_token": 3, "has_bias": True}, 1),
     ("normalized softmax", {"num_tokens": 9, "num_experts": 40, "per_token": 8}, 1),
@@ -87,7 +88,7 @@ def test_interpreted_with_a_part_of_the_experts(capsys):
 
 @pytest.mark.parametrize(("num_tokens", "num_choosers"), quick_first([(3, 1), (37, 2), (70, 1)]))
 def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers):
-    """More tokens than a warp asks for at once, and blocks that have fewer than others."""
+    """More tokens than a warp reads at once, and CTAs that have fewer than others."""
     routing, logits, bias = make_case(
         "sigmoid", num_tokens=num_tokens, num_experts=12, per_token=3, has_bias=num_choosers == 2
     )
@@ -98,7 +99,7 @@ def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers
 
 
 def test_interpreted_with_nan(capsys):
-    """Tokens beside it have their own experts, and rows are no mess: no two choices have one."""
+    """Other tokens have their own experts, and rows stay consistent: no two choices have the same row."""
     routing, logits, _ = make_case("sigmoid", num_tokens=4, num_experts=12, per_token=3)
     logits[1, 2:7] = np.nan
     logits[2] = -np.nan
@@ -127,7 +128,7 @@ def test_sigmoids_that_are_all_zero_have_finite_weights():
     assert np.isfinite(np.asarray(routed.weights)).all()
 
 
-# Of Qwen3 30B A3B, DeepSeek V3 and Mixtral; the most that the kernel takes.
+# Shapes of Qwen3 30B A3B, DeepSeek V3 and Mixtral; the most that the kernel supports.
 COMPILED = [
     ("normalized softmax", 1, 128, 8),
     ("normalized softmax", 64, 128, 8),
@@ -223,7 +224,7 @@ CASES_ON_A_GPU = [
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("variant", "num_tokens", "num_experts", "per_token"), CASES_ON_A_GPU)
 def test_on_a_gpu(variant, num_tokens, num_experts, per_token, has_bias):
-    """With clusters of 1 to 8 thread blocks, padding, and twice the same."""
+    """With clusters of 1 to 8 CTAs, padding, and the same result twice."""
     routing, logits, bias = make_case(
         variant, num_tokens=num_tokens, num_experts=num_experts, per_token=per_token, has_bias=has_bias
     )

@@ -1,4 +1,4 @@
-"""The Hopper kernel of expert routing with clusters of thread blocks, emulated in NumPy: experts, rows and tiles."""
+"""The Hopper kernel of expert routing with clusters of CTAs, emulated in NumPy: experts, rows and tiles."""
 
 import dataclasses
 

@@ -16,7 +16,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.gated_linear_unit import gated_linear_unit, why_not
 from pallas_kernels.gated_linear_unit.sm90 import Config, gated_linear_unit_sm90, heuristic
 
-# Of the norm of the result, which is rounded to 8 or 11 bits.
+# Relative to the norm of the result, which is rounded to 8 or 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 
 
@@ -39,7 +39,7 @@ def check(got, want):
 
 
 INTERPRETED = {
-    # Rows, outputs and bands that end inside a tile; a block of a cluster has no rows at all.
+    # Rows, outputs and bands that end inside a tile; a CTA of a cluster has no rows at all.
     "shared weights": (
         {"num_rows": 300, "outputs": 136, "depth": 320},
         Config(outputs=64, cluster=2, band=2, num_blocks=4),

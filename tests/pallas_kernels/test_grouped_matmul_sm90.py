@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.plan import max_tiles, plan, tile_rows
 from pallas_kernels.grouped_matmul.sm90 import Config, grouped_matmul_sm90, heuristic
 from pallas_kernels.hopper import SHARED_MEMORY
 
-# Of the norm of the result, which is rounded to 8 or 11 bits.
+# Relative to the norm of the result, which is rounded to 8 or 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 
 
@@ -73,12 +73,12 @@ def test_plan_covers_each_group(sizes):
 
 
 INTERPRETED = {
-    # Empty groups, rows before a group's own in a box of 8, padding; outputs and K that are no multiples of the tile.
+    # Empty groups, rows before a group's own in a box of 8, padding; outputs and K that are not multiples of the tile.
     "few rows": (
         {"sizes": [3, 0, 20], "num_rows": 27, "outputs": 72, "depth": 192, "is_gated": True, "has_bias": True},
         Config(rows=64, outputs=64, block_k=128, stages=2, num_blocks=2),
     ),
-    # Two computing warpgroups of which one has nothing to do, full boxes, several tiles of a group, two items a block.
+    # Two computing warpgroups of which one has nothing to do, full boxes, several tiles of a group, two items per CTA.
     "many rows": (
         {"sizes": [65, 0, 135], "num_rows": 216, "outputs": 64, "depth": 128, "dtype": jnp.float16},
         Config(rows=128, outputs=64, block_k=64, stages=2, num_blocks=2),

@@ -1,4 +1,4 @@
-"""The tests of kernels would see a race: this one has one, if the warpgroups do not wait for each other."""
+"""The tests of kernels would find a race: this kernel has one, if its warpgroups do not wait for each other."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One module knows what jax does not promise to keep, and says for which version of jax it was written."""
+"""One module uses what jax does not promise to keep, and names the version of jax for which it was written."""
 
 import ast
 import pathlib

@@ -1,5 +1,5 @@
-"""The Hopper kernel of latent attention: interpreted on a CPU with race detection, compiled for an H200 that is not
-there, and run where there is one; always with NaN in all that lies beside the contexts.
+"""The Hopper kernel of latent attention: interpreted on a CPU with race detection, compiled for an H200 without one,
+and run on one if there is one; always with NaN in everything outside the contexts.
 """
 
 import functools
@@ -18,8 +18,8 @@ from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.plan import BLOCK_COST, CUT_COST, ROWS, TILE_COST, make_plan
 from pallas_kernels.latent_attention.sm90 import Config, latent_attention_sm90
 
-# Shares that have several tiles and tiles that several shares have parts of; tiles of many tokens, of one and of parts
-# of one; contexts that end within a page; tokens of no row.
+# Shares with several tiles, and tiles of which several shares have parts; tiles of many tokens, of one and of parts of
+# one; contexts that end within a page; tokens of no row.
 INTERPRETED = {
     "decode": {"chunks": [(1, 70), (1, 300), (1, 5)], "heads": 4, "sizes": (128, 32), "num_tokens": 5, "max_rows": 5},
     "chunks": {"chunks": [(1, 9), (1, 200), (40, 150), (3, 3)], "heads": 3, "sizes": (128, 64), "num_tokens": 60},
@@ -72,7 +72,7 @@ def test_on_a_gpu(case):
         run = jax.jit(functools.partial(latent_attention, **options, implementation="sm90"))
         first = run(*arrays, **layout)
         check(first, want)
-        again = run(*arrays, **layout)  # sums come in the same order
+        again = run(*arrays, **layout)  # sums are added in the same order
         np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (first, again)))
 
 
@@ -129,7 +129,7 @@ def test_compiles_without_spilling(case):
     assert len(program.kernels) == 2
     assert program.spill_bytes == 0
     num_tokens, num_rows = case.get("num_tokens", 64), case.get("num_rows", 64)
-    # Two parts of tiles for each thread block, of which those in use are written; and the result.
+    # Two parts of tiles for each CTA, of which those in use are written; and the result.
     part_rows = min(64, case["heads"]) if num_tokens == num_rows else 64
     room = 264 * part_rows * 4 + num_tokens * case["heads"] * 2
     assert program.temp_bytes < 2**20 + room * case["sizes"][0]

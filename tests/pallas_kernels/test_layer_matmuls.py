@@ -1,5 +1,5 @@
 """The matmuls between two attentions: XLA's against the float64 definition; the Hopper kernel interpreted with race
-detection, one matmul at a time and no tile shared, compiled for an H200 that is not there, and run where there is one.
+detection, one matmul at a time without shared tiles, compiled for an H200 without one, and run on one if there is one.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.layer_matmuls.sm90 import Config, Product, cut, cut_all, heuristic, layer_matmuls_sm90
 
 EPS = 1e-5
-# Of the norm of the result: what lies between two matmuls is rounded to 8 bits too.
+# Relative to the norm of the result: values between two matmuls are rounded to 8 bits too.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 6e-3}
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -137,7 +137,7 @@ def make_case_of_zeros(num_rows, depth=64, outputs=64, dtype=jnp.bfloat16):
 
 
 def cut_for(monkeypatch, num_sms):
-    """A GPU of so many multiprocessors, each with a thread block."""
+    """Pretend that the GPU has `num_sms` multiprocessors, each with one CTA."""
     for module in (sm90, kernel, attention):
         monkeypatch.setattr(module, "NUM_SMS", num_sms)
     of_attention = sm90.AttentionConfig
@@ -146,7 +146,7 @@ def cut_for(monkeypatch, num_sms):
 
 FEW_SMS = 26
 """Number of multiprocessors: two more than any interpreted case has tiles for; further ones would idle as these two."""
-# A thread block's rings are so small that each slot is used again, tiles end behind the last output.
+# A CTA's rings are so small that each slot is reused; tiles extend beyond the last output.
 INTERPRETED = {
     "8 rows": (
         {"num_rows": 8, "depth": 128, "hidden": 192, "inner": 64, "outputs": 72},
@@ -184,7 +184,7 @@ def test_interpreted_without_races(capsys, monkeypatch, name):
 @pytest.mark.parametrize("outputs", [64, 72, 1152, 4096, 6144, 70_000])
 @pytest.mark.parametrize("halves", [(), (2,)])
 def test_steps_have_room_to_follow_each_other(num_rows, depth, outputs, halves):
-    """A GPU would wait for ever: what a step has read is given back when the next one has begun."""
+    """Otherwise a GPU would wait for ever: a step's slots are given back when the next one has begun."""
     weight = jax.ShapeDtypeStruct((*halves, outputs, depth), jnp.bfloat16)
     product = Product("o", "heads", "y", weight)
     config = heuristic(num_rows, [product])
@@ -193,7 +193,7 @@ def test_steps_have_room_to_follow_each_other(num_rows, depth, outputs, halves):
     assert matmul.x_slots >= 2
     assert matmul.x_slots * num_rows * matmul.block_k * 2 <= config.x_bytes
     assert matmul.halves * matmul.tile * matmul.block_k * 2 <= config.slot_bytes
-    if matmul.split > 1:  # what both of a cluster finish lies within the outputs: nothing looks whether it does
+    if matmul.split > 1:  # the part that a cluster finishes is within the outputs: the kernel does not check that
         assert (matmul.num_tiles * matmul.split - 1) * matmul.width < outputs
         assert matmul.rounds == matmul.halves == 1
 
@@ -260,7 +260,7 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
             LLAMA_3_8B | {"outputs": None},
             {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
             {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
-            {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles behind the last output
+            {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles beyond the last output
             {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
         ]
     ),
@@ -306,7 +306,7 @@ def test_on_a_gpu(name, num_rows):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_layers_one_after_the_other_on_a_gpu(num_rows):
-    """In one program, where they share counters, and with rows from other layers in what they write."""
+    """In one program, in which they use the same counters, and with rows of other layers in their outputs."""
     sizes = {"depth": 512, "hidden": 1024, "inner": 2816, "outputs": 512}
     cases = [make_case(num_rows, **sizes, seed=seed) for seed in range(8)] * 4
 

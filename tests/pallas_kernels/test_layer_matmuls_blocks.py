@@ -1,4 +1,4 @@
-"""Thread blocks of `layer_matmuls` and `decode_layer` all at once, in any order: counters, the ring, shared tiles."""
+"""CTAs of `layer_matmuls` and `decode_layer` all at once, in any order: counters, the ring, shared tiles."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention import tiles
 NUM_SMS = 6
 ROWS = 64
 
-# Sizes, how shared memory is used, and of o, gate and up, down, qkv: rounds, and blocks that share a tile.
+# Sizes, the use of shared memory, and for o, gate and up, down, qkv: rounds, and CTAs that share a tile.
 MATMULS = {
     "1 row": (
         {"num_rows": 1, "depth": 256, "hidden": 192, "inner": 128, "outputs": 72},
@@ -51,7 +51,7 @@ MATMULS = {
 
 
 class Device:
-    """In place of `layer_matmuls.device` and the one of paged attention."""
+    """Replaces `layer_matmuls.device` and that of paged attention."""
 
     def __init__(self, grid):
         self.grid = grid
@@ -61,12 +61,12 @@ class Device:
         self.grid.clear(counter)
 
     def load_columns(self, ref, first, num_columns, **_):
-        """Zeros behind the last one."""
+        """Load columns, zeros beyond the last one."""
         there = self.grid.load(ref.part((slice(None), _columns(ref, first, num_columns))))
         return _pad_rows(np.pad(np.asarray(there, np.float32), ((0, 0), (0, num_columns - there.shape[1]))))
 
     def store_columns(self, ref, x, first, **_):
-        """Write the rows and columns that lie inside the array."""
+        """Write the rows and columns that are inside the array."""
         columns = _columns(ref, first, x.shape[1])
         self.grid.store(
             ref.part((slice(None), columns)), np.asarray(x).astype(ref.dtype)[: ref.shape[0], : columns.size]
@@ -88,7 +88,7 @@ class Device:
 
 
 def _columns(ref, first, number):
-    """Return the slice of these columns that lies inside the array."""
+    """Return the slice of these columns that is inside the array."""
     return pl.Slice(min(int(first), ref.shape[1]), max(min(number, ref.shape[1] - int(first)), 0))
 
 
@@ -132,7 +132,7 @@ def test_any_order_of_matmuls(monkeypatch, name, seed):
     run(monkeypatch, name, seed)
 
 
-# Lengths of contexts, sizes, and how shared memory is used.
+# Lengths of contexts, sizes, and the use of shared memory.
 LAYERS = {
     "cut contexts": ([5, 0, 1, 300, 64, 65, 17], {}, Config(slot_bytes=8192, w_slots=3, x_bytes=16384)),
     "one of many parts": (
@@ -155,7 +155,7 @@ def test_any_order_of_a_layer(monkeypatch, name, seed):
     with jax.disable_jit():
         of_layer = {"scale": scale, "activation": jax.nn.silu, "eps": test_decode_layer_kernel.EPS}
         got = decode_layer_sm90(**case, **of_layer, config=config)
-    if any(seq_lens):  # else it is enough that nobody waits for ever, nor leaves a counter
+    if any(seq_lens):  # else it is enough that nothing waits for ever, or leaves a counter
         test_decode_layer_kernel.check(got, case, scale)
 
 
@@ -205,7 +205,8 @@ WRONG_RESULT = r"^np\.float64"
 LEFT_COUNTER = "a counter that the next layer does not find as it was"
 FAULTS = {
     _give_slots_back_unread: "all wait",
-    _take_rows_that_are_not_there: f"{LEFT_COUNTER}|{WRONG_RESULT}",  # who does not wait clears before others count
+    # without the wait, a counter is cleared before others count
+    _take_rows_that_are_not_there: f"{LEFT_COUNTER}|{WRONG_RESULT}",
     _signal_before_stores: WRONG_RESULT,
     _free_steps_under_way: WRONG_RESULT,
     _leave_counters: LEFT_COUNTER,

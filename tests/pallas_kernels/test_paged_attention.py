@@ -1,4 +1,6 @@
-"""Each implementation of paged attention against its float64 definition: mixed lengths, NaN beside, all options."""
+"""Each implementation of paged attention against its float64 definition: mixed lengths, NaN outside them, all
+options.
+"""
 
 import functools
 import inspect
@@ -21,7 +23,9 @@ TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 def make_case(
     rng, lens, *, query_lens=None, num_queries=1, max_blocks=16, heads=(4, 2, 16), block_size=4, dtype=jnp.float32
 ):
-    """q, k_pages, v_pages and the layout of rows with contexts of `lens`; what is no query and no context is NaN."""
+    """Return q, k_pages, v_pages and the layout of rows with contexts of `lens`; everything outside queries and
+    contexts is NaN.
+    """
     num_heads, num_kv_heads, head_dim = heads
     k, v, tables = make_pages(
         rng, lens, max_blocks=max_blocks, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size

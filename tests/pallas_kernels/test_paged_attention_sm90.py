@@ -1,5 +1,5 @@
-"""The Hopper kernel of paged attention: interpreted on a CPU with race detection, compiled for an H200 that is not
-there, and run where there is one; always with NaN in all that lies beside the contexts.
+"""The Hopper kernel of paged attention: interpreted on a CPU with race detection, compiled for an H200 without one, and
+run on one if there is one; always with NaN in everything outside the contexts.
 """
 
 import functools
@@ -20,8 +20,8 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
 from pallas_kernels.paging import Scores
 
-# Of the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or 11. A row
-# alone, with a few hundred values, may be somewhat worse.
+# Relative to the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or
+# 11. A row alone, with a few hundred values, may be somewhat worse.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 OF_A_ROW = 1.5
 
@@ -61,7 +61,7 @@ def make_case(
         alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
         **{"scale": head_dim**-0.5} | options,
     )
-    # For results of others.
+    # Room for results of others.
     room = len(lens) + 3
     in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
     want = paged_attention_reference(*in_float, **layout, scores=scores)
@@ -84,7 +84,7 @@ def check(got, want):
     np.testing.assert_allclose(lse[~is_nothing], want_lse[~is_nothing], atol=2e-3)
 
 
-# Contexts that CTAs share and CTAs that share contexts, with rows of nothing between.
+# Contexts that several CTAs have parts of, and CTAs with several contexts, with empty rows in between.
 INTERPRETED = {
     "decode": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64)},
     "decode, queries as rows": {"lens": [70, 0, 300, 5], "heads": (4, 2, 32)},
@@ -165,7 +165,7 @@ def test_on_a_gpu(case):
     run = jax.jit(lambda *args, **layout: paged_attention(*args, **layout, room=room, implementation="sm90"))
     first = run(*arrays, **options)
     check(first, want)
-    again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums come in the same order
+    again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums are added in the same order
     for a, b in zip(first, again, strict=True):
         of_rows = [np.asarray(x.astype(jnp.float32))[: len(want[0])] for x in (a, b)]
         np.testing.assert_array_equal(*of_rows)

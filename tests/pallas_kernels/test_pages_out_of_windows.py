@@ -1,4 +1,4 @@
-"""Attention with a window lets nothing of the pages before it into its result: they may be others' by now."""
+"""Attention with a window does not use any page before the window: it may be another request's by now."""
 
 import functools
 
@@ -22,8 +22,8 @@ OPTIONS = {"scores": Scores(scale=0.25, sliding_window=WINDOW)}
 
 
 def make_case(chunks):
-    """q, K and V pages, and the layout of rows of (new tokens, context); and K and V with NaN in all pages that lie
-    wholly before what a row's first token attends to.
+    """Return q, K and V pages, and the layout of rows of (new tokens, context); and K and V with NaN in all pages that
+    are entirely before what a row's first token attends to.
     """
     rng = np.random.default_rng(0)
     lens = np.array([context for _, context in chunks], np.int32)

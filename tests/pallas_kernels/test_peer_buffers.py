@@ -1,4 +1,4 @@
-"""Where devices have memory for each other, and whether they reach it."""
+"""Where devices have memory for each other, and whether they can reach it."""
 
 from types import SimpleNamespace
 
@@ -58,7 +58,9 @@ def test_no_driver_to_ask(monkeypatch):
 
 
 def test_no_device_gets_buffers_before_all_are_zero(monkeypatch):
-    """Else one could count a call for a peer whose counters become zero only then, and which would wait for ever."""
+    """Otherwise one could count a call for a peer whose counters are zeroed only afterwards, and which would wait for
+    ever.
+    """
     mesh, awaited = make_mesh(2), []
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.extend(jax.tree.leaves(tree)))
     peers = allocate_peer_buffers(abstract_peer_buffers(mesh, "tensor", num_rows=3, size=128, dtype=jnp.bfloat16))

@@ -37,7 +37,7 @@ STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4"
 
 
 def make_matrix(outputs, depth, code, group, seed=0):
-    """A matrix, and its values in float64 by their definition."""
+    """Return a matrix, and its values in float64 by their definition."""
     rng = np.random.default_rng(seed)
     groups = depth // group if group else 1
     scales = jnp.asarray(rng.uniform(0.5, 1.5, (*outputs, groups)) * depth**-0.5, jnp.float32)
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def shape_of(code, group, *shape):
-    """A matrix of shapes."""
+    """Return the shapes of a matrix."""
     of = jax.ShapeDtypeStruct
     *outputs, depth = shape
     scales = of((*outputs, depth // group if group else 1), jnp.bfloat16)

@@ -1,4 +1,6 @@
-"""Each implementation of ragged prefill attention against its float64 definition: chunks, prefix hits, NaN beside."""
+"""Each implementation of ragged prefill attention against its float64 definition: chunks, prefix hits, NaN outside
+them.
+"""
 
 import functools
 import inspect
@@ -29,10 +31,10 @@ def make_case(
     block_size=4,
     dtype=jnp.float32,
 ):
-    """q, k_pages, v_pages, before and the layout of rows of (new tokens, context length); everything outside them is
-    NaN.
+    """Return q, k_pages, v_pages, before and the layout of rows of (new tokens, context length); everything outside
+    them is NaN.
 
-    The first `num_skipped` rows have a token each, but are not among those to compute, and have results.
+    The first `num_skipped` rows have a token each, but are not to be computed, and already have results.
     """
     num_heads, num_kv_heads, head_dim = heads
     chunks = [(1, 9)] * num_skipped + chunks

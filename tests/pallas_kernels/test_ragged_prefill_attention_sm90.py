@@ -1,5 +1,5 @@
-"""The Hopper kernel of ragged prefill attention: interpreted on a CPU with race detection, compiled for an H200 that is
-not there, and run where there is one; always with NaN in all that lies beside the contexts.
+"""The Hopper kernel of ragged prefill attention: interpreted on a CPU with race detection, compiled for an H200 without
+one, and run on one if there is one; always with NaN in everything outside the contexts.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
 
-# Of the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
+# Relative to the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 
 
@@ -38,10 +38,10 @@ def make_case(
     dtype=jnp.bfloat16,
     **options,
 ):
-    """Arguments of `ragged_prefill_attention`, arrays and then the others, and the result it should have.
+    """Return the arguments of `ragged_prefill_attention`, arrays and then the others, and the expected result.
 
-    `chunks` are pairs of new tokens and context. The first `num_skipped` rows have a token each, but are not among
-    those to compute, and have results; nor are tokens and rows behind the chunks.
+    `chunks` are pairs of new tokens and context. The first `num_skipped` rows have a token each, but are not to be
+    computed, and already have results; neither are tokens and rows after the chunks.
     """
     rng = np.random.default_rng(len(chunks) + sum(context for _, context in chunks))
     chunks = [(1, 9)] * num_skipped + chunks

@@ -14,7 +14,8 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.kv_write.sm90 import Config, heuristic, rope_and_write_kv_sm90
 
-# Of the largest number: half a unit in the last place of 8 bits, of 11 bits, and what float32 makes of two products.
+# Relative to the largest number: half a unit in the last place of 8 bits, of 11 bits, and float32's error in two
+# products.
 TOLERANCE = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 1e-6}
 
 
@@ -22,10 +23,10 @@ EPS = 0.25  # large, so that it is missed
 
 
 def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16, gains=None):
-    """Arguments of `rope_and_write_kv`, by place and by name, and what it should give.
+    """Return the arguments of `rope_and_write_kv`, positional and by name, and the expected results.
 
-    A third of the tokens is padding. `half` None: a whole head is turned, 0: nothing is. `gains` is the dtype of norms,
-    None if there are none.
+    A third of the tokens is padding. `half` None: a whole head is rotated, 0: nothing is. `gains` is the dtype of
+    norms, None if there are none.
     """
     rng = np.random.default_rng(num_tokens)
     num_heads, num_kv_heads, head_dim = heads
@@ -170,7 +171,7 @@ def test_norms_spill_nothing(num_tokens, head_dim, half):
 
 @pytest.mark.parametrize(("members", "fits"), [(6, True), (66, False)])
 def test_heads_that_share_much_are_taken_apart(members, fits):
-    """Cosines that serve all of a head pay only where the head fits into shared memory."""
+    """Using the same cosines for all vectors of a head pays only if the head fits into shared memory."""
     assert heuristic(513, 1, members, 128, 64) == Config(tokens=16, vectors=members if fits else 1)
     pages = jax.ShapeDtypeStruct((100, 1, 16, 128), jnp.bfloat16)
     qkv = jax.ShapeDtypeStruct((600, 1, members, 128), jnp.bfloat16)

@@ -1,5 +1,5 @@
-"""The Hopper sampling kernel: interpreted on a CPU with race detection, compiled for an H200 that is not there, and run
-where there is one. A row of many draws shows the set of tokens that its filters keep.
+"""The Hopper sampling kernel: interpreted on a CPU with race detection, compiled for an H200 without one, and run on
+one if there is one. A row of many draws shows the set of tokens that its filters keep.
 """
 
 import functools
@@ -40,7 +40,7 @@ SHIFTS = [(first, second) for first in (-1e-5, 1e-5) for second in (-1e-5, 1e-5)
 
 
 def make_logits(rng, num_rows, vocab_size, *, grid=None, masked=0.0):
-    """Normal logits; on a `grid` of values they tie, and a share may be `masked`."""
+    """Return normal logits; on a `grid` of values there are ties, and a fraction may be `masked`."""
     logits = (3 * rng.standard_normal((num_rows, vocab_size))).astype(np.float32)
     if grid is not None:
         logits = np.round(logits / grid).astype(np.float32) * np.float32(grid)
@@ -54,7 +54,9 @@ def columns(rows):
 
 
 def check(tokens, logits, rows, uniform):
-    """The tokens of the definition, or what lies beside them where float32 may round over an edge between tokens."""
+    """Check that tokens equal the definition's, or are adjacent to it where float32 may round across an edge between
+    tokens.
+    """
     num_beside = 0
     for token, x, row, u in zip(np.asarray(tokens).tolist(), logits, rows, uniform, strict=True):
         row = PLAIN | row
@@ -71,7 +73,7 @@ def check(tokens, logits, rows, uniform):
 
 
 def test_interpreted(capsys):
-    """Everything in one batch, in a vocabulary of no round size; then a vocabulary smaller than a block."""
+    """Everything in one batch, with a vocabulary of no round size; then a vocabulary smaller than a tile."""
     rng = np.random.default_rng(0)
     rows = [ROWS[i] for i in (0, 1, 2, 8, 12)] + [{}]
     for vocab_size in (1333, 77):
@@ -89,7 +91,7 @@ def test_interpreted(capsys):
     ("num_rows", "vocab_size"), quick_first([(1, 512), (32, 50_257), (64, 128_256), (256, 262_208)])
 )
 def test_compiles_without_spilling(num_rows, vocab_size):
-    """With clusters of 8, 4, 2 and 1 thread blocks."""
+    """With clusters of 8, 4, 2 and 1 CTAs."""
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in columns([{}] * num_rows).items()}
     program = compile_for_h200(
         lambda logits, columns: sample(logits, **columns, implementation="sm90"),
@@ -110,7 +112,7 @@ needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a G
 @pytest.mark.parametrize("kind", [{}, {"grid": 0.25}, {"grid": 0.25, "masked": 0.999}, {"masked": 0.3}], ids=str)
 @pytest.mark.parametrize("vocab_size", [5, 512, 513, 32_000, 50_257, 128_256, 151_936, 262_144, 262_208])
 def test_on_a_gpu(vocab_size, kind):
-    """Every kind of row, 16 draws each, beside all others; a row's tokens do not depend on those."""
+    """Every kind of row, 16 draws each, together with all others; a row's tokens do not depend on those."""
     rng = np.random.default_rng(vocab_size)
     rows = ROWS * 16
     logits = make_logits(rng, len(ROWS), vocab_size, **kind)

@@ -35,7 +35,7 @@ def test_top_k_is_exact_and_keeps_ties(top_k):
 @pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.9999])
 def test_top_p_keeps_the_smallest_sufficient_set(scale, top_p):
-    """Up to float32 rounding: never a set that misses the share, never one token more than needed."""
+    """Up to float32 rounding: never a set with less than the required probability, never one token more than needed."""
     logits = (np.random.default_rng(1).standard_normal((4, 128_256)) * scale).astype(np.float32)
     got = kept_by(logits, top_p=top_p)
     p = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
@@ -48,8 +48,9 @@ def test_top_p_keeps_the_smallest_sufficient_set(scale, top_p):
 
 
 def test_draws_follow_the_weights_into_the_tail():
-    """Half of the mass spread over the last 200,000 of 256,000 tokens, each far below the step of a float32 uniform
-    over the whole: their share, and the evenness within it, must come out right."""
+    """Half of the mass is spread over the last 200,000 of 256,000 tokens, each far below the step of a float32 uniform
+    over the whole: their fraction, and the evenness within it, must come out right.
+    """
     vocab_size, num_draws = 256_000, 256
     weights = np.full(vocab_size, 1e-9, np.float32)
     weights[:2] = 1.0, 3.0

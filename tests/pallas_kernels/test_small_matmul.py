@@ -18,7 +18,7 @@ from pallas_kernels.small_matmul import Normed, matmul, matmul_then_norm
 from pallas_kernels.small_matmul.reference import matmul_reference, rms_norm_reference
 from pallas_kernels.small_matmul.sm90 import Config, Epilogue, matmul_sm90
 
-# Of the norm of the result, which is rounded to 8 or 11 bits.
+# Relative to the norm of the result, which is rounded to 8 or 11 bits.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 EPS = 1e-5
 
@@ -42,7 +42,7 @@ def check(got, want, factor=1.0):
 
 
 def make_case(num_rows, outputs, depth, *, is_gated=False, has_bias=False, has_residual=False, dtype=jnp.bfloat16):
-    """x, weight, bias, residual, and what comes of them."""
+    """Return x, weight, bias, residual, and the expected results."""
     of_weight = (2, outputs) if is_gated else (outputs,)
     x, weight, bias, residual = arrays(
         [
@@ -218,7 +218,7 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
     quick_first(
         [
             {"outputs": 4096, "depth": 4096},
-            {"outputs": 2048, "depth": 8192},  # whose ring has as many steps as it may
+            {"outputs": 2048, "depth": 8192},  # its ring has as many steps as it may
             {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
             {"outputs": 768, "depth": 512},  # two steps
             {"outputs": 14336, "depth": 4096, "is_gated": True},

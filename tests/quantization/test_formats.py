@@ -1,4 +1,4 @@
-"""Quantized checkpoints load as the matrices that their codes stand for; all that is unknown in them is named."""
+"""Quantized checkpoints load as the matrices that their codes encode; everything unknown in them is named."""
 
 import functools
 import json
@@ -125,7 +125,7 @@ def is_linear(name):
 
 
 def write_models(folder, config, make):
-    """(a Llama whose matrices are quantized, the same with the floats that they stand for)."""
+    """Write and return (a Llama whose matrices are quantized, the same with the floats that they encode)."""
     fields = json.loads((LLAMA / "config.json").read_text()) | SIZES
     family = get_family(fields)
     rng = np.random.default_rng(7)

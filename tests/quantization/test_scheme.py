@@ -1,4 +1,4 @@
-"""Codes and what they stand for: rounding, packing, and values against plain definitions."""
+"""Codes and their values: rounding, packing, and values against plain definitions."""
 
 import jax.numpy as jnp
 import ml_dtypes

@@ -24,7 +24,7 @@ def jit_process(logits, state, slot_ids, num_output_tokens, features):
 
 
 def processed(request, logits, output=(), *, history=()):
-    """The logits that a request in slot 2 of a used state would be sampled from."""
+    """Return the logits that a request in slot 2 of a used state would be sampled from."""
     state = init_state(NUM_SLOTS, VOCAB)
     for earlier in history:
         state = put(state, 2, earlier, output=range(30))

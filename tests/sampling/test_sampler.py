@@ -1,4 +1,4 @@
-"""The sampler against plain NumPy: the distributions by chi-square, and what rows must not do to each other."""
+"""The sampler against plain NumPy: the distributions by chi-square, and the independence of rows."""
 
 import functools
 
@@ -40,7 +40,7 @@ def test_the_state_is_never_copied():
 
 
 def test_the_host_has_no_part_in_it_on_a_gpu():
-    """What is needed is decided on the device: branches lie in the step's command buffer, and a plain step has none."""
+    """What is needed is decided on the device: branches are in the step's command buffer, and a plain step has none."""
 
     def step(logits, state, slot_ids, num_output_tokens, features, *, plain):
         sampled = sample(logits, state, slot_ids, num_output_tokens, features, plain=plain, implementation="sm90")
@@ -65,7 +65,7 @@ def test_the_host_has_no_part_in_it_on_a_gpu():
 
 
 def numpy_distribution(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The definition, by sorting, in float64."""
+    """Compute the definition, by sorting, in float64."""
     x = logits.astype(np.float64) / temperature
     keep = np.ones(len(x), bool)
     if top_k > 0:
@@ -98,7 +98,7 @@ DISTRIBUTIONS = [
 
 
 def test_distributions_in_one_mixed_batch():
-    """Every parameter set beside every other, 20,000 draws each, with fixed seeds."""
+    """All parameter sets together, 20,000 draws each, with fixed seeds."""
     num_draws, batch = 20_000, 4_000
     rng = np.random.default_rng(1)
     logits = (rng.standard_normal(VOCAB) * 2).astype(np.float32)
@@ -133,7 +133,7 @@ def test_distributions_in_one_mixed_batch():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """A seed and a counter determine the token in any row and slot, beside any others."""
+    """A seed and a counter determine the token in any row and slot, whatever the other rows are."""
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((4, VOCAB)).astype(np.float32)
     mine = make_request(seed=-(2**63), temperature=0.9, top_p=0.95)

@@ -59,7 +59,7 @@ def test_cached_blocks_survive_their_holder_until_they_are_needed(pool, cache):
     pool.release(blocks)
     assert pool.num_free == 6
     assert match(cache, [1, 2, 3, 4, 9, 9]) == blocks[:2]
-    pool.allocate(3)  # free blocks go first
+    pool.allocate(3)  # free blocks are used first
     assert match(cache, [1, 2, 3, 4, 5, 6]) == blocks
     pool.check_integrity([[3, 4, 5]])
 

@@ -1,4 +1,4 @@
-"""ContinuousScheduler, one behaviour a test: budget, admission, sharing. The simulation checks KV and integrity."""
+"""ContinuousScheduler, one behaviour per test: budget, admission, sharing. The simulation checks KV and integrity."""
 
 import pytest
 from scheduling_simulation import (
@@ -101,7 +101,7 @@ def test_rest_of_a_prompt_gets_its_blocks_before_anyone_is_admitted():
     simulation = Simulation(make_limits(num_blocks=8, max_num_batched_tokens=20))
     simulation.add(never_stops("a", 24, 2))
     simulation.step(0)  # holds 5 blocks, needs 6
-    simulation.add(never_stops("b", 9, 2))  # 3 blocks: as many as are free, but one is spoken for
+    simulation.add(never_stops("b", 9, 2))  # 3 blocks: as many as are free, but one is reserved
     assert [row[0] for row in shape(simulation.step(0))] == ["a"]
     simulation.drain()
     assert simulation.scheduler.stats().num_preemptions == 0

@@ -1,4 +1,4 @@
-"""ContinuousScheduler when somebody has to go: preemption, priorities, aborts, failures."""
+"""ContinuousScheduler when a request has to give way: preemption, priorities, aborts, failures."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def test_latest_arrival_gives_way_and_comes_back(num_in_flight):
 
 
 def test_victim_stays_out_for_the_rest_of_the_step():
-    """Even when it would fit: of two equal generations the second has copies of its own, and would find the first's."""
+    """Even if it would fit: of two equal generations the second has copies of its own, and would find the first's."""
     simulation = Simulation(make_limits(num_blocks=8))
     request = never_stops("a", 6, 16)
     first, second = simulation.add(request, msgspec.structs.replace(request, request_id="b", group_id="b"))
@@ -99,7 +99,7 @@ def test_prefix_shared_with_a_victim_alone_counts_once():
     simulation = Simulation(make_limits(policy="priority", num_blocks=9, max_num_batched_tokens=32))
     simulation.add(never_stops("best", 1, 3, priority=0), never_stops("w0", 17, 3, priority=2))  # 1 block and 5
     simulation.step(0)
-    simulation.add(never_stops("w1", 33, 1, priority=1))  # 9 blocks, 4 of them cached; 8 can be had
+    simulation.add(never_stops("w1", 33, 1, priority=1))  # 9 blocks, 4 of them cached; 8 are available
     plan = simulation.step(0)
     assert [row.request.request_id for row in plan.rows] == ["best", "w0"]
     simulation.drain()
@@ -190,13 +190,13 @@ def test_waiting_request_profits_from_a_prefix_that_comes_meanwhile():
 
 
 def test_prefix_that_comes_meanwhile_spares_the_better_ones():
-    """What a waiting request was found to lack is looked up anew before anyone is preempted for it."""
+    """The blocks that a waiting request lacks are computed anew before anyone is preempted for it."""
     simulation = Simulation(make_limits(policy="priority", num_blocks=8, max_num_batched_tokens=64))
     best = never_stops("best", 7, 9, priority=0)
     simulation.add(best, never_stops("d", 2, 2, priority=0), never_stops("low", 1, 9, priority=2))
     simulation.step(0)
     simulation.add(make_request("mid", [*naive_generation(best)[0][:8], *[7] * 19], 2, priority=1))
-    assert [row[0] for row in shape(simulation.step(0))] == ["best", "d", "low"]  # mid lacks 6 blocks, 5 can be had
-    # d has given back one block, best has taken it, but for a second block that mid can share.
+    assert [row[0] for row in shape(simulation.step(0))] == ["best", "d", "low"]  # mid lacks 6 blocks, 5 are available
+    # d has given back one block and best has taken it, but for a second block that mid can share.
     assert [row[0] for row in shape(simulation.step(0))] == ["best", "mid"]
     simulation.drain()

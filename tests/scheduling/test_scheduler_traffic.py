@@ -34,7 +34,7 @@ GROUPS = st.tuples(
 
 
 class Traffic(RuleBasedStateMachine):
-    """Any order of operations that a client and an engine could come up with, under any limits."""
+    """Any order of operations that a client and an engine could choose, under any limits."""
 
     requests = Bundle("requests")
     num_operations = 0
@@ -151,7 +151,9 @@ def test_saturating_traffic(policy, num_in_flight, num_blocks, windows):
 @pytest.mark.parametrize("num_in_flight", [0, 1])
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_steps_of_one_token_a_row(block_size, num_in_flight):
-    """Prompts that go on, by one token, from where somebody else is: the device checks what their rows attend to."""
+    """Prompts that continue, by one token, from where another request is: the device checks what their rows attend
+    to.
+    """
     rng = random.Random(f"{block_size} {num_in_flight}")
     devices = []
     for budget in (1, 2, 3, 4, 6, 8):

@@ -1,4 +1,4 @@
-"""Groups of layers with windows: what requests need, what goes back, what is still found. The simulation checks KV."""
+"""KV groups with windows: what requests need, what is given back, what is still found. The simulation checks KV."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def test_needs_are_what_a_request_alone_comes_to_hold(window, chunk):
         simulation.update()
     bound = min(13, needs.most_of_window(window, chunk=chunk))
     assert most[0] == most[2]
-    assert most[0] in (bound - 1, bound)  # chunks of this size may not have come to lie over one block more
+    assert most[0] in (bound - 1, bound)  # chunks of this size may not have extended over one block more
     assert most[1] == 13
     assert needs.peak(49) == 2 * bound + 13
     tight = Simulation(dataclasses.replace(limits, num_blocks=needs.peak(49)))
@@ -81,7 +81,7 @@ def test_without_the_blocks_of_its_window_a_prefix_is_of_no_use():
     simulation.drain()
     scheduler = simulation.scheduler
     entry = scheduler._cache._entries[first.block_hashes[5]]
-    # As if it had been evicted: tokens from 24 on miss it, those from 20 on do not look there.
+    # As if it had been evicted: tokens from 24 on miss it, those from 20 on do not attend to it.
     victim = entry.block_ids[1]
     scheduler._cache.remove(victim)
     del scheduler._pool._evictable[victim]

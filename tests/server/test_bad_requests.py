@@ -18,7 +18,7 @@ CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
 HUGE = 10**30
 
-# (fields beside a good prompt, the field that is named)
+# (fields besides a good prompt, the field that is named)
 BAD_FOR_BOTH = [
     ({"model": 1}, "model"),
     ({"n": 0}, "n"),

@@ -1,4 +1,4 @@
-"""Which syntax a model's answers are read in: by option, checkpoint, marks, or read off its chat template."""
+"""Which syntax a model's answers are read in: by option, checkpoint, marks, or derived from its chat template."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def tokenizer_with(template, response_template=None):
 
 
 def written(tokenizer, *, thoughts="", words="", calls=(), header="<|turn|>assistant\n"):
-    """Return what the model writes in such a turn, by its chat template: what follows the header of a turn."""
+    """Return what the model writes in such a turn, by its chat template: the text after the header of a turn."""
     message = {"role": "assistant", "content": words}
     if thoughts:
         message["reasoning_content"] = thoughts
@@ -71,7 +71,7 @@ def written(tokenizer, *, thoughts="", words="", calls=(), header="<|turn|>assis
 
 
 def bare(row):
-    """Return what a row of a table says of texts, without white space: where that stands does not matter to reading."""
+    """Return the texts in a table's row, without white space: reading does not depend on where that is."""
 
     def stripped(value):
         if isinstance(value, str):
@@ -123,7 +123,7 @@ def test_a_derived_syntax_reads_what_its_template_writes(template, data):
         (called, data.draw(ARGUMENTS) if called == "get_weather" else {})
         for called in data.draw(st.lists(NAMES, max_size=3))
     ]
-    is_bare = syntax.calls.is_bare and bool(calls)  # nothing can stand before such a call
+    is_bare = syntax.calls.is_bare and bool(calls)  # nothing can precede such a call
     words = "" if is_bare else data.draw(TEXT if not calls else st.just("") | TEXT)
     text = written(tokenizer, thoughts=thoughts, words=words, calls=calls)
     size = data.draw(st.integers(1, 9))
@@ -143,7 +143,7 @@ def _derived(name, tokenizer):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_derived_syntax_is_the_one_of_the_table(name):
-    """Save for what no template shows: what may be left out, and marks that a model writes besides."""
+    """Except for what no template shows: optional parts, and further marks that a model writes."""
     rows = TOOL_PARSERS.get(name.partition(" ")[0])
     if rows is None:
         pytest.skip("the table has no such syntax")
@@ -208,14 +208,14 @@ def test_a_template_that_shows_no_syntax(template):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_broken_template_yields_a_syntax_that_reads_it_or_none(seed):
-    """Some of a template's statements are lost, or stand there twice."""
+    """Some of a template's statements are lost, or occur twice."""
     chance = random.Random(seed)
     parts = re.split(
         r"(\{[{%].*?[}%]\})", (KNOWN | UNKNOWN)[chance.choice(sorted(KNOWN | UNKNOWN))].template(), flags=re.DOTALL
     )
     tokenizer = tokenizer_with("".join(part * chance.choices([0, 1, 2], [4, 93, 3])[0] for part in parts))
     syntax = derive(tokenizer)
-    if syntax.calls is None or syntax.calls.is_bare:  # what stands before a bare call is not known here
+    if syntax.calls is None or syntax.calls.is_bare:  # what precedes a bare call is not known here
         return
     arguments = {"city": "Bern", "days": 3}
     shown = json.dumps(arguments) if message_style(tokenizer).arguments_are_text else arguments
@@ -319,7 +319,7 @@ def published(test_data):
     return {path.stem: tokenizer_with(path.read_text()) for path in folder.glob("*.jinja")}
 
 
-# Two templates write no turn with a call from which one could tell, a third one writes messages with headers.
+# Two templates write no turn with a call to derive from, a third one writes messages with headers.
 NOT_DERIVED = {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "openai-gpt-oss-120b"}
 
 

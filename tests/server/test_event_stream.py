@@ -1,4 +1,4 @@
-"""EventStream over a connection that takes nothing for a while: the order of what is sent, and every kind of end."""
+"""EventStream over a connection that accepts nothing for a while: the order of what is sent, and every kind of end."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Connection:
 
 
 def answer(connection, work, *, stopping=None, is_direct=True, slow_readers=None):
-    """A task that sends what `work` writes."""
+    """Return a task that sends what `work` writes."""
     extensions = {WRITE_CHUNK: {"write": connection.write}} if is_direct else {}
     stream = EventStream(work, slow_readers=slow_readers or SlowReaders(), stopping=stopping or asyncio.Event())
     return asyncio.create_task(stream({"extensions": extensions}, connection.receive, connection.send))
@@ -95,7 +95,7 @@ def test_frames_keep_their_order_however_often_the_connection_stops(seed, is_dir
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_work_can_wait_until_its_frames_are_taken(monkeypatch, is_direct):
-    """Then a reader who is slow, but reads, loses nothing, however large they are."""
+    """A reader who is slow, but reads, then loses nothing, however large the frames are."""
     monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 0)
 
     async def main():
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_while_frames_are_held(num_sent):
 
 
 def test_what_waits_for_a_slow_reader_is_bounded(monkeypatch):
-    """What waits is dropped, and an error comes instead as soon as the reader takes something."""
+    """Waiting frames are dropped, and an error is sent instead as soon as the reader accepts something."""
     monkeypatch.setattr("jaxserve.server.streaming.MAX_HELD_BYTES", 10)
 
     async def main():

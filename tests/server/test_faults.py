@@ -1,6 +1,6 @@
-"""500 bad requests of all kinds, while 16 good streams run: each is answered right, and nobody else notices.
+"""500 bad requests of all kinds, while 16 good streams run: each is answered correctly, and no stream is affected.
 
-The whole of `jaxserve serve`, an engine's process and an API worker, over a tiny model with random weights.
+The whole of `jaxserve serve`, an engine's process and an API worker, with a tiny model with random weights.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ NUM_AT_ONCE = 12
 NUM_STREAMS = 16
 HEADERS = {"authorization": f"Bearer {KEY}"}
 GROWTH_LIMIT = 32 * 2**20
-"""Bytes that the processes may have grown by, all together: allocators keep some of what is free. One leaked body of
-each of the large requests would be more.
+"""Bytes by which all processes together may grow: allocators keep some free memory. One leaked body of each of the
+large requests would be more.
 """
 
 
@@ -75,7 +75,7 @@ def address(url):
 
 
 async def stream(client, url, number):
-    """One good stream: its text."""
+    """Run one good stream, and return its text."""
     body = {
         "prompt": f"{'Once upon a time ' * (number % 4)}{number}",
         "max_tokens": 20 + 3 * number,
@@ -96,7 +96,7 @@ async def stream(client, url, number):
 
 
 async def misbehave(url, kind, seed):
-    """One bad request of this kind, on a connection of its own."""
+    """Send one bad request of this kind, on a connection of its own."""
     chance = random.Random(seed)
     acts = ACTS | WAITING_ACTS
     wire = await Wire.open(address(url))
@@ -131,7 +131,7 @@ async def faults_beside_streams(url, processes):
     async with httpx.AsyncClient(timeout=PATIENCE, verify=False, limits=limits) as client:
         expected = [await stream(client, url, number) for number in range(NUM_STREAMS)]
         await asyncio.gather(*(misbehave(url, kind, 0) for kind in WAITING_ACTS))
-        for kind in KINDS:  # what is made once and kept, caches and buffers, is not a leak
+        for kind in KINDS:  # caches and buffers that are made once and kept are not leaks
             await misbehave(url, kind, 0)
         await asyncio.gather(*(stream(client, url, number) for number in range(NUM_STREAMS)))
         await settle(client, url)

@@ -1,4 +1,4 @@
-"""The table of fields, cell by cell: what it says is what the routes do, and what the documentation says."""
+"""The table of fields, cell by cell: it matches what the routes do, and the documentation."""
 
 import json
 import pathlib
@@ -114,7 +114,7 @@ def test_sampling_reaches_the_engine(server, route, field):
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"return_tokens_as_token_ids": True}])
 def test_named_tokens_have_log_probabilities_on_every_route(server, is_stream, more):
-    """Without `logprobs` too. Each of them once, in the order of the request, behind the most likely ones."""
+    """Without `logprobs` too. Each of them once, in the order of the request, after the most likely ones."""
     server.says("xy")
     show = (lambda each: f"token_id:{each}") if more else server.tokenizer.token_text
     more = more | {"logprob_token_ids": NAMED, "stream": is_stream}

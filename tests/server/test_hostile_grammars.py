@@ -1,4 +1,4 @@
-"""200 hostile schemas and grammars beside 16 good streams, none of which is any different for it."""
+"""200 hostile schemas and grammars next to 16 good streams, none of which is affected."""
 
 import concurrent.futures
 import threading

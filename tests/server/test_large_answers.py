@@ -29,7 +29,7 @@ class Answer(msgspec.Struct):
 
 
 def sent(response):
-    """What a response sends: its messages."""
+    """Return the messages that a response sends."""
     messages = []
 
     async def send(message):
@@ -122,11 +122,11 @@ def test_a_completion_is_what_its_stream_brings(server, more):
             whole |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
             whole["logprobs"] = {name: values + piece["logprobs"][name] for name, values in whole["logprobs"].items()}
         absent = [name for name in ("prompt_logprobs", "prompt_token_ids") if name not in whole]
-        assert choice == whole | dict.fromkeys(absent)  # null in what comes as a whole
+        assert choice == whole | dict.fromkeys(absent)  # null in an answer that is not streamed
 
 
 def test_a_stream_of_many_echoes_is_sent_as_it_is_encoded(server, monkeypatch):
-    """It is no slow reader who has nothing of it before all of it is there."""
+    """A reader is not slow only because it gets nothing before everything is encoded."""
     monkeypatch.setattr(streaming, "MAX_HELD_BYTES", 2**20)
     asked = {"prompt": "abc" * 130, "n": 64, "max_tokens": 1, "logprobs": 20, "echo": True, "stream": True}
     answer = server.post("/v1/completions", asked)
@@ -163,7 +163,7 @@ def test_all_choices_have_the_log_probabilities_of_their_prompt(server):
 
 
 def test_a_response_is_what_its_stream_brings(server, monkeypatch):
-    """Its log probabilities are encoded as they come; the events behind them wait for the reader."""
+    """Its log probabilities are encoded as they come; the events after them wait for the reader."""
     lengths, num_drains = [], 0
     extend, drain = EncodedList.extend, streaming._Frames.drain
 

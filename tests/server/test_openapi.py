@@ -1,4 +1,4 @@
-"""GET /openapi.json is true: it names every route, and what they answer is what it says."""
+"""GET /openapi.json is true: it has every route, and describes their answers."""
 
 import jsonschema
 import pytest

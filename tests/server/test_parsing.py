@@ -1,4 +1,4 @@
-"""What a model writes, taken apart: every syntax, and the same result wherever the text is cut into pieces."""
+"""Parse what a model writes: every syntax, with the same result wherever the text is cut into pieces."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def call(name, arguments="{}"):
     return [CallStart(name), CallArguments(arguments)]
 
 
-# (parser, the model's text, what is in it)
+# (parser, the model's text, its contents)
 CASES = [
     ("hermes", "Just words, 1 < 2.", [Content("Just words, 1 < 2.")]),
     ("hermes", "ends in a marker's beginning <tool_", [Content("ends in a marker's beginning <tool_")]),

@@ -1,4 +1,4 @@
-"""Values that models write without quotes follow the tool's schema, however that says what they are."""
+"""Values that models write without quotes follow the tool's schema, however it specifies their types."""
 
 import json
 
@@ -37,7 +37,7 @@ CASES = [
     ({"patternProperties": {"^x": {"type": "string"}}, "additionalProperties": {"type": "integer"}}, "7", '"7"'),
     ({"patternProperties": {"^y": {"type": "string"}}, "additionalProperties": {"type": "integer"}}, "7", "7"),
     (of({"type": "str"}), "7", '"7"'),
-    # Where nothing is told it stays a text.
+    # Without a type it stays a text.
     ({}, "10115", '"10115"'),
     ({}, "02134", '"02134"'),
     ({}, "True", '"True"'),

@@ -22,7 +22,7 @@ FILES = sorted(path.name for path in STATIC.iterdir())
 
 
 class _Page(html.parser.HTMLParser):
-    """What the page refers to, and what its policy would not let it do."""
+    """What the page refers to, and what its policy would forbid."""
 
     def __init__(self, text):
         super().__init__()

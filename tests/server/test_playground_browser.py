@@ -1,4 +1,4 @@
-"""The playground in a headless Chromium, over a scripted engine; skipped where there is no Chromium."""
+"""The playground in a headless Chromium, over a scripted engine; skipped without Chromium."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, server):
-    """The page, as somebody sees it who has never been here."""
+    """The page, as seen on a first visit."""
     browser.open(server.url)
     browser.run("localStorage.clear(); sessionStorage.clear()")
     browser.log()
@@ -36,7 +36,7 @@ def page(browser, server):
 
 
 def _answer(page):
-    """The text of the last answer, when it is whole."""
+    """Return the text of the last answer, when it is complete."""
     page.wait_until("document.querySelectorAll('.message.assistant').length && !document.querySelector('.busy')")
     return page.text(f"{LAST} .prose")
 
@@ -206,7 +206,7 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
 
 def test_an_error_is_sent_in_place_of_the_answer(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
-    page.type("[name=max_tokens]", "99999")  # behind the 256 that stands there
+    page.type("[name=max_tokens]", "99999")  # appended to the 256 that is there
     _say(page, "too long")
     page.wait_until("document.querySelector('.note[role=alert]')")
     assert "context length" in page.text(".note[role=alert]")
@@ -253,4 +253,4 @@ def test_a_model_without_a_chat_template_is_met_with_a_page_to_continue(browser)
         browser.press("Escape")  # nothing runs: nothing happens
         browser.click("#send")
         browser.wait_until("document.getElementById('continuation').textContent === ' more'")
-    browser.log()  # the 400 that told it is noted
+    browser.log()  # the 400 that reported it is logged

@@ -21,7 +21,7 @@ CONVERSATIONS = {route: GENERATION[route] for route in ("chat", "responses")} | 
 
 
 def read(server, route, fields, bodies=READING):
-    """The token ids that are read of a request with these fields."""
+    """Return the token ids that are read for a request with these fields."""
     path, body = bodies[route]
     server.client.submitted.clear()
     answer = server.post(path, body | fields)
@@ -52,7 +52,9 @@ def test_truncation_beyond_the_context_is_refused(server, route, length):
 
 @pytest.mark.parametrize("route", READING)
 def test_add_special_tokens(server, route):
-    """A text begins with BOS unless that is declined; a template writes its own, and the tokenizer's come if asked."""
+    """A text begins with BOS unless that is declined; a template writes its own, and the tokenizer's are added if
+    requested.
+    """
     default = read(server, route, {})
     without, with_them = (read(server, route, {"add_special_tokens": value}) for value in (False, True))
     assert default == (with_them if route in ("completions", "embeddings") else without)

@@ -148,7 +148,7 @@ def slow_grammars(server, monkeypatch):
 
 @contextlib.contextmanager
 def asking(server, body, number, path=CHAT):
-    """So many clients at once, of whom nobody leaves before the end. Their answers come afterwards."""
+    """Run `number` clients at once, none of which leaves before the end. Their answers come afterwards."""
     with concurrent.futures.ThreadPoolExecutor(number) as clients:
         answers = [clients.submit(server.post, path, body) for _ in range(number)]
         yield answers
@@ -197,7 +197,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_gr
 
 
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):
-    """What passes here may still be refused by the engine, which knows its own tokens only."""
+    """What is accepted here may still be refused by the engine, which knows only its own tokens."""
 
     def pass_nonsense(_wish, *, is_closed):
         future = concurrent.futures.Future()

@@ -1,4 +1,4 @@
-"""How many responses may run in the background, and what becomes of those beyond."""
+"""How many responses may run in the background, and how further ones are refused."""
 
 import asyncio
 import concurrent.futures
@@ -19,7 +19,7 @@ BODY = {"input": "hi", "background": True}
 
 
 def burst(server, number):
-    """The answers to so many requests at once."""
+    """Return the answers to `number` requests sent at once."""
 
     async def ask():
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, verify=False) as client:
@@ -33,7 +33,9 @@ def status(server, answer):
 
 
 def assert_limit(server, limit):
-    """Send twice as many requests as `limit`: so many are accepted and answered, and then new ones are accepted."""
+    """Send twice as many requests as `limit`: `limit` of them are accepted and answered, and then new ones are
+    accepted.
+    """
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     answers = burst(server, 2 * limit)
     taken = [answer for answer in answers if answer.status_code == 200]

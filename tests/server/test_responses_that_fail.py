@@ -1,4 +1,4 @@
-"""Responses that fail on their way: what a stream ends with, and what is stored of it."""
+"""Responses that fail while they run: how a stream ends, and what is stored."""
 
 import json
 import sqlite3
@@ -21,7 +21,7 @@ UNAVAILABLE = {"code": "server_error", "message": "the server cannot take reques
 
 
 def failed(answer):
-    """The response that a stream has ended with, and failed."""
+    """Return the response with which a stream has ended, which must have failed."""
     *_, closed, last = response_events(answer)
     assert closed["type"] == "response.output_item.done"
     assert last["type"] == "response.failed"
@@ -63,7 +63,7 @@ def test_a_response_that_cannot_be_stored_comes_all_the_same(server, monkeypatch
 
 
 def test_a_response_in_the_background_that_cannot_be_stored(server, monkeypatch):
-    """It is not begun, or kept as soon as it can be."""
+    """It is not begun, or is stored as soon as possible."""
     begin, replace, is_full = ResponseStore.begin, ResponseStore.replace, threading.Event()
 
     def unless_full(store):
@@ -121,7 +121,7 @@ def test_a_stream_that_is_cut_by_the_end_of_the_server(tokenizer, monkeypatch, e
 
 
 def test_a_response_that_is_cut_while_it_is_stored(tokenizer, monkeypatch):
-    """What is kept last is what the client has been told."""
+    """What is stored last is what the client was told."""
     kept = []
     with running(tokenizer) as server:
 
@@ -137,7 +137,9 @@ def test_a_response_that_is_cut_while_it_is_stored(tokenizer, monkeypatch):
 
 
 def test_what_is_being_closed_is_not_closed_again(server, monkeypatch):
-    """Where a stream stops between the events that close an item, the others are told once. It is stored before."""
+    """If a stream stops between the events that close an item, the remaining ones are sent once. It is stored
+    before.
+    """
     kept = []
 
     async def drain(_frames):

@@ -1,4 +1,4 @@
-"""Who may enter: API keys from all sources, the admin's, web pages of other origins, and TLS."""
+"""Access control: API keys from all sources, the admin's, web pages of other origins, and TLS."""
 
 import socket
 import ssl
@@ -234,7 +234,7 @@ def test_no_page_of_another_origin_by_default(server):
 
 
 def make_certificate(folder, name, *, authority=None):
-    """A key and a certificate, self-signed or by `authority`."""
+    """Return a key and a certificate, self-signed or signed by `authority`."""
     key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}"]

@@ -16,7 +16,7 @@ def openai_client(server):
 
 
 def prompt_text(server):
-    """The text of the last prompt that the engine got."""
+    """Return the text of the last prompt that the engine got."""
     return server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
 
 

@@ -195,7 +195,7 @@ def test_the_prompts_of_a_client_that_has_gone_are_not_all_tokenized(server, mon
         wait_until(lambda: server.server.state.num_inside == 0)
     finally:
         go_on.set()
-    assert server.post("/tokenize", {"prompt": "y" * size}).status_code == 200  # in its turn, behind the other
+    assert server.post("/tokenize", {"prompt": "y" * size}).status_code == 200  # in its turn, after the other
     wait_until(lambda: len(begun) >= 2)
     assert [text[0] for text in begun] == ["x", "y"]
 
@@ -250,7 +250,7 @@ def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
         for connection in unfinished:
             waiting.register(connection, selectors.EVENT_READ)
         refused = []
-        while len(refused) < 6:  # the two that there is room for are heard of no more
+        while len(refused) < 6:  # the two that are accepted get no answer yet
             for key, _ in waiting.select(PATIENCE):
                 waiting.unregister(key.fileobj)
                 refused.append(key.fileobj)

@@ -1,4 +1,4 @@
-"""What is seen of a request from outside: its id, its line in the log, its span; and how long it may take."""
+"""How a request is observed from outside: its id, its log line, its span; and its timeouts."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def access(caplog):
     caplog.set_level(logging.DEBUG, logger="jaxserve.access")
 
     def lines(*ids):
-        """The lines of these requests: one of an earlier test may come late."""
+        """Return the log lines of these requests: one of an earlier test may come late."""
 
         def found():
             records = [record for record in caplog.records if record.name == "jaxserve.access"]
@@ -128,7 +128,7 @@ def test_one_span_a_request_with_where_its_time_went(tokenizer, monkeypatch):
     observe = generation._Observer.observe
 
     def step_time():
-        assert seen.acquire(timeout=PATIENCE)  # the server has what the step has brought
+        assert seen.acquire(timeout=PATIENCE)  # the server has the step's outputs
         time.sleep(0.05)
 
     def start(endpoint):
@@ -211,7 +211,7 @@ def test_a_request_that_takes_too_long(tokenizer, monkeypatch):
 
 
 def slow_sender(server, clock, pieces, *, pause):
-    """What the server says to one who lets so many seconds pass after each piece."""
+    """Return the server's answer to a client that lets `pause` seconds pass after each piece."""
     with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
         wait_until(lambda: clock.num_open == 1)
         num_sent = clock.num_received
@@ -227,7 +227,7 @@ def slow_sender(server, clock, pieces, *, pause):
 
 
 def read_answer(file):
-    """The status and the body of the next answer on a connection."""
+    """Return the status and the body of the next answer on a connection."""
     status = int(file.readline().split()[1])
     length = 0
     while line := file.readline().lower().strip():

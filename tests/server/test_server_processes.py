@@ -1,4 +1,4 @@
-"""The processes of `jaxserve serve`, as they are: what is left, and what clients see, when one of them ends."""
+"""The processes of `jaxserve serve`: what remains, and what clients see, when one of them ends."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ class Serving:
         return port
 
     def wait(self):
-        """The exit code, once nothing of the server is left."""
+        """Return the exit code, once nothing of the server remains."""
         code = self.process.wait(timeout=PATIENCE)
         _, alive = psutil.wait_procs(getattr(self, "children", []), timeout=PATIENCE)
         assert not alive
@@ -124,7 +124,7 @@ def start(model):
 
 
 async def stream(client, url, *, prompt="a", max_tokens, on_first=None, stream=True):
-    """One request: its status, its text, and the error it ended with, if any."""
+    """Send one request; return its status, its text, and the error it ended with, if any."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream}
     text, error = "", None
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -146,7 +146,7 @@ def client():
 
 
 async def load(http, url, number, **options):
-    """So many requests at once, all of which have begun; their tasks."""
+    """Send `number` requests at once, and return their tasks when all have begun."""
     begun = [asyncio.Event() for _ in range(number)]
     tasks = [asyncio.create_task(stream(http, url, on_first=event, **options)) for event in begun]
     await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), PATIENCE)
@@ -169,7 +169,7 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
     async def run():
         async with client() as http:
             doomed = []
-            while not all(map(num_connections, workers)):  # the kernel shares them out as it likes
+            while not all(map(num_connections, workers)):  # the kernel distributes connections as it likes
                 doomed += await load(http, server.url, 12, max_tokens=2000)
             unwatched[:] = await asyncio.gather(*(begin(http) for _ in range(8)))
             number = len(doomed) + 8
@@ -181,7 +181,7 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
 
             await until(replaced)
             await asyncio.to_thread(server.read_log_until, "is there again")
-            # The engine has dropped what the dead one asked for, and nothing else; its successor says so.
+            # The engine has dropped the requests of the dead worker, and nothing else; its successor reports so.
             await until(lambda: are_told(http, number - sum(task.done() for task in doomed)))
             ended = [task for task in doomed if task.done()]
             assert 0 < len(ended) < len(doomed)
@@ -303,7 +303,7 @@ def test_the_end_of_the_parent(start):
             server.process.kill()
             return await asyncio.gather(*streams, return_exceptions=True)
 
-    # The engine may be gone before the API worker is, which then has the time to say so.
+    # The engine may be gone before the API worker is, which then has the time to report it.
     for result in asyncio.run(run()):
         assert isinstance(result, httpx.TransportError) or result[2]["type"] == "service_unavailable_error"
     assert server.wait() == -signal.SIGKILL
@@ -441,7 +441,7 @@ def test_a_log_that_nobody_reads_stops_nothing(start):
 
 @pytest.fixture
 def disk():
-    """A folder with a file system of its own, of a megabyte, and a function that fills it."""
+    """A folder with its own file system of one megabyte, and a function that fills it."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:

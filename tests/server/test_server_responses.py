@@ -1,4 +1,4 @@
-"""/v1/responses through the openai client and bare: turns, streams, the background, and what is refused."""
+"""/v1/responses through the openai client and directly: turns, streams, the background, and what is refused."""
 
 import asyncio
 import json
@@ -103,7 +103,7 @@ def test_input_items_with_nulls_and_more_than_is_known(server):
 
 
 def test_a_conversation_of_too_many_parts(server):
-    """Each turn has as many as a request may have, and decoding them all would take ever longer."""
+    """Each turn has as many parts as a request may have, and decoding them all would take ever longer."""
     turn = {"input": [{"role": "user", "content": "hi", "unknown": [{"a": 12}] * (MAX_PARTS[b"{"] - 10)}]}
     first = server.post(PATH, turn).json()
     second = server.post(PATH, turn | {"previous_response_id": first["id"]}).json()
@@ -238,7 +238,7 @@ def test_cancelled_in_the_background(server, client):
 
 
 def test_cancelled_while_its_beginning_is_saved(server, client, monkeypatch):
-    """What is saved last says how it has ended, however long the first save takes."""
+    """What is saved last says how it ended, however long the first save takes."""
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     responses = server.server.state.responses
     replace, begun, gate = responses.replace, threading.Event(), threading.Event()

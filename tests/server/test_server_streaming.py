@@ -80,7 +80,7 @@ def test_grammar_of_chat(server, n, tokens_per_step, options):
 
 
 def test_continuations_interleave(server, monkeypatch):
-    """Each token is sent when it has come. The engine waits for all requests, and after each step for the reader."""
+    """Each token is sent when it arrives. The engine waits for all requests, and after each step for the reader."""
     received = b""
 
     def take(content):
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_while_it_waits_aborts_its_request(server, is_strea
     num_before = server.client.num_output_tokens
     with socket.create_connection(server.server.address) as connection:
         connection.sendall(post({"prompt": "a", "stream": is_stream}))
-        # Not finished without the stream; with it, nothing at all or nothing more comes.
+        # Not finished without the stream; with it, nothing at all or nothing more is sent.
         wait_until(lambda: server.client.num_running == 1)
         wait_until(lambda: server.client.num_output_tokens == num_before + num_tokens)
     wait_until(lambda: server.client.num_running == 0)

@@ -1,4 +1,4 @@
-"""HTTP as it comes and goes: offers to change the protocol, however the bytes are cut, and answers to HTTP/1.0."""
+"""HTTP on the wire: offers to change the protocol, however the bytes are cut, and answers to HTTP/1.0."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ def post_in_chunks(headers):
 
 
 def answers(server, sent):
-    """The status, head and body of each answer, until the server closes the connection."""
+    """Return the status, head and body of each answer, until the server closes the connection."""
     with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
         connection.sendall(sent)
         received = b"".join(iter(lambda: connection.recv(2**16), b""))
@@ -48,7 +48,7 @@ def answers(server, sent):
 
 @pytest.fixture(params=[1, 7, 2**20])
 def packets(request, monkeypatch):
-    """Connections get so many bytes at a time."""
+    """Deliver a given number of bytes at a time to connections."""
     receive = HttpProtocol.data_received
 
     def receive_in_packets(protocol, data):
@@ -160,7 +160,7 @@ def test_versions_and_hosts(server, status, first, headers):
     "line", [b"GET /version\r\n", b"GET /version HTTP/0.9\r\n", b"GET /version HTTP/2.0\r\nHost: x\r\n"]
 )
 def test_a_first_line_of_another_version_is_answered_at_once(server, line):
-    """Nothing may come behind it: a client of HTTP/0.9 has said all it has to say."""
+    """Nothing may follow it: a client of HTTP/0.9 has sent everything."""
     ((status, _, body),) = answers(server, line)
     assert status == 505
     assert b"HTTP/1.1" in body
@@ -200,7 +200,7 @@ def test_a_request_is_answered_before_the_endless_head_behind_it(server):
 
 
 def test_a_refusal_does_not_come_into_a_stream(server, step_by_step):
-    """Nor does anything that is sent behind what is refused become a request."""
+    """Nor does anything that is sent after a refused request become a request."""
     stream = post(b"", b'{"prompt": "ab", "max_tokens": 3, "stream": true}')
     with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
         connection.sendall(stream)

@@ -1,4 +1,4 @@
-"""GET /v1/responses/{id}?stream=true: the events of a stored response, those that were and those to come."""
+"""GET /v1/responses/{id}?stream=true: the events of a stored response, past and future ones."""
 
 import json
 import threading

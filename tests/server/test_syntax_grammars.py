@@ -67,7 +67,7 @@ WRITTEN = {
 
 
 def prepared(schema):
-    """The parameters of a tool as they come to a writer."""
+    """Return the parameters of a tool as a writer gets them."""
     return json.loads(arguments_schema(json.dumps(schema), param="tools", options=JsonOptions()))
 
 
@@ -80,7 +80,7 @@ def prepared(schema):
     ],
 )
 def test_what_the_grammar_lets_a_model_write_is_read_back(name, case):
-    """A call that is forced is a call, and follows its schema: whatever of what is allowed a model chooses."""
+    """A forced call is a call, and follows its schema: whichever allowed text a model chooses."""
     row = ROWS[name]
     schemas = {"get_weather": {"type": "object", **WRITTEN[case]}, "now": {"type": "object", "properties": {}}}
     tools = [Tool(called, prepared(schema)) for called, schema in schemas.items()]
@@ -97,7 +97,7 @@ def test_what_the_grammar_lets_a_model_write_is_read_back(name, case):
 
 
 def traps(row):
-    """What a model may want to write within a value: tags, also drifted ones, and words that mean no text."""
+    """Return what a model may want to write within a value: tags, also misspelled ones, and words that are no text."""
     tags = row.arguments if isinstance(row.arguments, Tags) else Tags(key=("", ""), value=("", ""))
     marks = [*tags.value, tags.key[0], *row.section, *row.call, *row.name]
     drifted = [mark.replace("</", "</ ").replace(">", " >") for mark in marks if "</" in mark]
@@ -105,8 +105,8 @@ def traps(row):
 
 
 def sentence(grammar, choose, words=()):
-    """Some text that a grammar allows, with as much of these words as it allows: digits and white space are unlikely,
-    and the first word likely, so that it ends.
+    """Return some text that a grammar allows, with as many of these words as it allows: digits and white space are
+    unlikely, and the first word likely, so that it ends.
     """
     matcher = LLMatcher(LLTokenizer("byte"), grammar)
     text = bytearray()

@@ -1,4 +1,4 @@
-"""Every syntax that is known by name: what is written so is read back, and what went wrong in writing harms nothing."""
+"""Every syntax that is known by name: what is written in it is read back, and writing errors do no harm."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ PARAMETERS = {
 TOOLS = {"get_weather": PARAMETERS, "now": {"type": "object", "properties": {}}, "fs.read-file": PARAMETERS}
 DATA = sorted(name for name, row in ROWS.items() if not isinstance(row.arguments, Channels))
 
-# Texts of which no syntax takes any part for a mark: what is written between tags has no escapes.
+# Texts of which no syntax takes any part for a mark: text between tags has no escapes.
 WORDS = st.text(
     st.characters(exclude_characters="<>[]{}()`◁▷|", exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=30
 )
@@ -296,7 +296,7 @@ def test_a_text_without_an_end_swallows_no_call(name):
     """Its quote, and whatever closes the call, is missing; another call follows, or nothing."""
     row = ROWS[name]
     if not row.call[0].strip():
-        return  # nothing tells where the other call begins
+        return  # nothing shows where the other call begins
     calls = (("get_weather", {"city": "Os"}), ("now", {}))
     first, second = (
         write(row, None, Message("", (call,))).removeprefix("\n").removeprefix(row.section[0]) for call in calls

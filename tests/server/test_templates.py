@@ -99,7 +99,7 @@ def load(test_data):
 
 
 def natively(fast, messages, tools):
-    """What transformers makes of the conversation, with calls as the templates' authors want them."""
+    """Render the conversation with transformers, with calls in the form that the templates' authors intended."""
     messages = copy.deepcopy(messages)
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -139,7 +139,7 @@ def test_the_syntax_is_read_off_the_template(load, name, known):
     assert choice.syntax.thoughts == (None if thoughts is None else REASONING_PARSERS[thoughts])
 
 
-# DeepSeek-R1's shows calls only beside a content of null, which transformers leaves out.
+# DeepSeek-R1's template shows calls only next to a content of null, which transformers omits.
 SHOW_CALLS = [name for name, (tools, _) in KNOWN.items() if tools is not None and "R1" not in name]
 
 
@@ -173,7 +173,7 @@ def test_reasoning_of_earlier_turns_and_effort(load):
     assert "Reasoning: medium" in render(gpt_oss)
     text = render(gpt_oss, messages=conversation)
     assert "<|channel|>analysis<|message|>Hm, so.<|end|>" in text
-    conversation[1]["content"] = "I shall look."  # there is room for one of them
+    conversation[1]["content"] = "I shall look."  # the format has room for one of them
     text = render(gpt_oss, messages=conversation)
     assert "<|channel|>analysis<|message|>Hm, so.<|end|>" in text
     assert "I shall look." in render(qwen, messages=conversation)

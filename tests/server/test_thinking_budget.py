@@ -50,7 +50,7 @@ def serve(random_model, random_engine):
 
 
 def ask(server, budget, **fields):
-    """The choices of an answer that begins inside of thoughts."""
+    """Return the choices of an answer that begins inside thoughts."""
     body = {
         "messages": THINKING,
         "continue_final_message": True,
@@ -110,7 +110,7 @@ def test_a_budget_beyond_the_context(serve):
 
 @pytest.mark.parametrize("budget", [1, 2, 20])
 def test_thoughts_that_end_before_their_budget(serve, budget):
-    """What comes behind them is not cut, though it goes on for longer than the budget."""
+    """The text after them is not cut, even if it is longer than the budget."""
     server = serve("gpt_oss")
     bias = {server.tokenizer.added_token_id("<|end|>"): 20.0}
     fields = {"messages": [USER], "continue_final_message": False, "add_generation_prompt": True, "n": 12}
@@ -166,7 +166,7 @@ def test_refused(tokenizer, path, parser, budget, word):
 
 
 def tokenizer_with(*, special=(), added=()):
-    """One token a byte, and some more."""
+    """Return a tokenizer with one token per byte, and some more."""
     base = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={t: i for i, t in enumerate(base)}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -182,7 +182,7 @@ KINDS = {"text": {}, "special": {"special": MARKS}, "added": {"added": MARKS}}
 
 
 def followed(tokenizer, grammar, text):
-    """How much of a text a grammar lets pass."""
+    """Return how much of a text a grammar allows."""
     matcher = LLMatcher(
         grammar_tokenizer(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=()), grammar, log_level=0
     )
@@ -259,7 +259,7 @@ def test_each_syntax_of_thoughts(name, is_open, budget):
 @pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("tools", [[], [Tool("now", {"type": "object"})]])
 def test_a_message_of_channels_that_is_continued_has_no_other_header(tools, budget):
-    """What the answer must be goes on in the final message, where the prompt has ended."""
+    """The constraint on the answer continues in the final message, where the prompt has ended."""
     tokenizer = tokenizer_with(special=["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
     syntax = Syntax(TOOL_PARSERS["gpt_oss"][0], REASONING_PARSERS["gpt_oss"])
     model = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)

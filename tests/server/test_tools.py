@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what scripted models write, and what a random model is made to write."""
+"""Tools and reasoning over HTTP: what scripted models write, and what a random model is constrained to write."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def serve(tokenizer):
 
 
 def ask(server, **fields):
-    """The message and the finish reason, which are the same in a stream."""
+    """Return the message and the finish reason, which must be the same in a stream."""
     body = {"messages": [USER], **fields}
     answer = server.post(CHAT, body)
     assert answer.status_code == 200, answer.text
@@ -83,7 +83,7 @@ def without_ids(message):
 
 
 def join(events):
-    """A message from the chunks of its stream."""
+    """Join the chunks of a stream to a message."""
     texts = {"content": "", "reasoning": "", "reasoning_content": ""}
     calls, finish_reasons = [], []
     for event in events:
@@ -272,7 +272,7 @@ FORCED += ["pythonic", "glm45", "deepseek_v32"]
 
 @pytest.fixture(scope="module", params=quick_only([*FORCED, "none"], "hermes", "qwen3_coder", "none"))
 def forced(request, random_engine, tokenizer):
-    """A server for each syntax, over the one engine. Closing marks are made likely, or texts would not end."""
+    """A server for each syntax, over the same engine. Closing marks are made likely, or texts would not end."""
     config = ServerConfig(port=0, tool_call_parser=request.param, served_model_name="tiny")
     bias = dict.fromkeys(['"', "}", '"}', ",", "<|end|>"], 4.0)
     calls = TOOL_PARSERS.get(request.param, TOOL_PARSERS["hermes"])[0]
@@ -324,7 +324,7 @@ def test_forced_calls_in_a_stream(forced):
 
 
 def test_an_answer_in_a_format_beside_tools(forced):
-    """With tool_choice auto an answer is a call, or what response_format asks for."""
+    """With tool_choice auto an answer is a call, or follows response_format."""
     if forced.server.state.syntax.knows_tools:
         schema = {
             "type": "object",

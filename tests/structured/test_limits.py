@@ -1,4 +1,6 @@
-"""How much room a grammar may take in its steps: what people write has enough, what slows everyone ends early."""
+"""How much parsing work a grammar may need per step: common grammars have enough, those that slow everyone down end
+early.
+"""
 
 import functools
 

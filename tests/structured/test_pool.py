@@ -1,4 +1,4 @@
-"""Grammars of strangers cost nobody else anything: what becomes of the processes that compile them, and who waits."""
+"""Strangers' grammars cost nobody else anything: the processes that compile them, and who waits."""
 
 import concurrent.futures
 import json
@@ -28,7 +28,7 @@ def pool():
 
 
 def large(number):
-    """A schema of thousands of names, none like another."""
+    """Return a schema of thousands of names, all different."""
     names = {f"{number}_{index}": {"type": "null"} for index in range(4000)}
     return StructuredOutputs(json={"type": "object", "properties": names})
 
@@ -99,7 +99,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(monkey
 
 
 def test_a_small_grammar_that_is_slow_makes_way(monkeypatch):
-    """It begins anew where the large ones are, and is made."""
+    """It starts again where the large ones are compiled, and is compiled."""
     monkeypatch.setattr(pools, "JOB_SECONDS", PATIENCE)
     monkeypatch.setattr(pools, "SMALL_SECONDS", 0.05)
     monkeypatch.setattr(pools, "SMALL_BYTES", 2**20)

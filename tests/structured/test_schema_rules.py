@@ -1,4 +1,4 @@
-"""What a schema becomes: which texts its grammar lets pass, which schemas are refused, and in which words."""
+"""The grammar of a schema: which texts it allows, which schemas are refused, and in which words."""
 
 import json
 import re

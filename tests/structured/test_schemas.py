@@ -79,9 +79,9 @@ def validate(text, schema):
 
 
 def follow(llm, schemas):
-    """Complete each schema at two temperatures, check what has been completed, and count how answers ended."""
+    """Complete each schema at two temperatures, check the results, and count how answers ended."""
     tokenizer = llm.get_tokenizer()
-    bias = {token: 4.0 for closer in CLOSERS for token in tokenizer.encode(closer)}  # else strings go on for ever
+    bias = {token: 4.0 for closer in CLOSERS for token in tokenizer.encode(closer)}  # otherwise strings never end
     jobs = [(schema, temperature) for schema in schemas for temperature in (0.7, 1.5)]
     params = [
         SamplingParams(
@@ -204,7 +204,7 @@ def test_a_text_that_is_cut_keeps_to_the_grammar(llm):
 
 
 def test_a_grammar_that_becomes_too_complex(llm):
-    """It is the caller's own. What has come until then is shown, and beside others they are complete."""
+    """Only the caller's own request is affected. The text so far is returned, and other requests complete."""
     wish = StructuredOutputs(grammar="start: s\ns: s s s s s | s s | /[a-z]/ | ")
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=1, structured_outputs=wish)
     free = SamplingParams(max_tokens=20, temperature=0)

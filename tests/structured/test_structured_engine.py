@@ -109,7 +109,7 @@ def prompts(model, lengths, seed=0):
 
 @pytest.fixture(scope="module")
 def asked(llama):
-    """Some of each kind, and some without a grammar beside them."""
+    """Return some requests with each kind of grammar, and some without a grammar."""
     kinds = [*GRAMMARS, *GRAMMARS, *GRAMMARS, "", "", ""]
     lengths = [1, 3, 5, 9, 17, 33, 40, 12, 7, 2, 25, 4, 6, 18, 1]
     return {
@@ -198,8 +198,8 @@ class RecordedPrograms:
 
 @pytest.fixture
 def events(llama, monkeypatch):
-    """What happens in the engine, in order: programs that start, masks that are asked for (m), and tokens of a step
-    that are waited for (t).
+    """Record what happens in the engine, in order: programs that start, masks that are requested (m), and tokens of a
+    step that are waited for (t).
     """
     events = []
 
@@ -220,7 +220,7 @@ class TestOverlap:
         (eos,) = tokenizer.eos_token_ids
         result = run(start(), [asks("r", [1, 2], 8, GRAMMARS["json"], eos=eos)])["r"]
         assert result.finish_reason == "length"
-        # For the mask, then to hand them out, the tokens of the step before.
+        # For the mask, then to deliver them, the tokens of the previous step.
         assert "".join(events) == "FmD" + 7 * "FtmDt" + "t"
 
     def test_without_overlap_a_step_ends_before_the_next(self, start, tokenizer, events):
@@ -286,7 +286,7 @@ def decoded(tokenizer, result):
 
 
 class TestOtherWishes:
-    """What else a request may want gives way where the grammar leaves no choice, and only there."""
+    """Other constraints of a request give way where the grammar leaves no choice, and only there."""
 
     @pytest.fixture
     def write(self, start, tokenizer):
@@ -373,7 +373,7 @@ class TestFailures:
         assert results["free"].finish_reason == "length"
 
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
-        """Its siblings too go on to where they are no further."""
+        """Its siblings too run until they reach the same limit."""
         (eos,) = tokenizer.eos_token_ids
         (a,) = tokenizer.encode("a")
         ambiguous = make_grammar(StructuredOutputs(grammar='start: s\ns: s s s s s | s s | "a" | '))

@@ -1,4 +1,4 @@
-"""The grammar engine and the tokenizer agree: whatever a mask lets pass can be taken, and spells the text."""
+"""The grammar engine and the tokenizer agree: every token that a mask allows can be consumed, and spells the text."""
 
 import random
 import re
@@ -35,7 +35,7 @@ def allowed_ids(matcher, vocab_size):
     return np.flatnonzero(bits[:vocab_size]).tolist()
 
 
-# (what is asked for, what the text must match); marks that are added tokens of some of the tokenizers are among them.
+# (the constraint, what the text must match); some marks are added tokens of some of the tokenizers.
 WISHES = [
     (StructuredOutputs(choice=["<tool_call>", "<|tool|> <think>", "Once upon a time"]), None),
     (StructuredOutputs(choice=["<|im_end|> is no end"]), None),
