@@ -1,8 +1,8 @@
-"""The device side of serving in pure functions: `forward`, from a packed plan to logits, then `draw`, to tokens.
+"""The device side of serving as pure functions: `forward`, from a packed plan to logits, then `draw`, to tokens.
 
-Prefill, chunked prefill and decode are these two with different numbers of new tokens per row. They are compiled apart,
-so that what the host has to say of the tokens to draw, a grammar's masks, may come while the layers run; `step` is both
-in one program, for rows of which it has nothing to say.
+Prefill, chunked prefill and decode are these two with different numbers of new tokens per row. They are compiled
+separately, so that what the host contributes to sampling, a grammar's masks, may arrive while the layers run; `step` is
+both in one program, for rows to which the host contributes nothing.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
 
 CORRUPTED = -1
-"""Stands for the token of a row whose logits were no numbers."""
+"""The token id of a row whose logits contain NaN."""
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Tokens whose logits are alive at once while prompt log probabilities are computed."""
@@ -36,11 +36,11 @@ PROMPT_LOGPROBS_CHUNK = 128
 @no_type_check
 @flax.struct.dataclass
 class DrawingRows:
-    """What `draw` knows of R rows besides what is in their slots."""
+    """What `draw` needs to know of R rows besides their slots."""
 
     slots: Int[Array, " R"]
     draws: Bool[Array, " R"]
-    """Whether the row's tokens reach the end of its sequence."""
+    """True if the row's tokens reach the end of its sequence."""
     num_output_tokens: Int[Array, " R"]
     """Generated before this step."""
     features: Int[Array, ""]
@@ -50,10 +50,10 @@ class DrawingRows:
 @no_type_check
 @flax.struct.dataclass
 class Forwarded:
-    """What a forward pass leaves behind. `hidden` is None if it is of rows of one token."""
+    """The results of a forward pass. `hidden` is None if all rows have one token."""
 
     logits: Float[Array, "R V"]
-    """Of the last token of each row, in float32."""
+    """Logits of the last token of each row, in float32."""
     rows: DrawingRows
     hidden: Float[Array, "T E"] | None
 
@@ -61,8 +61,8 @@ class Forwarded:
 @no_type_check
 @flax.struct.dataclass
 class Drawn:
-    """What the host reads of a step, a row each. Logprobs are None where no row can have them, and zeros unless asked
-    for.
+    """What the host reads of a step, one entry per row. `logprobs` is None if no row can request any, and zeros if none
+    does.
     """
 
     token_ids: Int[Array, " R"]
@@ -84,7 +84,7 @@ def step(
     bucket: Bucket,
     has_tokens_on_host: bool,
 ) -> tuple[KVCache, Slots, Drawn]:
-    """`forward`, then `draw`, of plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
+    """Run `forward`, then `draw`, for plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
     arguments are static.
     """
     kv_cache, slots, forwarded = forward(
@@ -128,12 +128,11 @@ def forward(
     is_decode_only: bool,
     launch: Launch = "at once",
 ) -> tuple[KVCache, Slots, Forwarded]:
-    """From a packed plan to the logits of its rows; also writes KV and block tables, and what `slots.pack_admissions`
-    has packed of new requests. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments are
-    static.
+    """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
+    `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
+    are static.
 
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `launch`: see
-    `layers.launch`.
+    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `launch`: see `layers.launch`.
     """
     if admissions is not None:
         slots = admit(slots, admissions)
@@ -183,11 +182,13 @@ def draw(
     has_logprobs: bool,
     has_tokens_on_host: bool,
 ) -> tuple[Slots, Drawn]:
-    """The next token of each row, also written into its slot. `slots` is donated; the keyword arguments are static.
+    """Sample the next token of each row, and write it into its slot. `slots` is donated; the keyword arguments are
+    static.
 
     `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features.
-    `has_tokens_on_host` makes the copy of the tokens to pinned memory of the host a part of the program: one that is
-    asked for from outside begins only when the host has learned that the program is done, a third of a millisecond.
+    `has_tokens_on_host` makes the copy of the tokens to pinned memory of the host a part of the program: a copy that is
+    requested from outside begins only when the host has learned that the program is done, a third of a millisecond
+    later.
     """
     with jax.named_scope("sample"):
         sampled = sample(
@@ -220,7 +221,8 @@ def draw(
     slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
     token_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids)
     if has_tokens_on_host:
-        # Behind all else: XLA leaves copies to the host out of command buffers, and one in the middle would part them.
+        # After everything else: XLA leaves copies to the host out of command buffers, and one in the middle would split
+        # them.
         token_ids, slots, logprobs = jax.lax.optimization_barrier((token_ids, slots, logprobs))
         token_ids = jax.device_put(token_ids, jax.memory.Space.Host)
     return slots, Drawn(token_ids, logprobs)
@@ -235,8 +237,8 @@ def prompt_logprobs(
     config: Any,
     bucket: Bucket,
 ) -> Logprobs:
-    """For each token of a forward pass the log probability of the token that follows it in its prompt; anything where
-    none does. The keyword arguments are static.
+    """Return, for each token of a forward pass, the log probability of the token that follows it in its prompt;
+    undefined if none does. The keyword arguments are static.
     """
     pieces = unpack(packed, bucket)
     num_tokens = hidden.shape[0]
@@ -259,8 +261,8 @@ def prompt_logprobs(
 def embed(
     slots: Slots, hidden: Float[Array, "T E"], packed: Int[Array, " packed"], *, bucket: Bucket
 ) -> tuple[Slots, Float[Array, "R E"]]:
-    """The vector of each row after a forward pass; anything for rows that want none. `slots` is donated: it has the
-    sums of prompts that come in chunks. `bucket` is static.
+    """Return the vector of each row after a forward pass; undefined for rows that request none. `slots` is donated: it
+    has the sums of prompts that come in chunks. `bucket` is static.
     """
     pieces = unpack(packed, bucket)
     pooled_sums, embeddings = pool(

@@ -128,9 +128,9 @@ def _after_attention(
     kernels: Kernels,
     peers: PeerBuffers | None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
-    """The residual stream after the layer, and the next layer's qkv: of the last layer, the hidden states.
+    """Return the residual stream after the layer, and the next layer's qkv, or the hidden states after the last layer.
 
-    Each device multiplies by its share of the weights; what the shares of one sum give is added up before its norm.
+    Each device multiplies by its shard of the weights; partial sums are added up before the norm that follows.
     """
     weights = matrices_of(layer)
     qkv = None if following is None else matrices_of(following)["qkv"]
@@ -201,7 +201,7 @@ def _after_attention(
 
 
 def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights:
-    """Of a layer, and the next one's qkv."""
+    """Return the matrices of a layer, and of the next one's qkv."""
     matrices = (as_matrix(name, weights[name].array()) for name in ("o", "gate_up", "down"))
     return layer_matmuls.Weights(*matrices, qkv=None if qkv is None else as_matrix("qkv", qkv.array()))
 

@@ -1,4 +1,4 @@
-"""How blocks of attention and feed-forward stand around the residual stream, and the decoder of Llama's relatives.
+"""How blocks of attention and feed-forward update the residual stream, and the decoder of Llama and similar models.
 
 Layers are unrolled: a Python list of weight trees, so that XLA never copies a layer out of a stack.
 """
@@ -37,20 +37,22 @@ AddNorm = Callable[[Array, Array, Any], tuple[Array, Array]]
 Block = Callable[[Params, Array, Array | None, Any], tuple[Array, Array | None, Any]]
 """(weights of the layer, residual stream, update that is still to be added to it, LayerCache) -> the last three
 
-An update is added where the sum is normalised next, in the layer behind, so that both can be one kernel. None: there
+An update is added where the sum is normalised next, in the following layer, so that both can be one kernel. None: there
 is nothing to add, as in the first layer.
 """
 
 Layers = Callable[[Params, Any, Array, Batch, KVCache, range], tuple[Array, KVCache]]
-"""(weights, config, residual stream, batch, cache, which layers) -> (residual stream behind them, cache)
+"""(weights, config, residual stream, batch, cache, range of layers) -> (residual stream after them, cache)
 
-Behind a model's last layer the first are hidden states after the final norm.
+After a model's last layer the first result is the hidden states after the final norm.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the config of every family with grouped query heads and rotary embedding has; a family adds its own."""
+    """The fields that the configs of all families with grouped query heads and rotary embedding have; a family adds its
+    own.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -68,7 +70,7 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What a checkpoint calls the parts of a decoder; `attention` and `mlp` are parts of its numbered `layers`."""
+    """The names of a decoder's parts in a checkpoint; `attention` and `mlp` are parts of its numbered `layers`."""
 
     embed: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -103,11 +105,11 @@ def decoder_specs(
     norms: Mapping[str, str] = PRE_NORMS,
     names: Names = LLAMA_NAMES,
 ) -> Params:
-    """The whole tree; whatever is not said is as in Llama's checkpoints.
+    """Declare the whole tree; the defaults are those of Llama's checkpoints.
 
-    `attention`, `mlp` and `norm` give the specs of one block from its name in the checkpoint (and a norm's size); `mlp`
-    may have an entry a layer. `norms` are the norms of a layer, as `sequential_block` and `parallel_block` know them,
-    with their names there.
+    `attention`, `mlp` and `norm` return the specs of one block, given its name in the checkpoint (and a norm's size);
+    `mlp` may have one entry per layer. `norms` maps the norms of a layer, as `sequential_block` and `parallel_block`
+    know them, to their names in the checkpoint.
     """
     mlps = [mlp] * num_layers if callable(mlp) else mlp
 
@@ -144,10 +146,10 @@ def decoder(
     routing: Routing | None = None,
     gate: Gate | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers as Llama has them, and behind the last one the final norm; return the cache after them too.
+    """Run a range of Llama's layers, and after the last one the final norm; also return the updated cache.
 
-    `routing` is for the layers that have experts; `gate` is that of the feed-forward where `config.activation` does not
-    tell it. With kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
+    `routing` is for the layers that have experts; `gate` is that of the feed-forward if `config.activation` does not
+    name it. With kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
     """
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
@@ -220,7 +222,9 @@ def layer_shapes(
     sliding_windows: Sequence[int | None],
     num_rotated: int | None,
 ) -> list[LayerShape]:
-    """Return what the layers of a decoder are made of. All but `activation` and `num_rotated` have an entry a layer."""
+    """Return what the layers of a decoder consist of. All but `activation` and `num_rotated` have one entry per
+    layer.
+    """
     return [
         LayerShape(
             weights=layer,
@@ -235,7 +239,7 @@ def layer_shapes(
 
 
 def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
-    """Whether what devices have of a sum is left to `add_rms_norm`, which has a kernel for that."""
+    """Return true if the devices' partial sums are left to `add_rms_norm`, which has a kernel that adds them up."""
     if batch.peers is None or all_reduce.why_not(x, batch.peers) is not None:
         return False
     return all(
@@ -257,10 +261,10 @@ def run_layers(
     norm: Norm,
     add_norm: AddNorm | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers, each through its block; return the residual stream behind them and the cache after them.
+    """Run a range of layers, each by its block; return the residual stream after them and the updated cache.
 
-    Behind the model's last layer these are the hidden states after the final norm, if it has one. `add_norm` adds the
-    last update and normalises, if that is better done together.
+    After the model's last layer the first result is the hidden states after the final norm, if it has one. `add_norm`
+    adds the last update and normalises in one call, if that is faster.
     """
     layers, update = params["layers"], None
     for index, block in zip(span, blocks, strict=True):
@@ -287,11 +291,11 @@ def sequential_block(
     norm: Norm,
     add_norm: AddNorm | None = None,
 ) -> tuple[Array, Array, Any]:
-    """Attention, then the feed-forward, each with an update of the residual stream x.
+    """Apply attention, then the feed-forward, each of which updates the residual stream x.
 
-    Norms stand where the layer has weights for them: before ("attention_norm", "mlp_norm") as in Llama, after
-    ("attention_post_norm", "mlp_post_norm") as in OLMo 2, or on both sides as in Gemma 2. `add_norm` adds and
-    normalises, if that is better done together.
+    A norm is applied if the layer has weights for it: before ("attention_norm", "mlp_norm") as in Llama, after
+    ("attention_post_norm", "mlp_post_norm") as in OLMo 2, or both as in Gemma 2. `add_norm` adds and normalises in one
+    call, if that is faster.
     """
 
     def normed(name: str, y: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Which weights of a quantized checkpoint an engine holds as codes, where nobody has said it."""
+"""Decide which weights of a quantized checkpoint an engine holds as codes, unless configured."""
 
 import functools
 
@@ -16,10 +16,10 @@ from pallas_kernels import quantized_matmuls
 def why_not_held(
     spec: ParamSpec, scheme: Scheme, *, dtype: np.dtype, kernels: Kernels, is_cpu: bool, num_devices: int
 ) -> str | None:
-    """Return why a weight is held as the floats that its codes stand for, or None if it is held as codes.
+    """Return why a weight is dequantized when it is loaded, or None if it is held as codes.
 
-    A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes that a
-    kernel multiplies by: XLA would write all floats to memory in every step.
+    A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes if a kernel
+    multiplies by them: XLA would write all dequantized values to memory in every step.
     """
     if spec.expert_size is not None:
         return "no kernel multiplies by codes of experts"

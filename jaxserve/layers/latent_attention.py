@@ -1,10 +1,12 @@
-"""Multi-head latent attention (Liu et al. 2024, arXiv:2405.04434): one small vector a token is all heads' K and V.
+"""Multi-head latent attention (Liu et al. 2024, arXiv:2405.04434): one small vector per token is the K and V of all
+heads.
 
-Stored of a token are its latent c and a rotated key k that all heads share. Head h has the key [U_h c, k] and the value
-V_h c, but neither is ever computed: as q^T (U_h c) = (U_h^T q)^T c, U_h goes to the query, and V_h to what comes out of
-the attention, in which all heads attend to the stored vectors as they are. Decoding, which reading bounds, reads least
-so. Chunks of prompts attend in the same way, whatever lies before them, chunks or a prefix hit. To make K and V of the
-whole context for each chunk would save about two thirds of the attention's arithmetic in long ones, as a second way.
+A token's latent c and a rotated key k that all heads use are stored. Head h has the key [U_h c, k] and the value V_h c,
+but neither is ever computed: as q^T (U_h c) = (U_h^T q)^T c, U_h is applied to the query, and V_h to the output of the
+attention, in which all heads attend to the stored vectors as they are. Decoding, which is bound by reading, reads least
+this way. Chunks of prompts attend in the same way, whether chunks or a prefix hit precede them. Computing K and V of
+the whole context for each chunk, as a second path, would save about two thirds of the attention's arithmetic in long
+contexts.
 """
 
 import dataclasses
@@ -30,12 +32,12 @@ from pallas_kernels import latent_attention as kernels
 from pallas_kernels.kv_write import rotate, write_pages
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever a config says of all others."""
+"""The epsilon of the norms of latents, whatever a config specifies for all other norms."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """The sizes of one block. A head's query and key have a plain part, and one that is rotated."""
+    """The sizes of one block. A head's query and key have a part that is not rotated ("plain"), and one that is."""
 
     num_heads: int
     query_rank: int | None
@@ -56,7 +58,7 @@ class LatentSpec:
     """Declare one vector for each token, whole on every device."""
 
     size: int
-    """Of the latent and the rotated key together."""
+    """Size of the latent and the rotated key together."""
 
     @property
     def sliding_window(self) -> None:
@@ -65,7 +67,7 @@ class LatentSpec:
 
     @property
     def is_paged(self) -> bool:
-        """Blocks hold all that is kept."""
+        """True: blocks hold everything that is kept."""
         return True
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "PagedLatent":
@@ -81,7 +83,7 @@ class LatentSpec:
 
 
 class PagedLatent(NamedTuple):
-    """The latents of tokens, and behind each its rotated key, in P blocks; donated."""
+    """The latents of tokens, each followed by its rotated key, in P blocks; donated."""
 
     c: Float[Array, "P 1 S D"]
 
@@ -94,10 +96,10 @@ class PagedLatent(NamedTuple):
         latent_size: int,
         scale: float,
     ) -> tuple[Float[Array, "T H R"], "PagedLatent"]:
-        """Write what is stored into its pages, then attend over block tables, as `LatentCache` says.
+        """Write `stored` into its pages, then attend over block tables, as `LatentCache` says.
 
-        Heads split over a mesh axis stay there; pages are whole on every device, each of which writes all of them.
-        Raises NotImplementedError for sizes that `batch.kernels` are not made for.
+        Heads that are split over a mesh axis stay split; pages are whole on every device, and each device writes all of
+        them. Raises NotImplementedError for sizes that `batch.kernels` do not support.
         """
 
         def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, PagedLatent]:
@@ -135,9 +137,9 @@ def latent_attention_specs(
 ) -> Params:
     """Declare the weights of one block; `prefix` names it in the checkpoint.
 
-    What makes latents of a hidden state is one matrix, "down", whole on every device: its rows are the query's latent
-    (if there is one), the latent, and the rotated key. `is_interleaved`: rotations turn the pairs (2i, 2i + 1) of the
-    checkpoint, whose rows are reordered here (see `half_split_order`). Biases belong to "down" and "out".
+    The projection of a hidden state to latents is one matrix, "down", whole on every device: its rows are the query's
+    latent (if there is one), the latent, and the rotated key. `is_interleaved`: the checkpoint rotates the pairs (2i,
+    2i + 1), so its rows are reordered here (see `half_split_order`). `bias` adds biases to "down" and "out".
     """
     E, H, N, R, V = hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
     key_size = N + heads.rotated_size
@@ -219,7 +221,7 @@ def latent_attention(
     rotation: Rotation,
     scale: float,
 ) -> tuple[Float[Array, "T E"], LatentCache]:
-    """Compute one block with the weights of `latent_attention_specs`; return its output and the cache after it."""
+    """Compute one block with the weights of `latent_attention_specs`; return its output and the updated cache."""
     with jax.named_scope("attention"):
         ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
         query_latent, latent, key = jnp.split(linear(x, params["down"], params.get("down_bias")), ends, axis=1)

@@ -1,4 +1,4 @@
-"""ParamSpec, the keystone: one declaration a weight, from which everything else about it follows.
+"""ParamSpec, the keystone: one declaration per weight, from which everything else about it follows.
 
 From a family's `param_specs(config)` tree come the abstract tree, random initialisation, shardings, the names to read
 from a Hugging Face checkpoint, the targets of quantization and the Orbax restore target. A weight may be stored as
@@ -30,13 +30,13 @@ class LeafSpec:
     """One of the arrays that a weight is stored as: its shape, and what the declaration of the weight says about it.
 
     Attributes:
-        name: what errors call the weight.
-        axes: as in a ParamSpec.
-        dtype: None means the dtype that the engine serves in.
-        init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all
-            equal to `init_scale` ("constant").
-        expert_size: as in a ParamSpec.
-        group_size: number of inputs that an entry of the last axis stands for, if it stands for several.
+      name: name of the weight in errors.
+      axes: as in a ParamSpec.
+      dtype: None means the dtype that the engine serves in.
+      init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all equal
+        to `init_scale` ("constant").
+      expert_size: as in a ParamSpec.
+      group_size: number of inputs to which an entry of the last axis applies, if more than one.
     """
 
     name: str
@@ -57,27 +57,28 @@ class LeafSpec:
 class ParamSpec:
     """One weight: its shape, the logical name of each axis, and where it comes from.
 
-    How the weight is made of its tensors is data, so that whatever else a checkpoint has for each row of a tensor
-    (codes, scales) goes through the same arrangement.
+    How the weight is composed of its tensors is data, so that whatever else a checkpoint has for each row of a tensor
+    (codes, scales) can be arranged in the same way.
 
     Attributes:
-        axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
-            `layers.sharding`. "kv_heads" comes first where there is one; "members" after it are the queries of a KV
-            head, its key and its value.
-        num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for what no matmul
-            reads, such as biases and norms.
-        source: names of the Hugging Face tensors it is made of.
-        source_shapes: their shapes; by default the one tensor has the weight's shape.
-        rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources,
-            one source after the other; None if they are in order already. A row has all inputs of one output.
-        is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
-        offset: added to what the checkpoint has, in float32.
-        dtype: None means the dtype that the engine serves in.
-        quantize: marks the weights that are rounded to codes where `--quantization` asks for it.
-        scheme: how the weight is stored in few bits; None if it is not.
-        is_absorbed: layers compute with its values, more than multiply by it, and codes are never held.
-        init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
-        expert_size: the whole inner size of an expert, for the weights of experts, all of which are split alike by it.
+      axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
+        `layers.sharding`. "kv_heads" comes first if there is one; "members" after it are the queries of a KV head, its
+        key and its value.
+      num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for weights that no
+        matmul reads, such as biases and norms.
+      source: names of the Hugging Face tensors that the weight is composed of.
+      source_shapes: their shapes; by default the one tensor has the weight's shape.
+      rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources, one
+        source after the other; None if they are in order already. A row has all inputs of one output.
+      is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
+      offset: added to the checkpoint's values, in float32.
+      dtype: None means the dtype that the engine serves in.
+      quantize: marks the weights that `--quantization` rounds to codes.
+      scheme: how a quantized weight is stored; None if it is not quantized.
+      is_absorbed: layers do more with its values than multiply by them, so it is never held as codes.
+      init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
+      expert_size: the whole inner size of an expert, for the weights of experts, all of which are sharded in the same
+        way by it.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +111,7 @@ class ParamSpec:
 
     @property
     def row_size(self) -> int:
-        """Number of inputs of one output: 1 for what has no inputs."""
+        """Number of inputs of one output; 1 if the weight has no inputs."""
         return math.prod(self.shape[len(self.shape) - self.num_inputs :])
 
     def assemble(self, sources: Iterable[np.ndarray]) -> np.ndarray:
@@ -120,9 +121,9 @@ class ParamSpec:
         return values if self.offset == 0.0 else values.astype(np.float32) + np.float32(self.offset)
 
     def arrange(self, parts: Iterable[np.ndarray]) -> np.ndarray:
-        """Return what each row of the weight has of `parts`, as [rows, values of a row].
+        """Return the values of `parts` for each row of the weight, as [rows, values of a row].
 
-        `parts` has for each source an array with its rows first, any number of values for each of them. They are
+        `parts` has one array per source, with its rows first and any number of values for each of them. The arrays are
         copied one by one into the result; a single part that is in order already is not copied.
         """
         counts = [math.prod(shape) // self.row_size for shape in self.source_shapes]
@@ -233,16 +234,16 @@ def _as_integers(array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an array of a weight lies on the devices of a mesh.
+    """How an array of a weight is laid out on the devices of a mesh.
 
-    It is as declared, which is how stores have it, unless there are more devices than KV heads: then each head is there
-    several times (see `sharding.kv_copies`), every time with a share of its queries.
+    It is as declared, which is how stores have it, unless there are more devices than KV heads: then several devices
+    have a copy of each head (see `sharding.kv_copies`), each with a part of its queries.
 
     Attributes:
-        shape: of the shares of all devices together.
-        places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
-        repeats: how often each entry of the declared last axis stands here. Where the inputs of a device are no
-            multiple of a group, its scales are those of smaller groups.
+      shape: of the shards of all devices together.
+      places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
+      repeats: how often each entry of the declared last axis is repeated. If the inputs of a device are not a multiple
+        of a quantization group, its scales apply to smaller groups.
     """
 
     shape: tuple[int, ...]
@@ -251,11 +252,11 @@ class Layout:
     repeats: int = 1
 
     def put(self, declared: np.ndarray) -> jax.Array:
-        """The declared weight on its devices."""
+        """Put the declared weight on its devices."""
         return jax.device_put(self.share(declared, (slice(None),) * len(self.shape)), self.sharding)
 
     def share(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """What this layout has at `index`, of a declared weight of which the rest is not read."""
+        """Return this layout's values at `index`, reading nothing else of the declared weight."""
         if self.repeats > 1:
             *outer, last = index
             index = (*outer, slice(None))
@@ -268,7 +269,7 @@ class Layout:
 
 
 def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """The Layout of every array. Raises ConfigError for an axis that does not divide over the mesh."""
+    """Return the Layout of every array. Raises ConfigError for an axis that does not divide over the mesh."""
     return jax.tree.map(lambda leaf: _layout(leaf, mesh), leaf_specs(specs))
 
 
@@ -284,7 +285,7 @@ def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
 
 
 def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
-    """How often each scale must be repeated, so that no group of inputs crosses from one device to the next."""
+    """Return how often each scale must be repeated, so that no group of inputs spans two devices."""
     on = None if spec.group_size is None else mesh_axis(spec.axes[-1], mesh)
     if on is None or spec.group_size is None:
         return 1
@@ -293,7 +294,7 @@ def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _places_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
-    """The places of a Layout. Raises ConfigError if heads or devices do not divide."""
+    """Return the `places` of a Layout. Raises ConfigError if heads or devices do not divide."""
     copies = kv_copies(spec.shape[0], mesh, name=spec.name) if "kv_heads" in spec.axes else 1
     if copies == 1:
         return ()
@@ -317,7 +318,7 @@ def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh
 
 
 def put(spec: ParamSpec, layout: Any, declared: np.ndarray) -> Any:
-    """Return a weight of these values on the devices; `layout` is what `layouts` has for it."""
+    """Return a weight with these values on the devices; `layout` is its entry in `layouts`."""
     return jax.tree.map(lambda values, layout: layout.put(values), spec.encode(declared), layout)
 
 
@@ -333,10 +334,10 @@ def num_bytes(specs: Params, *, dtype: np.dtype) -> int:
 
 
 def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) -> Params:
-    """Random weights, made on the devices that hold them.
+    """Return random weights, generated on the devices that hold them.
 
-    A weight depends on the seed and its path in the tree only: not on the mesh, nor on the other weights. What is
-    compiled is one small program a distinct shape.
+    A weight depends only on the seed and its path in the tree: not on the mesh, nor on the other weights. One small
+    program per distinct shape is compiled.
     """
     base = jax.random.key(seed)
 

@@ -31,7 +31,7 @@ def multiply_in_tiles(
         even, odd = dequantize_pairs(scheme, tile, dtype)
         return _dot(x[:, ::2], even) + _dot(x[:, 1::2], odd)
 
-    # The last tile begins within the one before, where the rows are no multiple of a tile's.
+    # The last tile overlaps the one before if the number of rows is not a multiple of a tile's.
     num_tiles = -(-num_rows // size)
     starts = jnp.minimum(jnp.arange(num_tiles) * size, num_rows - size)
     y = jax.lax.map(product, starts)

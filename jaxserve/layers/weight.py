@@ -1,7 +1,7 @@
 """Weights as layers see them: matrices that activations are multiplied by, whatever arrays they are stored in.
 
-A Weight is a pytree node. Its leaves are the arrays on the devices, or what stands for them: shapes, layouts, arrays on
-the host, partition specs. Layers ask it to multiply or for rows, and never look at the leaves.
+A Weight is a pytree node. Its leaves are the arrays on the devices, or take their place: shapes, layouts, arrays on the
+host, partition specs. Layers call its methods, such as `multiply` and `take`, and never look at the leaves.
 """
 
 import abc
@@ -21,10 +21,10 @@ from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 
 class Weight(abc.ABC):
-    """A matrix of logical shape [*outputs, *inputs]; inside `shard_map` the device's shard of one.
+    """A matrix of logical shape [*outputs, *inputs]; inside `shard_map`, the device's shard of one.
 
-    It keeps a checkpoint's order: nothing is transposed while loading, and both operands of a matmul run along the
-    contracted axes, which is what fp8 tensor cores ask for. With XLA's bf16 matmuls on an H200 (8B shape, whole step
+    It keeps a checkpoint's order: nothing is transposed while loading, and both operands of a matmul are contiguous
+    along the contracted axes, as fp8 tensor cores require. With XLA's bf16 matmuls on an H200 (8B shape, whole step
     without attention) [*inputs, *outputs] is 2 to 4% faster up to 64 tokens, and no faster from 256 on.
     """
 
@@ -41,7 +41,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def sharding(self) -> NamedSharding:
-        """How the logical matrix lies on the devices; of an empty mesh if there is none."""
+        """The sharding of the logical matrix; its mesh is empty if there is none."""
 
     @abc.abstractmethod
     def array(self) -> Float[Array, "..."]:
@@ -79,7 +79,7 @@ class Weight(abc.ABC):
 
     @property
     def is_split(self) -> bool:
-        """Whether the weight is sharded over more than one device."""
+        """True if the weight is sharded over more than one device."""
         return any(axis is not None for axis in self.spec)
 
     @property
@@ -95,16 +95,16 @@ class Weight(abc.ABC):
         """Contract all axes of `x` but the first with the last axes of the weight, by XLA.
 
         Contracting a sharded axis ends in an all-reduce and a replicated result, otherwise the output is sharded as the
-        weight is. With `leaves_shares` there is no all-reduce: the result is "unreduced" over the axis, each device has
-        a partial sum. float32 operands are multiplied in full float32, also where the hardware would rather round them.
+        weight is. With `leaves_shares` there is no all-reduce: the result is "unreduced" over the axis, and each device
+        has a partial sum. float32 operands are multiplied in full float32, even if the hardware rounds them by default.
         """
         num_inputs = x.ndim - 1
         outputs = self.shape[: self.ndim - num_inputs]
         weight = self.array()
         out_sharding = _output_sharding(self.sharding, len(outputs), leaves_shares=leaves_shares)
         if not self.is_split:
-            # As a plain matrix: in every step XLA on a CPU would transpose a weight of more axes. For 100 M parameters
-            # in float32 a token costs 14.7 ms this way, 101 the other (jaxserve bench latency, 2 cores).
+            # As a plain matrix: in every step XLA on a CPU would transpose a weight of more axes. With 100 M parameters
+            # in float32 a token costs 14.7 ms this way, 101 ms the other (jaxserve bench latency, 2 cores).
             x = x.reshape(x.shape[0], -1)
             weight = weight.reshape(-1, x.shape[1])
             out_sharding = _output_sharding(self.sharding, 1)
@@ -121,7 +121,9 @@ class Weight(abc.ABC):
 
 
 def _output_sharding(weight: NamedSharding, num_outputs: int, *, leaves_shares: bool = False) -> NamedSharding | None:
-    """Tokens are replicated, outputs lie as in the weight; None without a mesh."""
+    """Return the sharding of a result: tokens are replicated, outputs are sharded as in the weight; None without a
+    mesh.
+    """
     if weight.mesh.empty:
         return None
     spec = weight.spec
@@ -135,7 +137,7 @@ class Dense(Weight):
     """A weight stored as its values."""
 
     values: Any
-    """An array, or what stands for one."""
+    """An array, or what takes its place."""
 
     @property
     @override

@@ -1,6 +1,7 @@
-"""Blocks of ggml's quantized types to float32, by the `gguf` package, or to codes, in pieces and on several threads.
+"""Convert blocks of ggml's quantized types to float32, by the `gguf` package, or to codes, in pieces and on several
+threads.
 
-The package makes several copies of what it is given at once; pieces keep them small and in the cache.
+The package makes several copies of its input at once; pieces keep them small and in the cache.
 """
 
 import concurrent.futures
@@ -45,9 +46,9 @@ def dequantize(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Float[np.ndarr
 
 
 def split(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Parts:
-    """Return the arrays that hold whole blocks of a key of `ggml.SCHEMES`, each with a row for each block.
+    """Return the arrays in which whole blocks of a key of `ggml.SCHEMES` are held, each with one row per block.
 
-    Raises CheckpointError for blocks that hold what is no number.
+    Raises CheckpointError for blocks with scales that are not numbers.
     """
     bytes_per_block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     rows = blocks.reshape(-1, bytes_per_block)

@@ -1,7 +1,7 @@
-"""GGUF files, llama.cpp's format, whole or in parts: the metadata, and each tensor when it is asked for. No jax.
+"""Read GGUF files, llama.cpp's format, whole or in parts: the metadata, and each tensor on demand. No jax.
 
 Versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the `gguf`
-package takes seconds for a vocabulary of 150,000 tokens, of which this one is read by each process that needs it.
+package takes seconds for a vocabulary of 150,000 tokens, and the vocabulary is read by each process that needs it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class GGUFTensor:
     offset: int
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
-        """Why this is no tensor of such a shape that can be read, if it is none."""
+        """Return why this is not a readable tensor of such a shape, or None if it is."""
         if self.kind not in (*FLOAT_TYPES, *QUANTIZED_TYPES):
             return f"is {self.kind}, known are {', '.join((*FLOAT_TYPES, *QUANTIZED_TYPES))}"
         if self.shape != shape:
@@ -53,11 +53,11 @@ class GGUFTensor:
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """The offset after its last byte."""
         return self.offset + self._num_bytes
 
     def read(self) -> np.ndarray:
-        """A copy: floats as they are stored, what is quantized as float32."""
+        """Return a copy: floats as they are stored, quantized values as float32."""
         stored = np.frombuffer(self.file, np.uint8, self._num_bytes, self.offset)
         if self.kind in FLOAT_TYPES:
             return stored.view(FLOAT_TYPES[self.kind]).reshape(self.shape).copy()
@@ -82,12 +82,12 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A model in mapped GGUF files, mostly one: llama-gguf-split makes NAME-00001-of-00003.gguf and so on of it.
+    """A model in mapped GGUF files, usually one: llama-gguf-split splits it into NAME-00001-of-00003.gguf and so on.
 
     Attributes:
-        metadata: every key of the first file with its value; arrays are lists.
-        tensors: every tensor by its name.
-        problems: what is wrong with the other files; their tensors may be missing.
+      metadata: every key of the first file with its value; arrays are lists.
+      tensors: every tensor by its name.
+      problems: what is wrong with the other files; their tensors may be missing.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -121,11 +121,11 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the family."""
+        """The name of the family in llama.cpp."""
         return self.require("general.architecture", str)
 
     def require(self, key: str, kind: type) -> Any:
-        """The value of a key. Raises CheckpointError if it is missing or of another type."""
+        """Return the value of a key. Raises CheckpointError if it is missing or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, kind):
             raise CheckpointError(f"{self.path}: {key} must be of type {kind.__name__}, got {value!r:.100}")
@@ -137,7 +137,9 @@ def _part_names(name: str, count: int) -> list[str]:
 
 
 class _Header:
-    """The metadata and the tensors of one file. Raises CheckpointError for what is none, is damaged or truncated."""
+    """The metadata and the tensors of one file. Raises CheckpointError if it is not a GGUF file, damaged or
+    truncated.
+    """
 
     def __init__(self, path: pathlib.Path):
         self.path = path

@@ -40,7 +40,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
     expected = {name: shape for weight in jax.tree.leaves(weights) for name, shape in weight.stored_shapes.items()}
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     problems = file.problems + describe_tensors(
-        # Nobody knows which were in a file that is lost.
+        # The names of a lost file's tensors are not known.
         missing=[] if file.problems else [name for name in expected if name not in tensors],
         unexpected=[name for name in tensors if name not in expected],
         wrong=[f"{name} {complaint}" for name, complaint in complaints.items() if complaint],

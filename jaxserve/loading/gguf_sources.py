@@ -1,9 +1,9 @@
-"""Which tensors of a GGUF file make which one of a Hugging Face checkpoint.
+"""Map the tensors of a Hugging Face checkpoint to those of a GGUF file.
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
 q and k in Llama and Granite are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices
-are transposed, queries of Falcon, BLOOM and GPT-NeoX stand before all keys, experts and norms of single heads are
-stacked. Some tensors are whole in the file and apart in the checkpoint, or the other way round.
+are transposed, queries of Falcon, BLOOM and GPT-NeoX come before all keys, experts and norms of single heads are
+stacked. Some tensors are whole in the file and split in the checkpoint, or vice versa.
 """
 
 import dataclasses
@@ -103,15 +103,15 @@ SANDWICH_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""The same where norms stand on both sides of a block, or behind it."""
+"""Names in architectures with norms on both sides of a block, or after it."""
 
 SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2")
-"""Architectures that have some of these names; GPT-OSS has them though its norms stand before blocks."""
+"""Architectures that have some of these names; GPT-OSS has them though its norms are before blocks."""
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
 
 LEAVES = {"e_score_correction_bias": "e_score_correction.bias", "sinks": "sinks.weight"}
-"""Tensors that have no leaf in the checkpoint, and what they have in the file."""
+"""Tensors without a leaf in the checkpoint, and their leaf in the file."""
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)")
 _PROJECTION = re.compile(r"(.+\.attn_)([qkv])(\..+)")
@@ -121,13 +121,13 @@ _STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How one tensor of the checkpoint lies in the file.
+    """How one tensor of the checkpoint is stored in the file.
 
     Attributes:
-        shapes: the tensors of the file that it is made of, and their shapes.
-        make: makes it of these, in their order.
-        arrange: makes of anything that each row of these has, [*rows, values of a row], that of each row of the
-            tensor, with outputs before inputs; None if more than rows are moved.
+      shapes: the tensors of the file that it is composed of, and their shapes.
+      make: composes it of these, in their order.
+      arrange: reorders any values of these tensors' rows, [*rows, values of a row], into those of the tensor's rows,
+        with outputs before inputs; None if more than rows are moved.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -136,7 +136,7 @@ class Source:
 
 
 def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
-    """Where the checkpoint's tensor of this name and shape is in the file."""
+    """Return where the checkpoint's tensor of this name and shape is in the file."""
     if file.architecture == "gpt-oss" and (experts := _EXPERTS_OF_GPT_OSS.fullmatch(name)):
         return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
     place, index = _place(name, file.architecture)
@@ -159,9 +159,10 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
 
 
 def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf: str) -> Source:
-    """Matrices with outputs before inputs, gate and up apart; the checkpoint has inputs first, gate and up by turns.
+    """Return matrices with outputs before inputs, gate and up apart; the checkpoint has inputs first, gate and up
+    interleaved.
 
-    What is made lies in memory as the checkpoint's MXFP4 does, outputs first, so that nothing but rows is moved.
+    The memory layout of the result is that of the checkpoint's MXFP4, outputs first, so that only rows are moved.
     """
     X, *inputs, outputs = shape
     parts = ("gate", "up") if part == "gate_up" else ("down",)
@@ -196,7 +197,7 @@ def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> S
 
 
 def _rows_of_fused(file: GGUFFile, fused: str, part: str, shape: tuple[int, ...]) -> Source:
-    """The rows of q, k or v, of a tensor that has those of q first, then k's and v's."""
+    """Return the rows of q, k or v, of a tensor that has those of q first, then k's and v's."""
     num_heads, num_kv_heads = _num_heads(file)
     rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
     unit = shape[0] // rows[part]
@@ -211,7 +212,7 @@ def _rows_of_fused(file: GGUFFile, fused: str, part: str, shape: tuple[int, ...]
 def _stored_shape(
     file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[int, ...]:
-    """What a tensor of this shape in the checkpoint has in the file."""
+    """Return the shape in the file of a tensor that has this shape in the checkpoint."""
     if name in file.tensors and shape[0] == 1 and file.tensors[name].shape == shape[1:]:
         return shape[1:]  # some converters drop axes of 1
     return shape[::-1] if undo is np.transpose else shape
@@ -223,7 +224,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 def _place(name: str, architecture: str) -> tuple[str, int | None]:
-    """llama.cpp's name of a tensor, and where it lies in it if that is a stack."""
+    """Return llama.cpp's name of a tensor, and its index in it if that is a stack."""
     index = None
     if stacked := _STACKED.fullmatch(name):
         name, index = stacked[1] + stacked[3], int(stacked[2])
@@ -237,7 +238,7 @@ def _place(name: str, architecture: str) -> tuple[str, int | None]:
 
 
 def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What makes of this tensor the one that the Hugging Face checkpoint had, if it was changed."""
+    """Return the function that undoes the converter's change of this tensor, if it was changed."""
     *_, module, leaf = name.split(".")
     num_heads, num_kv_heads = _num_heads(file)
     match file.architecture, module:
@@ -253,19 +254,19 @@ def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | Non
 
 
 def _num_heads(file: GGUFFile) -> tuple[int, int]:
-    """Of queries, and of keys and values."""
+    """Return the number of query heads, and of KV heads."""
     num_heads = positive_integer(file, "attention.head_count")
     return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)
 
 
 def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:
-    """Rows of each head from (pair, half) to (half, pair)."""
+    """Reorder the rows of each head from (pair, half) to (half, pair)."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _by_kv_head(tensor: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """Rows of all queries, all keys and all values to each KV head's queries, key and value."""
+    """Reorder the rows of all queries, all keys and all values to each KV head's queries, key and value."""
     heads = tensor.reshape(num_heads + 2 * num_kv_heads, -1, *tensor.shape[1:])
     q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads))
     grouped = q.reshape(num_kv_heads, -1, *q.shape[1:])

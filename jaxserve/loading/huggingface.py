@@ -37,9 +37,9 @@ from jaxserve.quantization.stored import Format
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
 
-# Tensors that some checkpoints carry and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and the
-# LM head where it equals the embedding (where it does not, the family declares it and it is no extra). Scales of
-# attention are for a KV cache of 8 bits; here it has 16.
+# Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and
+# an LM head that equals the embedding (otherwise the family declares it and it is not an extra). Scales of attention
+# are for a KV cache of 8 bits; here it has 16.
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -63,7 +63,7 @@ class StoredTensor(Protocol):
 
 @runtime_checkable
 class QuantizedTensor(StoredTensor, Protocol):
-    """A matrix that a checkpoint stores as codes; `read` returns what they stand for."""
+    """A matrix that a checkpoint stores as codes; `read` returns the dequantized values."""
 
     def scheme(self) -> Scheme | str:
         """Return how an engine can hold the codes as they are, or why it cannot."""
@@ -91,7 +91,7 @@ class _Stored:
         return self.file.get_slice(self.name)
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
-        """Why this is no tensor of such a shape that can be read, if it is none."""
+        """Return why this is not a readable tensor of such a shape, or None if it is."""
         header = self.header()
         found, dtype = tuple(header.get_shape()), header.get_dtype()
         if found == shape and dtype in FLOAT_TYPES:
@@ -100,10 +100,10 @@ class _Stored:
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of `path`/config.json; tie_word_embeddings is false where the files have an LM head of their own.
+    """Return the fields of `path`/config.json; tie_word_embeddings is false if the files have an LM head of their own.
 
-    Raises CheckpointError if there is no such file, or no JSON object in it. Which model_type is served,
-    `models.get_family` says.
+    Raises CheckpointError if there is no such file, or no JSON object in it. `models.get_family` decides which
+    model_type is supported.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir():
@@ -117,10 +117,10 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def resolve_dtype(requested: DTypeName, fields: dict[str, Any], *, is_cpu: bool) -> np.dtype:
-    """The dtype of weights, activations and KV.
+    """Return the dtype of weights, activations and KV.
 
     "auto" is float32 on CPU, where narrower types are slower, else the checkpoint's (`dtype` in config.json, or
-    `torch_dtype` as older ones write), else bfloat16. Raises CheckpointError for one that is not served.
+    `torch_dtype` in older ones), else bfloat16. Raises CheckpointError for a dtype that is not supported.
     """
     if requested != "auto":
         return np.dtype(DTYPES[requested])
@@ -135,11 +135,11 @@ def resolve_dtype(requested: DTypeName, fields: dict[str, Any], *, is_cpu: bool)
 def load_params(
     path: str | pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: Mesh, progress: bool = True
 ) -> Params:
-    """The weights that `specs` declare, from the directory `path`, cast to `dtype` and laid out over `mesh`.
+    """Load the weights that `specs` declare from the directory `path`, cast to `dtype` and laid out over `mesh`.
 
     `progress` draws a bar of the bytes that have reached the devices. Raises CheckpointError, naming all of them, if
     files are missing or truncated, or tensors missing, unexpected, of another shape or not floats of 16 or 32 bits, and
-    ConfigError if a weight does not divide over the mesh; then no device memory has been touched.
+    ConfigError if a weight does not divide over the mesh; then no device memory has been allocated.
     """
     layout = layouts(specs, mesh)
     with open_weights(path, specs) as weights:
@@ -148,7 +148,9 @@ def load_params(
 
 @contextlib.contextmanager
 def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
-    """A SourceWeight for each of `specs`, to be read meanwhile. Raises CheckpointError as `load_params` does."""
+    """Yield a SourceWeight for each of `specs`; they can be read until the context ends. Raises CheckpointError as
+    `load_params` does.
+    """
     directory = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
         expected = source_shapes(specs)
@@ -166,7 +168,7 @@ def is_quantized(path: str | pathlib.Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SourceWeight:
-    """A weight that its tensors in a checkpoint are made into when it is asked for."""
+    """A weight that is composed of its tensors in a checkpoint on demand."""
 
     spec: ParamSpec
     tensors: Mapping[str, StoredTensor]
@@ -225,14 +227,14 @@ class SourceWeight:
 
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:
-    """The arrays of `weights`, read one by one, each on the devices before the next is read. `layout` has a Layout for
+    """Read the arrays of `weights` one by one, each onto its devices before the next is read. `layout` has a Layout for
     each array.
     """
 
     def load(weight: SourceWeight, layout: Any) -> Any:
         arrays = weight.read(dtype)
         loaded = jax.tree.map(lambda values, layout: layout.put(values), arrays, layout)
-        jax.block_until_ready(loaded)  # what is under way would keep its tensors on the host
+        jax.block_until_ready(loaded)  # a pending transfer would keep its tensors on the host
         bar.update(sum(values.nbytes for values in jax.tree.leaves(arrays)))
         return loaded
 
@@ -242,7 +244,7 @@ def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progres
 
 
 def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: bool) -> tqdm:
-    """A bar of how many of the weights' bytes are done."""
+    """Return a progress bar of the weights' bytes."""
     total = num_bytes(specs, dtype=dtype)
     return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, disable=not is_shown)
 
@@ -321,9 +323,10 @@ def _without_safetensors(directory: pathlib.Path) -> str:
 
 
 def _with_model_prefix[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, ...]]) -> dict[str, T]:
-    """The tensors by the names of the model with its head.
+    """Return the tensors by their names in the model with its head.
 
-    Checkpoints of the model without (GPT-2's first ones are) leave out its name: "h.0.ln_1" for "transformer.h.0.ln_1".
+    Checkpoints of the model without it (such as GPT-2's first ones) omit its name: "h.0.ln_1" for
+    "transformer.h.0.ln_1".
     """
     prefixes = {name.partition(".")[0] for name in expected}
     full = {f"{prefix}.{name}": name for prefix in prefixes for name in tensors.keys() - expected.keys()}
@@ -334,7 +337,7 @@ def _with_model_prefix[T](tensors: dict[str, T], expected: Mapping[str, tuple[in
 
 
 def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, ...]]) -> dict[str, T]:
-    """The tensors, the LM head under the embedding's name too where that is missing and the model has no other head."""
+    """Return the tensors, with the LM head as the embedding too if that is missing and the model has no other head."""
     head = next(filter(is_head, tensors), None)
     embedding = next(filter(is_embedding, expected), None)
     if head is None or embedding is None or embedding in tensors or any(map(is_head, expected)):
@@ -348,7 +351,9 @@ def _check(
     tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix],
     opened: _Opened,
 ) -> None:
-    """Raises CheckpointError with everything that is wrong; a tensor lost with its file is not called missing too."""
+    """Raise CheckpointError with everything that is wrong; a tensor lost with its file is not reported as missing
+    too.
+    """
     found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
     missing = [name for name in expected if name not in found]
     further_layers = _further_layers(directory)
@@ -365,7 +370,9 @@ def _check(
 
 
 def _further_layers(directory: pathlib.Path) -> range:
-    """The layers behind the last one, by which DeepSeek V3 predicts further tokens (`num_nextn_predict_layers`)."""
+    """Return the layers after the last one, with which DeepSeek V3 predicts further tokens
+    (`num_nextn_predict_layers`).
+    """
     path = directory / "config.json"
     fields = read_object(path) if path.exists() else {}
     first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
@@ -373,13 +380,15 @@ def _further_layers(directory: pathlib.Path) -> range:
 
 
 def _is_extra(name: str, further_layers: range) -> bool:
-    """Whether checkpoints carry such a tensor though no model reads it."""
+    """Return true if checkpoints contain such a tensor though no model reads it."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return name.endswith(KNOWN_EXTRAS) or (layer is not None and int(layer[1]) in further_layers)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether this is such a bias as GPTQ's packages write for every matrix, whether the model has it or not."""
+    """Return true if this is a bias of zeros that GPTQ's packages write for every matrix, whether the model has it or
+    not.
+    """
     module, _, leaf = name.rpartition(".")
     is_quantized = isinstance(tensors.get(f"{module}.weight"), QuantizedMatrix)
     return leaf == "bias" and is_quantized and not tensors[name].read().any()
@@ -395,7 +404,7 @@ def source_shapes(specs: Params) -> dict[str, tuple[int, ...]]:
 
 
 def describe_tensors(*, missing: list[str], unexpected: list[str], wrong: list[str]) -> list[str]:
-    """A complaint for each kind of wrong tensors, all of which it names; empty if there are none."""
+    """Return a complaint for each kind of wrong tensors, naming all of them; empty if there are none."""
     kinds = (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
     problems = [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
     return [f"tensors {problems[0]}", *problems[1:]] if problems else []

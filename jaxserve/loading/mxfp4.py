@@ -1,6 +1,6 @@
-"""Weights of experts stored as MXFP4, as GPT-OSS is: 32 floats of 4 bits share a power of two.
+"""Weights of experts stored as MXFP4, as in GPT-OSS: 32 4-bit floats have a common scale, a power of two.
 
-OCP Microscaling Formats 1.0. `huggingface` reads each such pair of tensors as the one that it stands for.
+OCP Microscaling Formats 1.0. `huggingface` reads each such pair of tensors as the tensor that it encodes.
 """
 
 import concurrent.futures
@@ -22,13 +22,13 @@ PIECE = 2**13
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor:
-    """[X, in, out] of X experts, stored as `blocks` [X, out, in / 32, 16] and `scales` [X, out, in / 32]."""
+    """A tensor [X, in, out] of X experts, stored as `blocks` [X, out, in / 32, 16] and `scales` [X, out, in / 32]."""
 
     blocks: Any
     scales: Any
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
-        """Why these are no blocks and scales of a tensor of such a shape, if they are none."""
+        """Return why these are not blocks and scales of a tensor of such a shape, or None if they are."""
         stored = {name: tensor.header() for name, tensor in (("blocks", self.blocks), ("scales", self.scales))}
         found = {name: (header.get_dtype(), tuple(header.get_shape())) for name, header in stored.items()}
         grid = (shape[0], shape[2], shape[1] // BLOCK) if len(shape) == 3 and shape[1] % BLOCK == 0 else None
@@ -52,7 +52,7 @@ class Mxfp4Tensor:
 
 
 def join_pairs(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint by name; each NAME_blocks and NAME_scales are one Mxfp4Tensor, NAME."""
+    """Return the tensors of a checkpoint by name; each NAME_blocks and NAME_scales become one Mxfp4Tensor, NAME."""
     names = {name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")}
     pairs = {name: (f"{name}_blocks", f"{name}_scales") for name in names if f"{name}_scales" in tensors}
     parts = {part for pair in pairs.values() for part in pair}
@@ -63,7 +63,7 @@ def join_pairs(tensors: dict[str, Any]) -> dict[str, Any]:
 def dequantize(
     blocks: UInt8[np.ndarray, "*rows groups 16"], scales: UInt8[np.ndarray, "*rows groups"]
 ) -> BFloat16[np.ndarray, "*rows values"]:
-    """The values of all blocks: in each byte the lower half comes first; a scale of s stands for 2^(s - 127)."""
+    """Return the values of all blocks: in each byte the lower half comes first; a scale of s means 2^(s - 127)."""
     num_blocks = scales.size
     pairs = np.empty((num_blocks, BLOCK // 2), np.uint32)  # of bfloat16
     bytes_of, scale_of = blocks.reshape(num_blocks, BLOCK // 2), scales.reshape(num_blocks, 1)
@@ -82,7 +82,9 @@ def dequantize(
 
 
 def _pairs() -> np.ndarray:
-    """Two bfloat16 for each byte of a block under each scale, as [256 * 256] uint32: lookups beat arithmetic."""
+    """Return two bfloat16 for each byte of a block with each scale, as [256 * 256] uint32: lookups are faster than
+    arithmetic.
+    """
     codes = np.arange(256, dtype=np.uint8)
     scales = codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     halves = np.stack([codes & 15, codes >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Matrices that a checkpoint stores as several tensors of codes and scales, each read as the matrix it stands for."""
+"""Matrices that a checkpoint stores as several tensors of codes and scales, each read as the matrix that they
+encode.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,7 @@ from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format, Header, Stored
 
 DESCRIPTIONS = ("weight_shape", STATE)
-"""What the names of tensors begin with that are read before others, because they say what these are."""
+"""Prefixes of the names of tensors that are read before others, because they describe them."""
 ORDERS = ("g_idx", "weight_g_idx")
 """Tensors that say which group each input is in."""
 
@@ -27,7 +29,7 @@ class QuantizedMatrix:
     tensors: Mapping[str, Any]
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
-        """Return why these are no tensors of a matrix of such a shape, or None if they are."""
+        """Return why these are not tensors of a matrix of such a shape, or None if they are."""
         try:
             found = self.format.shape(self.module, _headers(self.tensors))
         except CheckpointError as error:

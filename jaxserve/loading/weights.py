@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """Return the fields of config.json, or what a GGUF file has of them. Raises CheckpointError if they cannot be read.
+    """Return the fields of config.json, or those that a GGUF file has. Raises CheckpointError if they cannot be read.
 
-    Where the weights are there too, they decide whether the LM head is tied to the embedding, not the config.
+    If the weights are there too, they decide whether the LM head is tied to the embedding, not the config.
     """
     if pathlib.Path(path).is_file():
         return gguf_config.load_config(path)
@@ -57,11 +57,11 @@ def stored_specs(
     dequantizes: bool = False,
     why_not_held: WhyNotHeld | None = None,
 ) -> Params:
-    """Return `specs` with the schemes by which the weights are held in an engine that serves in `dtype`.
+    """Return `specs` with the schemes by which an engine that serves in `dtype` holds the weights.
 
-    Codes that a checkpoint or a store has are held as they are, unless it `dequantizes` them all, or a checkpoint's
-    where there is a reason (`why_not_held`). With `quantization`, matrices are rounded to codes while they load.
-    Raises ConfigError for a store that is asked to be what it is not.
+    Codes of a checkpoint or a store are held as they are, unless `dequantizes` is set, or for a checkpoint if there is
+    a reason (`why_not_held`). With `quantization`, matrices are rounded to codes while they are loaded. Raises
+    ConfigError for options that contradict the contents of a store.
     """
     schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
     if not orbax_store.is_store(path):
@@ -112,7 +112,7 @@ def load_weights(
 
 
 def open_weights(path: str | pathlib.Path, specs: Params) -> contextlib.AbstractContextManager[Params]:
-    """Return the weights that `specs` declare, of which none is read yet: a tree of `huggingface.SourceWeight`.
+    """Return the weights that `specs` declare, none of which has been read: a tree of `huggingface.SourceWeight`.
 
     Raises CheckpointError as `load_weights` does. A store has no such weights.
     """

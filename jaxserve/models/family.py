@@ -1,4 +1,4 @@
-"""Family: a model in stages. What a module of a family does not say of its own is as in most decoders."""
+"""Family: a model in stages. Unless a family's module overrides it, each stage is as in most decoders."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxserve.layers.params import Params
 
 
 def kv_specs(config: Any) -> tuple[CacheSpec, ...]:
-    """Return what each layer keeps: K and V of its kv heads, by default as many as query heads, in its window."""
+    """Return what each layer keeps: K and V of its KV heads, by default as many as query heads, within its window."""
     num_kv_heads = getattr(config, "num_kv_heads", config.num_heads)
     return tuple(KVSpec(num_kv_heads, config.head_dim, window) for window in windows_of(config))
 
@@ -33,21 +33,21 @@ def logits(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Ke
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models. All functions are pure; a config is hashable, and the first argument but the weights.
+    """A family of models. All functions are pure; a config is hashable, and the first argument except for the weights.
 
     Attributes:
-        Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers` and `max_position_embeddings`, and
-            what the defaults below read. Where heads are grouped and rotated, it extends `DecoderConfig`.
-        param_specs: the declaration of every weight; "layers" is a list.
-        kv_specs: what each layer keeps from step to step.
-        embed: the first stage, from tokens to the residual stream.
-        layers: the stages between, any run of layers: the residual stream behind it, or behind the last layer and the
-            final norm the hidden states. A layer reads the batch that `batch.of_layer(index)` gives.
-        head: the last stage, from hidden states to logits.
-        doc: the module's docstring, which begins with the checkpoints that are served.
-        features: what all checkpoints have and no field of the config says.
-        own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused
-            kernels; None if they are those.
+      Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers` and `max_position_embeddings`, and the
+        fields that the defaults below read. With grouped, rotated heads it extends `DecoderConfig`.
+      param_specs: declares every weight; "layers" is a list.
+      kv_specs: declares what each layer keeps from step to step.
+      embed: the first stage, from tokens to the residual stream.
+      layers: the stages in between, any range of layers: returns the residual stream after it or, after the last layer
+        and the final norm, the hidden states. A layer reads `batch.of_layer(index)`.
+      head: the last stage, from hidden states to logits.
+      doc: the module's docstring, which begins with the checkpoints that are supported.
+      features: features of all checkpoints that no field of the config mentions.
+      own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused kernels;
+        None if nothing.
     """
 
     Config: type[Any]

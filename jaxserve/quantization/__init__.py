@@ -1,1 +1,1 @@
-"""How matrices are stored in few bits: what codes and scales stand for. Below layers, which multiply by them."""
+"""How quantized matrices are stored: the values of codes and scales. Below layers, which multiply by them."""

@@ -13,7 +13,7 @@ from jaxserve.quantization.scheme import Scheme
 from jaxserve.quantization.stored import Codes, Header, scheme_of_groups, unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where, from the lowest bits on, the word has each of eight outputs."""
+"""The index, from the lowest bits on, of each of eight outputs in a word."""
 _REQUIRED = ("qweight", "qzeros", "scales")
 
 
@@ -26,7 +26,7 @@ class AWQ:
         return tuple(name for name in _REQUIRED if name in leaves) if "qweight" in leaves else None
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the words have room for."""
+        """Return the shape implied by the sizes of the words."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside qweight: {', '.join(missing)}")
         (dtype, words, _), scales, zeros = headers["qweight"], headers["scales"].shape, headers["qzeros"].shape

@@ -1,7 +1,7 @@
 """Matrices as bitsandbytes writes them: tables of 4-bit codes (NF4, FP4), and 8-bit integers (LLM.int8).
 
 Blocks of 4-bit codes run over the flattened matrix, the first code of a byte in its upper half; scales may be codes
-themselves (`nested`). What sizes they have stands in JSON, the bytes of a tensor.
+themselves (`nested`). Their sizes are in JSON, the bytes of a tensor.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxserve.quantization.scheme import KINDS, CodeName, Parts, Scheme
 from jaxserve.quantization.stored import Header
 
 STATE = "weight.quant_state.bitsandbytes__"
-"""What the leaf of the JSON begins with; the kind of codes follows."""
+"""The prefix of the JSON's leaf; the kind of codes follows."""
 _SIZES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}
 """Bytes of the types that codes are stored in, which may be any of them."""
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -29,15 +29,15 @@ _SMALLEST_GROUP = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """What the JSON says."""
+    """The contents of the JSON."""
 
     codes: CodeName
     block: int
     shape: tuple[int, int]
     dtype: str
-    """Of the values, as bitsandbytes returns them."""
+    """Dtype of the values, as bitsandbytes returns them."""
     nested_block: int
-    """Scales that have a scale in common; 0 if they are no codes."""
+    """Number of scales with a common scale; 0 if scales are not codes."""
     offset: float
     """Added to scales that are codes."""
 
@@ -58,7 +58,7 @@ class FourBits:
         return tuple(name for name in leaves if name == "weight" or name.startswith("weight."))
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the JSON says, which the codes have room for."""
+        """Return the shape that the JSON states; it must match the number of codes."""
         state = _state(module, headers)
         blocks = state.num_blocks
         expected = {"weight.quant_map": Header("F32", (16,)), "weight.absmax": Header("F32", (blocks,))}
@@ -86,7 +86,7 @@ class FourBits:
         return state.shape
 
     def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:
-        """Return the scheme of the codes, in groups of a row that lie within a block."""
+        """Return the scheme of the codes, in groups of a row that are within a block."""
         state = _state(module, headers)
         num_inputs = state.shape[1]
         size = math.gcd(state.block, num_inputs)
@@ -95,7 +95,7 @@ class FourBits:
         return Scheme(codes=state.codes, group_size=None if size == num_inputs else size)
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> "Blocks":
-        """Return codes and scales. Raises CheckpointError for a table that is none of bitsandbytes'."""
+        """Return codes and scales. Raises CheckpointError if the table is not one of bitsandbytes'."""
         headers = {name: Header("", tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()}
         state = _state(module, {name: header for name, header in headers.items() if name.startswith(STATE)})
         table = np.array(KINDS[state.codes].values, np.float32)
@@ -136,7 +136,7 @@ class Blocks:
 
 
 def _state(module: str, headers: Mapping[str, Header]) -> _State:
-    """Return what the JSON says. Raises CheckpointError for what makes no sense."""
+    """Return the contents of the JSON. Raises CheckpointError if they are not consistent."""
     [name, *others] = [name for name in headers if name.startswith(STATE)]
     kind: Any = name.removeprefix(STATE)
     try:
@@ -164,7 +164,7 @@ def _state(module: str, headers: Mapping[str, Header]) -> _State:
 
 @dataclasses.dataclass(frozen=True)
 class EightBits:
-    """Integers with a largest magnitude for each output, which stands for 127."""
+    """Integers with a largest magnitude for each output, which is encoded as 127."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
         """Return the names of codes, magnitudes and the order of codes."""

@@ -1,6 +1,6 @@
-"""One scheme for matrices that checkpoints store by several, so that the weight that they make up together keeps codes.
+"""Find one scheme for matrices that are stored in several, so that the weight that they compose is held as codes.
 
-Nothing is rounded: codes of 4 bits become 8 where they must, groups the largest that all of theirs are made of.
+Nothing is rounded: 4-bit codes become 8-bit codes if necessary, and groups the largest that divide all groups.
 """
 
 import math
@@ -16,7 +16,7 @@ INTEGERS: tuple[CodeName, ...] = ("int4", "uint4", "int8")
 
 
 def common_scheme(schemes: Iterable[Scheme], num_inputs: int) -> Scheme | str:
-    """Return the scheme that matrices of so many inputs can be converted to, or why there is none."""
+    """Return the scheme that matrices with this number of inputs can be converted to, or why there is none."""
     found = list(dict.fromkeys(schemes))
     if len(found) == 1:
         return found[0]
@@ -25,7 +25,7 @@ def common_scheme(schemes: Iterable[Scheme], num_inputs: int) -> Scheme | str:
         return "parts of it are stored as " + " and ".join(sorted({str(scheme) for scheme in found}))
     group = math.gcd(*(scheme.group_size or num_inputs for scheme in found))
     has_zeros = {"int4", "uint4"} == {scheme.codes for scheme in found} or any(scheme.has_zeros for scheme in found)
-    # Where scales are not stored alike, float32 holds all of them, and their products with factors.
+    # If scales are stored in different types, float32 holds all of them, and their products with factors.
     levels = {(scheme.scale_dtype, scheme.factor_dtype, scheme.factor_size) for scheme in found}
     is_alike = len(levels) == 1 and not (has_zeros and found[0].factor_dtype is not None)
     return Scheme(
@@ -48,7 +48,7 @@ def _common_codes(names: set[CodeName]) -> CodeName | None:
 
 
 def regrouped(scheme: Scheme, num_inputs: int, *, smallest: int = 8) -> Scheme | str:
-    """Return the scheme with groups that divide so many inputs, or why there is none that is worth its scales."""
+    """Return the scheme with groups that divide this number of inputs, or why no groups are worth their scales."""
     if scheme.group_size is None or num_inputs % scheme.group_size == 0:
         return scheme
     size = math.gcd(scheme.group_size, num_inputs)
@@ -104,7 +104,9 @@ def swapped(codes: Shaped[np.ndarray, "... half"]) -> Shaped[np.ndarray, "... ha
 
 
 def repack_halves(halves: Shaped[np.ndarray, "... size"]) -> Shaped[np.ndarray, "... size"]:
-    """Return two codes a byte in their order, of bytes whose lower halves are the first codes, the others the last."""
+    """Return pairs of codes in order, from bytes whose lower halves are the first codes and upper halves the last
+    ones.
+    """
     return pack(np.concatenate([halves & 15, halves >> 4], axis=-1))
 
 
@@ -114,12 +116,12 @@ def _factored(small: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
 
 
 def _repeated(entries: np.ndarray, count: int) -> np.ndarray:
-    """Return so many entries an output, each of which is that of the larger group around it."""
+    """Return `count` entries per output, each of which is that of the larger group around it."""
     return np.repeat(entries, count // entries.shape[-1], axis=-1)
 
 
 def values_of(scheme: Scheme, parts: Parts) -> Float32[np.ndarray, "N K"]:
-    """Return what the arrays of a matrix [outputs, inputs] stand for, as `values.dequantize` computes it on devices."""
+    """Return the values of a matrix [outputs, inputs], as `values.dequantize` computes them on devices."""
     kind, groups = scheme.kind, parts.scales.shape[-1]
     codes = parts.codes if kind.per_byte == 1 else unpack_pairs(parts.codes)
     if kind.values is not None:

@@ -1,6 +1,6 @@
-"""From what a checkpoint says about its quantization to the formats that its matrices are read by.
+"""Turn what a checkpoint declares about its quantization into the formats that its matrices are read by.
 
-What is not served is refused here by name, from the config alone: before a download.
+What is not supported is refused here by name, from the config alone: before a download.
 """
 
 import re
@@ -22,8 +22,8 @@ Config = Mapping[str, Any]
 def formats_of(method: Any, config: Config, where: str) -> tuple[Format, ...]:
     """Return the formats that matrices of a checkpoint may have.
 
-    `config` is the object that `where`, in words, has about the `method`. Raises CheckpointError, naming what is not
-    served.
+    `config` is the object that describes the `method`; `where` names it in errors. Raises CheckpointError, naming what
+    is not supported.
     """
     if not isinstance(method, str) or method not in _READERS:
         raise CheckpointError(
@@ -129,7 +129,7 @@ GPTQ_BITS = (2, 4, 8)
 
 
 def _gptq_override(pattern: str, said: Any, where: str, bits: int, is_symmetric: bool) -> Override:
-    """Return what an entry of `dynamic` says: patterns behind "-:" leave modules in floats, others change them."""
+    """Return an entry of `dynamic` as an Override: patterns after "-:" leave modules as floats, others change them."""
     if not isinstance(said, dict):
         raise CheckpointError(f"{where} must be an object, got {said!r:.100}")
     is_left = pattern.startswith("-:")
@@ -165,7 +165,7 @@ def _awq(config: Config, where: str) -> tuple[Format, ...]:
 
 
 def _block(value: Any, where: str) -> tuple[int, int] | None:
-    """Return the outputs and inputs of a block, None if scales are of no blocks."""
+    """Return the outputs and inputs of a block, None if there are no blocks."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
@@ -191,4 +191,4 @@ _READERS = {
     "gptq": _gptq,
     "modelopt": _modelopt,
 }
-"""What reads the config of each method."""
+"""The function that reads the config of each method."""

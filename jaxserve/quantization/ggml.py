@@ -1,6 +1,7 @@
-"""Blocks of ggml's quantized types as codes, scales, minimums and factors: exactly what they stand for.
+"""Convert blocks of ggml's quantized types to codes, scales, minimums and factors, without any loss.
 
-Of 5 and 6 bits become 8, of 2 and 3 bits 4; scales of K-quants stay integers times the factor of their 256 values.
+5- and 6-bit codes become 8-bit codes, 2- and 3-bit codes 4-bit; scales of K-quants stay integers times the factor of
+their 256 values.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def split(kind: str, blocks: Blocks) -> Parts:
-    """Return the arrays that a key of SCHEMES stores whole blocks as, each with a row for each block.
+    """Return the arrays in which whole blocks of a key of SCHEMES are held, each with one row per block.
 
-    Raises ValueError for a scale that stands for no number.
+    Raises ValueError for a scale that is not a number.
     """
     return _SPLITTERS[kind](blocks)
 
@@ -45,7 +46,7 @@ def _halves(blocks: Blocks) -> np.ndarray:
 
 
 def _nibbles_of_halves(blocks: Blocks) -> np.ndarray:
-    """Return codes whose lower halves come first."""
+    """Return codes, those of the bytes' lower halves first."""
     return np.concatenate([blocks & 15, blocks >> 4], axis=1)
 
 
@@ -84,13 +85,13 @@ def _mxfp4(blocks: Blocks) -> Parts:
 
 
 def _planes(packed: Blocks, bits: int, run: int) -> np.ndarray:
-    """Return codes of so many bits of 256 values: of each `run` of bytes first the lowest bits, then the next ones."""
+    """Return the `bits`-bit codes of 256 values: of each `run` of bytes first the lowest bits, then the next ones."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8(2**bits - 1)).reshape(len(packed), -1)
 
 
 def _six_bit_scales(packed: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minimums [blocks, 8] of Q4_K and Q5_K, the last four of each in pieces."""
+    """Return scales and minimums [blocks, 8] of Q4_K and Q5_K; the last four of each are stored in two pieces."""
     scales, minimums, rest = np.split(packed, 3, axis=1)
     last_scales = (rest & 15) | ((scales >> 2) & 0x30)
     last_minimums = (rest >> 4) | ((minimums >> 2) & 0x30)

@@ -19,9 +19,11 @@ _REQUIRED = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Override:
-    """What a config says of the modules whose names begin with what a pattern matches, in place of what it says of all.
+    """What a config specifies for the modules whose names begin with a match of a pattern, instead of its general
+    values.
 
-    Modules that a config leaves in floats show by their tensors, but no later override is theirs: for them `bits` is 0.
+    Modules that a config leaves as floats are recognized by their tensors, but no later override applies to them: their
+    `bits` are 0.
     """
 
     pattern: str
@@ -39,7 +41,7 @@ class GPTQ:
     overrides: tuple[Override, ...] = ()
 
     def of(self, module: str) -> "GPTQ":
-        """Return what is said of a module: by the first override that is for it, if there is one."""
+        """Return the format of a module: with the first override that applies to it, if there is one."""
         for override in self.overrides:
             if re.match(override.pattern, module):
                 return GPTQ(
@@ -54,7 +56,7 @@ class GPTQ:
         return tuple(name for name in _REQUIRED if name in leaves) if "qweight" in leaves else None
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the words have room for."""
+        """Return the shape implied by the sizes of the words."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside qweight: {', '.join(missing)}")
         (dtype, words, _), scales = headers["qweight"], headers["scales"].shape

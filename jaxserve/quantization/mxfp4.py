@@ -25,13 +25,13 @@ class MXFP4:
     """Two codes in a byte, the first in its lower half, as compressed-tensors names them."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
-        """Return the names of codes, scales and what is not used."""
+        """Return the names of codes, scales and tensors that are not used."""
         if any(name not in leaves or leaves[name].dtype != "U8" for name in _REQUIRED):
             return None
         return tuple(name for name in (*_REQUIRED, *UNUSED, "input_global_scale") if name in leaves)
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the codes have room for."""
+        """Return the shape implied by the sizes of the codes."""
         codes, scales = headers["weight_packed"].shape, headers["weight_scale"].shape
         if len(codes) != 2 or codes[1] % (GROUP // 2) or scales != (codes[0], 2 * codes[1] // GROUP):
             raise CheckpointError(f"{module}: codes of {list(codes)} and scales of {list(scales)} do not fit")
@@ -48,7 +48,7 @@ class MXFP4:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """A matrix of pairs of codes, read from a checkpoint; a scale of s stands for 2^(s - 127)."""
+    """A matrix of pairs of codes, read from a checkpoint; a scale of s means 2^(s - 127)."""
 
     codes: UInt8[np.ndarray, "N half"]
     scales: UInt8[np.ndarray, "N G"]

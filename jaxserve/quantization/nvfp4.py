@@ -28,17 +28,17 @@ class NVFP4:
     matrix_scale: str
     """Leaf of the scale of the whole matrix."""
     is_divisor: bool
-    """Whether that divides the scales of groups, and does not multiply them."""
+    """If true, the scale of the matrix divides the scales of groups instead of multiplying them."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
-        """Return the names of codes, scales and what is not used."""
+        """Return the names of codes, scales and tensors that are not used."""
         scales = leaves.get("weight_scale", Header("F8_E4M3", ()))
         if self.codes not in leaves or (leaves[self.codes].dtype, scales.dtype) != ("U8", "F8_E4M3"):
             return None
         return tuple(name for name in (self.codes, "weight_scale", self.matrix_scale, *_UNUSED) if name in leaves)
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the codes have room for."""
+        """Return the shape implied by the sizes of the codes."""
         if missing := [name for name in ("weight_scale", self.matrix_scale) if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside {self.codes}: {', '.join(missing)}")
         codes, scales, scale = headers[self.codes].shape, headers["weight_scale"], headers[self.matrix_scale]
@@ -77,7 +77,7 @@ class FloatPairs:
     is_divisor: bool
 
     def dequantize(self) -> Float32[np.ndarray, "N K"]:
-        """Return the values that the codes stand for."""
+        """Return the dequantized values."""
         scales = self.scales.astype(np.float32)
         scales = scales / self.matrix_scale if self.is_divisor else scales * self.matrix_scale
         values = unpack_pairs(self.codes).view(ml_dtypes.float4_e2m1fn).astype(np.float32)

@@ -1,7 +1,7 @@
 """Matrices of 4- and 8-bit integers in 32-bit words as compressed-tensors writes them: pack-quantized.
 
-Codes lie along the inputs of an output, the first in the lowest bits, 8 or 128 more than what they stand for. Zero
-points are packed in the same way along the outputs.
+Codes are packed along the inputs of an output, the first in the lowest bits, with 8 or 128 added. Zero points are
+packed in the same way along the outputs.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _REQUIRED = ("weight_packed", "weight_scale", "weight_shape")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Integers of so many bits."""
+    """Integers of `bits` bits."""
 
     bits: int
 
@@ -29,7 +29,7 @@ class Packed:
         return tuple(name for name in (*_REQUIRED, "weight_zero_point", "weight_g_idx", *UNUSED) if name in leaves)
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape that the words and scales have room for."""
+        """Return the shape implied by the sizes of words and scales."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside weight_packed: {', '.join(missing)}")
         words, scales = headers["weight_packed"].shape, headers["weight_scale"]

@@ -1,6 +1,6 @@
-"""Matrices of 8-bit codes that lie as the matrix does, [outputs, inputs], with scales beside them.
+"""Matrices of 8-bit codes in the order of the matrix, [outputs, inputs], with separate scales.
 
-`fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which multiply all the same),
+`fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which nevertheless multiply),
 `fbgemm_fp8`, FP8 of modelopt, and float-quantized and int-quantized of compressed-tensors.
 """
 
@@ -20,13 +20,13 @@ TYPES = ("F8_E4M3", "I8")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain:
-    """8-bit codes with a scale a tensor, an output, a run of inputs or a block."""
+    """8-bit codes with one scale per tensor, output, run of inputs or block."""
 
     block: tuple[int, int] | None = None
-    """Outputs and inputs of a block, where scales are those of blocks."""
+    """Outputs and inputs of a block, if there is one scale per block."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
-        """Return the names of codes, scale, zero point and what is not used."""
+        """Return the names of codes, scale, zero point and tensors that are not used."""
         if "weight" not in leaves or leaves["weight"].dtype not in TYPES:
             return None
         return tuple(name for name in ("weight", *SCALES, "weight_zero_point", *UNUSED) if name in leaves)

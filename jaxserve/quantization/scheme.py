@@ -1,8 +1,8 @@
-"""Scheme: how one weight is stored in few bits, as plain data, and what its codes, scales and zero points stand for.
+"""Scheme: how one quantized weight is stored, as plain data, and how its codes, scales and zero points encode values.
 
 A value is (code - zero point) * scale - minimum. These belong to a group of consecutive inputs of one output, or to all
-inputs of it. Scales and minimums may be stored in two levels, as small numbers times a factor of a larger group. 4-bit
-codes lie two in a byte along the last axis, the first of them in the lower half.
+inputs of it. Scales and minimums may be stored in two levels, as small numbers times a factor of a larger group. Two
+4-bit codes are in a byte along the last axis, the first of them in the lower half.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ ScaleName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeKind:
-    """How one kind of codes is stored, and the values that they stand for."""
+    """How one kind of codes is stored, and the values of the codes."""
 
     dtype: np.dtype
     per_byte: int = 1
@@ -29,13 +29,13 @@ class CodeKind:
     values: tuple[float, ...] | None = None
     """Value of each 4-bit code, where they are not."""
     largest: float
-    """What the largest magnitude of a group becomes when it is rounded to these codes."""
+    """The largest magnitude of a group is scaled to this value when it is rounded to these codes."""
     typical: float
-    """Standard deviation of what random codes stand for."""
+    """Standard deviation of the values of random codes."""
 
     @property
     def is_float(self) -> bool:
-        """Whether the codes are floats, of which not all bits are numbers."""
+        """True if the codes are floats, some of whose bit patterns are not numbers."""
         return self.per_byte == 1 and self.dtype != np.int8
 
 
@@ -48,7 +48,7 @@ NF4 = (
 """The quantiles of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = tuple(float(np.float32(value / 12)) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-"""What bitsandbytes calls FP4, without the sign, which is the highest bit."""
+"""The values that bitsandbytes calls FP4, without the sign, which is the highest bit."""
 
 KINDS: dict[str, CodeKind] = {
     "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, typical=73.9),
@@ -78,30 +78,30 @@ class Parts(NamedTuple):
     """The arrays that a quantized matrix [*outputs, *inputs] is stored as; None for those that its scheme has not."""
 
     codes: Any
-    """[*outputs, *inputs], the last axis halved where two codes share a byte."""
+    """[*outputs, *inputs], the last axis halved if two codes share a byte."""
     scales: Any
     """[*outputs, groups]: of consecutive inputs, all axes of which count as one."""
     zeros: Any = None
-    """As `scales`, subtracted from codes."""
+    """Shaped as `scales`; subtracted from codes."""
     minimums: Any = None
-    """As `scales`, subtracted from the products of codes and scales."""
+    """Shaped as `scales`; subtracted from the products of codes and scales."""
     factors: Any = None
     """[*outputs, larger groups], which multiply scales."""
     minimum_factors: Any = None
-    """As `factors`, which multiply minimums."""
+    """Shaped as `factors`; they multiply minimums."""
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """How one weight is stored.
 
     Attributes:
-        codes: a key of KINDS.
-        group_size: number of inputs that have a scale in common; None means that all inputs of an output have.
-        scale_dtype: of scales, zero points and minimums.
-        has_zeros: whether there are zero points.
-        has_minimums: whether there are minimums.
-        factor_dtype: of the factors of scales and minimums; None if there are none.
-        factor_size: number of inputs that have a factor in common; None means that all inputs of an output have.
+      codes: a key of KINDS.
+      group_size: number of inputs with a common scale; None means all inputs of an output.
+      scale_dtype: dtype of scales, zero points and minimums.
+      has_zeros: whether there are zero points.
+      has_minimums: whether there are minimums.
+      factor_dtype: dtype of the factors of scales and minimums; None if there are none.
+      factor_size: number of inputs with a common factor; None means all inputs of an output.
     """
 
     codes: CodeName
@@ -117,19 +117,21 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> CodeKind:
-        """What its codes are."""
+        """The properties of the codes."""
         return KINDS[self.codes]
 
     def num_groups(self, num_inputs: int) -> int:
-        """Return how many scales an output with so many inputs has."""
+        """Return the number of scales of an output with `num_inputs` inputs."""
         return 1 if self.group_size is None else num_inputs // self.group_size
 
     def num_factors(self, num_inputs: int) -> int:
-        """Return how many factors an output with so many inputs has, if there are any."""
+        """Return the number of factors of an output with `num_inputs` inputs, if there are any."""
         return 1 if self.factor_size is None else num_inputs // self.factor_size
 
     def bits_per_value(self, num_inputs: int) -> float:
-        """Return how many bits a value of an output with so many inputs takes, with all that belongs to its code."""
+        """Return the bits per value of an output with `num_inputs` inputs, including scales, zero points and
+        factors.
+        """
         of_scales = (1 + self.has_zeros + self.has_minimums) * self.num_groups(num_inputs)
         bits = 8 / self.kind.per_byte + of_scales * dtype_of(self.scale_dtype).itemsize * 8 / num_inputs
         if self.factor_dtype is None:
@@ -138,9 +140,9 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         return bits + of_factors * dtype_of(self.factor_dtype).itemsize * 8 / num_inputs
 
     def fitted(self, shape: tuple[int, ...], num_inputs: int) -> "Scheme | None":
-        """Return the scheme for a matrix of this shape with so many axes of inputs, or None if there is none.
+        """Return the scheme for a matrix of this shape with `num_inputs` axes of inputs, or None if there is none.
 
-        Where groups do not divide the inputs, they are the largest part of a group that does, if that is worth a scale.
+        If groups do not divide the inputs, they become the largest part of a group that does, if that is worth a scale.
         """
         if shape[-1] % self.kind.per_byte:
             return None
@@ -188,7 +190,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme(codes="fp8"),
     "int4": Scheme(codes="int4", group_size=128, scale_dtype="bfloat16"),
 }
-"""What `--quantization` may ask for: how a checkpoint of floats is rounded while it loads."""
+"""The schemes that `--quantization` accepts: how a checkpoint of floats is rounded while it is loaded."""
 
 
 def dtype_of(name: str) -> np.dtype:

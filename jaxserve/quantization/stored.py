@@ -1,7 +1,7 @@
-"""Matrices as checkpoints store them in few bits: codes, scales, zero points, and which inputs a scale is for.
+"""Matrices as checkpoints store them quantized: codes, scales, zero points, and the scale that applies to each input.
 
-What a format's own package makes of them is computed here in NumPy, with its order of roundings: (code - zero point) is
-exact, and its product with the scale is rounded to the scale's type.
+The values are computed here in NumPy as by each format's own package, with its order of roundings: (code - zero point)
+is exact, and its product with the scale is rounded to the scale's type.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from jaxserve.quantization.scheme import CodeName, Parts, Scheme, pack
 
 
 class Header(NamedTuple):
-    """What the header of a file says about a tensor: its type as safetensors call it, and its shape."""
+    """The description of a tensor in a file's header: its type as safetensors call it, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
     content: bytes | None = None
-    """What a tensor holds that describes others, which its reader fills in."""
+    """The contents of a tensor that describes others, filled in by the reader of the file."""
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class Stored(Protocol):
     """A matrix [outputs, inputs], read from a checkpoint."""
 
     def dequantize(self) -> Float[np.ndarray, "N K"]:
-        """Return the values that the codes stand for, as the format's own package computes them."""
+        """Return the dequantized values, as the format's own package computes them."""
         ...
 
     def parts(self, scheme: Scheme) -> Parts:
@@ -49,7 +49,7 @@ class Codes:
     """Group of each input; None if groups are equal runs of inputs."""
 
     def dequantize(self) -> Float[np.ndarray, "N K"]:
-        """Return the values that the codes stand for, in the type of the scales."""
+        """Return the dequantized values, in the type of the scales."""
         num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
         groups = np.arange(num_inputs) // (num_inputs // num_groups) if self.groups is None else self.groups
         values = self.values
@@ -116,9 +116,9 @@ class Format(Protocol):
     """How one kind of checkpoint stores a matrix, as tensors that are named after its module."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
-        """Return those of a module's tensors that its matrix is made of, by the last part of their names.
+        """Return the tensors of a module that its matrix is composed of, by the last part of their names.
 
-        None if they are no quantized matrix.
+        None if they are not a quantized matrix.
         """
         ...
 
@@ -127,9 +127,9 @@ class Format(Protocol):
         ...
 
     def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:
-        """Return how an engine can hold the codes of a matrix that fits, in groups of equal runs of inputs.
+        """Return the scheme in which an engine can hold the codes of a valid matrix, in groups of equal runs of inputs.
 
-        A text says why it has to hold the values that they stand for.
+        A text says why it has to hold the dequantized values.
         """
         ...
 
@@ -143,7 +143,7 @@ UNUSED = ("input_scale", "activation_scale", "input_zero_point", "activation_sca
 
 
 def unpack(words: Shaped[np.ndarray, "..."], bits: int, *, axis: int) -> Shaped[np.ndarray, "..."]:
-    """Return the unsigned integers of so many bits in 32-bit words, the lowest first, along an axis of them."""
+    """Return the unsigned `bits`-bit integers in 32-bit words, the lowest first, along an axis of them."""
     count = 32 // bits
     shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
     moved = np.moveaxis(words.view(np.uint32), axis, -1)

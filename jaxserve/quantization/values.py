@@ -1,4 +1,4 @@
-"""What the arrays of a quantized weight stand for, on devices: the reference for kernels."""
+"""The values of a quantized weight's arrays, on devices: the reference for kernels."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt8
@@ -18,7 +18,8 @@ def dequantize(scheme: Scheme, parts: Parts, dtype: jnp.dtype) -> Float[Array, "
 def dequantize_pairs(
     scheme: Scheme, parts: Parts, dtype: jnp.dtype
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
-    """Return the values of even and of odd inputs apart, of codes of which two share a byte and groups of even size.
+    """Return the values of even and of odd inputs separately, for codes of which two share a byte and groups of even
+    size.
 
     Nothing is interleaved, which takes a CPU longer than the rest.
     """
@@ -27,7 +28,7 @@ def dequantize_pairs(
 
 
 def _values(codes: UInt8[Array, "..."], kind: CodeKind) -> Float[Array, "..."]:
-    """Return what 4-bit codes stand for, before zero points and scales."""
+    """Return the values of 4-bit codes, before zero points and scales."""
     if kind.values is None:
         return codes.astype(jnp.float32) + jnp.float32(kind.first)
     return jnp.asarray(kind.values, jnp.float32)[codes]
