@@ -253,7 +253,7 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
         if "max_tokens" in texts:
             texts["max_tokens"] = max_tokens_help
         add_sampling_flags(parser, group, texts)
-    add_config_flags(parser, EngineConfig, defaults={"warmup": False})  # few of the shapes will be used
+    add_config_flags(parser, EngineConfig, defaults={"warmup": "none"})  # few of the shapes will be used
     levels = ("debug", "info", "warning", "error")
     parser.add_flag(
         "logging", "--log-level", choices=levels, default="warning", help="what is logged; default: warning"

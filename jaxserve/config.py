@@ -41,6 +41,7 @@ ReasoningParser = Literal[
 # fmt: on
 
 
+WarmUp = Literal["background", "full", "none"]
 DTypeName = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 DTYPE_WORDS: Mapping[str, DType] = {"half": "float16", "float": "float32"}
 """Names that PyTorch has for dtypes."""
@@ -141,7 +142,13 @@ class EngineConfig:
         "hold the weights of a quantized checkpoint as floats; default: experts, and on GPUs what no kernel multiplies "
         "by as codes",
     )
-    warmup: bool = _option(True, "execution", "compile every step shape at start-up")
+    warmup: WarmUp | None = _option(
+        None,
+        "execution",
+        "what is compiled before the first request is taken: the programs without which there would be requests to "
+        "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
+        "default: background on CPUs, full on GPUs",
+    )
     compilation_cache_dir: str | None = _option(
         None, "execution", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
     )

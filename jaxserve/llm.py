@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, convert_option
+from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, WarmUp, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -81,7 +81,7 @@ class LLM:
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
         dequantize: bool | None = None,
-        warmup: bool = True,
+        warmup: WarmUp = "full",
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
@@ -425,7 +425,7 @@ class _DefaultLLMs:
     def get(self, model: str) -> LLM:
         with self._lock:
             if model not in self._llms:
-                self._llms[model] = LLM(model, warmup=False)  # few of the shapes will be used
+                self._llms[model] = LLM(model, warmup="none")  # few of the shapes will be used
             return self._llms[model]
 
 

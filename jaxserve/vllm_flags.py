@@ -219,7 +219,7 @@ FLAGS: Mapping[str, Harmless | Refused] = {
     "--uvicorn-log-level": Refused("--log-level"),
     "--disable-access-log-for-endpoints": Harmless("probes and /metrics are never in the access log", 1),
     # compilation, kernels
-    "--enforce-eager": Harmless(f"{_COMPILED}; --no-warmup compiles a step when it is first needed"),
+    "--enforce-eager": Harmless(f"{_COMPILED}; --warmup none compiles a step when it is first needed"),
     "--compilation-config": Harmless(_COMPILED, 1),
     "--optimization-level": Harmless(_COMPILED, 1),
     "-O": Harmless(_COMPILED, 1),

@@ -29,12 +29,12 @@ import jax
 from jaxserve import LLM, SamplingParams
 
 MODEL = "scribe-2m"  # a built-in model of two million parameters
-OPTIONS = dict(max_model_len=256, max_num_batched_tokens=64, kv_cache_memory=2**24, warmup=False, progress=False)
+OPTIONS = dict(max_model_len=256, max_num_batched_tokens=64, kv_cache_memory=2**24, warmup="none", progress=False)
 
 # %% [markdown]
 # ## Generate
 #
-# `warmup=False` compiles a step's shape when it is first needed instead of all of them at the start: right for a
+# `warmup="none"` compiles a step's shape when it is first needed instead of all of them at the start: right for a
 # notebook, wrong for a server.
 
 # %%

@@ -148,21 +148,21 @@ def test_flags_become_engine_options(llm):
         "kv_cache_memory": 3 * 2**29,
         "overlap": False,
         "seed": 5,
-        "warmup": False,
+        "warmup": "none",
     }
     assert llm.is_closed
 
 
 def test_names_that_vllm_has_for_the_same_are_accepted(llm):
     assert cli.main(["generate", "a", "--kv-cache-memory-bytes", "512", "-tp", "2", "--no-async-scheduling"]) == 0
-    assert llm.options == {"kv_cache_memory": 512, "tensor_parallel_size": 2, "overlap": False, "warmup": False}
+    assert llm.options == {"kv_cache_memory": 512, "tensor_parallel_size": 2, "overlap": False, "warmup": "none"}
 
 
 def test_only_the_shapes_that_are_needed_are_compiled_unless_asked_for(llm, capsys):
     assert cli.main(["generate", "a"]) == 0
-    assert llm.options == {"warmup": False}
-    assert cli.main(["generate", "a", "--warmup"]) == 0
-    assert llm.options == {"warmup": True}
+    assert llm.options == {"warmup": "none"}
+    assert cli.main(["generate", "a", "--warmup", "full"]) == 0
+    assert llm.options == {"warmup": "full"}
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help", "execution"])
     assert "compile every step shape at start-up; default: off" in " ".join(capsys.readouterr().out.split())
@@ -205,7 +205,7 @@ def test_sampling_flags(llm):
         logit_bias={15: -100.0},
         allowed_token_ids=[15, 16],
     )
-    assert llm.options == {"seed": 11, "warmup": False}
+    assert llm.options == {"seed": 11, "warmup": "none"}
 
 
 def test_generate_prints_the_prompt_and_its_continuation(llm, capsys):
@@ -527,7 +527,7 @@ def test_stories_continue_as_published(test_data):
 
 def test_serve_answers_and_ends_on_a_signal(test_data):
     model = str(test_data / "models/stories260K")
-    command = _command("serve", model, "--port", "0", "--no-warmup", "--served-model-name", "stories")
+    command = _command("serve", model, "--port", "0", "--warmup", "none", "--served-model-name", "stories")
     with subprocess.Popen(**command, stderr=subprocess.PIPE) as server:
         try:
             log = []
@@ -549,7 +549,7 @@ def test_serve_answers_and_ends_on_a_signal(test_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a", "--warmup", "full"]], ids=" ".join)
 def test_interrupting_a_warm_up_is_quiet(arguments, tmp_path):
     """A terminal sends the signal to every process of the group."""
     command = _command(*arguments, "--model", str(BUILTIN), "--compilation-cache-dir", str(tmp_path))

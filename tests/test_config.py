@@ -28,7 +28,7 @@ except ConfigError as error:
         ("EngineConfig(seed=None)", "seed must be an integer, got None"),
         ("EngineConfig(tensor_parallel_size=1.5)", "tensor_parallel_size must be an integer, got 1.5"),
         ("EngineConfig(gpu_memory_utilization='0.9')", "gpu_memory_utilization must be a number, got '0.9'"),
-        ("EngineConfig(warmup='no')", "warmup must be True or False, got 'no'"),
+        ("EngineConfig(warmup='no')", "warmup must be one of background, full, none, got 'no'"),
         ("EngineConfig(model='')", "model must not be empty"),
         ("EngineConfig(tokenizer='')", "tokenizer must not be empty"),
         ("EngineConfig(revision='')", "revision must not be empty"),

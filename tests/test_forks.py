@@ -12,7 +12,7 @@ from jaxserve import LLM, SamplingParams
 from tqdm import tqdm
 
 warnings.simplefilter("ignore")  # Python's and jax's, of forks
-llm = LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False)
+llm = LLM(sys.argv[1], load_format="dummy", warmup="none", progress=False)
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 stream = llm.stream("abc", SamplingParams(max_tokens=900, ignore_eos=True))
 other = llm.stream("abc", params)  # which has not begun
@@ -35,7 +35,7 @@ ACTS = {
     "stats": lambda: llm.stats(),
     "next": lambda: next(stream),
     "next of another": lambda: next(other),
-    "start": lambda: LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False),
+    "start": lambda: LLM(sys.argv[1], load_format="dummy", warmup="none", progress=False),
 }
 for number, (name, act) in enumerate(ACTS.items(), 1):
     child = os.fork()

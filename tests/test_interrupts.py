@@ -170,7 +170,7 @@ COMMAND = "from jaxserve.__main__ import main; sys.exit(main())"
 START = "from jaxserve import LLM; LLM('scribe-2m', progress=False)"
 GENERATE = """
 from jaxserve import LLM
-with LLM('scribe-2m', progress=False, warmup=False) as llm:
+with LLM('scribe-2m', progress=False, warmup="none") as llm:
     llm.generate("a", use_tqdm=False)
 """
 END = """
@@ -185,7 +185,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        (COMMAND, "generate a --model scribe-2m --warmup"),
+        (COMMAND, "generate a --model scribe-2m --warmup full"),
         (COMMAND, "bench latency --model scribe-2m --batches 1:8:2"),
         (START, ""),
         (GENERATE, ""),

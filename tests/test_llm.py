@@ -94,7 +94,7 @@ WRONG_ARGUMENTS = {
     "LLM(mesh=AbstractMesh((1,), ('a',)))": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device",
     "LLM(mesh=Mesh(np.zeros(0), ('a',)))": "ConfigError None mesh must be a jax.sharding.Mesh of at least one device",
     "LLM(progress='x')": "ConfigError None progress must be True or False, got 'x'",
-    "LLM(compilation_cache_dir='a\\0', warmup=False)": "ConfigError None compilation_cache_dir: embedded null byte",
+    "LLM(compilation_cache_dir='a\\0', warmup='none')": "ConfigError None compilation_cache_dir: embedded null byte",
     "LLM(tokenizer=pathlib.Path('/nowhere'))": "CheckpointError None no model '/nowhere'",
     "llm.generate('a', {'n': 1})": "InvalidRequest sampling_params sampling_params must be SamplingParams, or a list",
     "llm.generate('a', ['x'])": "InvalidRequest sampling_params sampling_params must be SamplingParams, or a list of",
@@ -160,7 +160,7 @@ class TestOptions:
             "kernels": "xla",
             "overlap": False,
             "dequantize": True,
-            "warmup": False,
+            "warmup": "none",
             "compilation_cache_dir": "",
         }
         # A revision is of use to the hub alone: tests/loading/test_hub.py.
@@ -467,7 +467,7 @@ class TestModuleGenerate:
         started = []
 
         def fake_llm(model, *, warmup):
-            assert not warmup, "few of the shapes will be needed"
+            assert warmup == "none", "few of the shapes will be needed"
             started.append(model)
             return start()[0]
 

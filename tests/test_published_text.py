@@ -15,7 +15,7 @@ def published(test_data):
 
 @pytest.fixture(scope="module")
 def llm(test_data):
-    options = {"warmup": False, "max_num_batched_tokens": 32, "kv_cache_memory": 2**24, "progress": False}
+    options = {"warmup": "none", "max_num_batched_tokens": 32, "kv_cache_memory": 2**24, "progress": False}
     with LLM(str(test_data / "models/stories260K"), max_model_len=256, **options) as llm:
         yield llm
 

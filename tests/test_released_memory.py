@@ -13,7 +13,7 @@ from jaxserve import LLM, SamplingParams
 
 counts = []
 for number in range(4):
-    with LLM(sys.argv[1], load_format="dummy", warmup=False, progress=False, max_num_seqs=2 + number) as llm:
+    with LLM(sys.argv[1], load_format="dummy", warmup="none", progress=False, max_num_seqs=2 + number) as llm:
         llm.generate("abc", SamplingParams(max_tokens=2), use_tqdm=False)
     counts.append(len(jax.devices()[0].client.live_executables()))  # though `llm` is still there
 print(*counts)

@@ -59,18 +59,18 @@ def add_commands(parser: Parser) -> None:
         "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
     )
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
-    add_config_flags(batch, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+    add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
     _add_batches(each, default="1:128:128")
     each.add_flag(
         "workload", "--profile", action="store_true", help="list the GPU's kernels in the second half of a run"
     )
-    add_config_flags(each, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+    add_config_flags(each, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
-    add_config_flags(text, EngineConfig, defaults={"warmup": False, "enable_prefix_caching": False})
+    add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
     loading.add_flag(

@@ -41,7 +41,7 @@ def run(config: Mapping[str, Any], *, num_requests: int, input_len: int, num_ste
             max_num_batched_tokens=max(2048, num_requests),
             kernels="xla",
             overlap=False,
-            warmup=False,
+            warmup="none",
         )
         engine, _ = start_engine(engine_config, mesh=None, progress=False)
     try:

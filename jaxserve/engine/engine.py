@@ -62,7 +62,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has anything to do."""
-        return bool(self._in_flight) or self.has_requests
+        return bool(self._in_flight) or self.has_requests or self.runner.has_first_runs
 
     @property
     def has_requests(self) -> bool:
@@ -106,6 +106,7 @@ class Engine:
         This also holds for requests with a grammar: only their draw depends on their token of the step before, and the
         mask that it determines is computed while the device runs the layers.
         """
+        self.runner.advance_warm_up()
         outputs = self._add_compiled() if self._num_compiling else []
         start = time.perf_counter()
         plan = self.scheduler.schedule()

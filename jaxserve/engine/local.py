@@ -36,6 +36,9 @@ STATS_INTERVAL = 0.02
 """Seconds between two snapshots of the engine's state while it is busy."""
 
 
+WARM_UP_INTERVAL = 0.1
+"""Seconds between two looks at what has been compiled in the background, while there is nothing else to do."""
+
 MAX_WAITING_SHOWN = 64
 """Waiting requests that a snapshot has: the queue may be long."""
 
@@ -256,7 +259,7 @@ class LocalEngineClient(EngineClient):
                 if self._engine.has_work:
                     return True
                 self._stats = self._engine.stats()
-                self._condition.wait()
+                self._condition.wait(WARM_UP_INTERVAL if self._engine.runner.is_warming_up else None)
             if self._is_closing:
                 return False
             commands, self._commands = self._commands, []

@@ -1,7 +1,9 @@
 """Runner: owns params, KVCache, slots and the compiled programs; turns a StepPlan into work on the device."""
 
+import collections
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -15,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, wants_prompt_logprobs
 from jaxserve.execution.kv_cache import init_kv_cache
+from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
 from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Forward, PlainDecode, Program
@@ -37,6 +40,9 @@ _LAUNCHING = threading.Lock()
 `pallas_kernels.peers`), so the engines of a process take turns and all devices get the programs in one order. A call
 returns when every device has been given its program.
 """
+
+NUM_FIRST_RUNS = 3
+"""Runs of a program on nothing before requests may use it, where the first ones take longer."""
 
 
 class HostLogprobs:
@@ -115,7 +121,8 @@ class Runner:
         """`lowering` lowers what `warm_up` compiles, until `allocate` closes it; without it this process does."""
         self.builder = builder
         self.model = builder.model
-        self.mesh = builder.model.mesh
+        assert isinstance(builder.model.mesh, Mesh)
+        self.mesh: Mesh = builder.model.mesh
         self.block_size = builder.model.block_size
         self.layout = builder.model.layout
         self.bytes_per_block = builder.model.bytes_per_block
@@ -124,6 +131,9 @@ class Runner:
             self._lower, compiler_options=lambda program: program.compiler_options(builder.model)
         )
         self._lowering = lowering
+        self._background: BackgroundWarmUp | None = None
+        self._ready: set[Program] | None = None
+        self._first_runs: collections.deque[Program] = collections.deque()
         self._features = np.zeros(self.model.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
         self._no_admissions: jax.Array | None = None
@@ -170,8 +180,14 @@ class Runner:
         before a request needs it. The number of blocks must be set. Raises NotImplementedError.
         """
         shapes = self.builder.shapes
-        nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
-        decode = shapes.step_for(1, is_plain=True, is_decode_only=True, **nothing).forward
+        decode = shapes.step_for(
+            1,
+            is_plain=True,
+            is_decode_only=True,
+            has_logprobs=False,
+            has_prompt_logprobs=False,
+            has_embeddings=False,
+        ).forward
         for program in (shapes.largest, decode):
             if program not in self.steps:
                 self._lower(program)
@@ -193,27 +209,69 @@ class Runner:
             self._no_admissions = jax.device_put(nobody, model.replicated)
         jax.block_until_ready((self.state["kv_cache"], self.state["slots"]))
 
-    def warm_up(self, *, progress: bool) -> WarmUp:
-        """Compile every program that a plan can ask for; the number of blocks must be set.
+    def warm_up(self, *, only_first: bool = False, progress: bool) -> WarmUp:
+        """Compile every program that a plan can ask for, or those that the engine cannot take requests without; the
+        number of blocks must be set.
 
         To be called before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for
         that.
         """
-        assert isinstance(self.mesh, Mesh)
+        first = set(self.builder.first_programs())
         return self.steps.warm_up(
-            self.builder.shapes.programs,
+            [program for program in self.builder.shapes.programs if program in first or not only_first],
             num_lowered_elsewhere=0 if self._lowering is None else self._lowering.num_workers,
-            kernels_of=self._kernels_of,
+            kernels_of=functools.partial(self._kernels_of, self._lowering),
             mesh=self.mesh,
             progress=progress,
         )
 
-    def run_empty_steps(self, *, times: int = 3) -> None:
+    def warm_up_rest(self, lowering: Lowering, *, on_end: Callable[[], object]) -> None:
+        """Compile the programs that are missing while steps run in those that are there. `lowering` is closed, and
+        `on_end` is called by another thread, when all is compiled.
+        """
+        self._ready = {program for program, _ in self.steps.items()}
+        in_order = [program for phase in self.builder.order() for program in phase.programs]
+        self._background = BackgroundWarmUp(
+            self.steps,
+            [program for program in in_order if program not in self._ready],
+            num_blocks=self.num_blocks,
+            lowering=lowering,
+            kernels_of=functools.partial(self._kernels_of, lowering),
+            mesh=self.mesh,
+            on_compiled=self._take_compiled,
+            on_end=on_end,
+        )
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether steps may run in programs that are larger than they need."""
+        return self._ready is not None
+
+    @property
+    def has_first_runs(self) -> bool:
+        """Whether `advance_warm_up` has a program to run."""
+        return bool(self._first_runs)
+
+    def advance_warm_up(self) -> None:
+        """Let steps run in what has been compiled meanwhile. Between two steps, in the thread that dispatches them: a
+        program whose first runs take longer is run on nothing, once a call.
+        """
+        if self._ready is None:
+            return
+        if self._first_runs:
+            program = self._first_runs.popleft()
+            self._run(program, *program.nothing(self.model))
+            if program not in self._first_runs:
+                self._ready.add(program)
+        elif self._background is not None and self._background.is_done:
+            self._ready = None
+
+    def run_empty_steps(self) -> None:
         """Run all that is compiled, after `allocate`, on nothing: KV and slots stay as they are.
 
         On a GPU the first runs of a program record its command buffers, which no request should wait for.
         """
-        for _ in range(times):
+        for _ in range(NUM_FIRST_RUNS):
             for program, _ in self.steps.items():
                 jax.block_until_ready(self._run(program, *program.nothing(self.model)))
 
@@ -266,7 +324,17 @@ class Runner:
             has_logprobs=bool(needed & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
             has_embeddings=bool(needed & Feature.POOLING),
+            is_ready=self._is_ready,
         )
+
+    def _is_ready(self, program: Program) -> bool:
+        return self._ready is None or program in self._ready
+
+    def _take_compiled(self, program: Program) -> None:
+        if self.model.traits.records_first_runs:
+            self._first_runs.extend([program] * NUM_FIRST_RUNS)
+        elif self._ready is not None:
+            self._ready.add(program)
 
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program with the state and these arguments, update the state, and return the other results."""
@@ -279,6 +347,8 @@ class Runner:
     def close(self) -> None:
         """Free the device memory and the programs now instead of when the last reference goes."""
         self._close_lowering()
+        if self._background is not None:
+            self._background.close()
         self.steps.clear()
         for leaf in jax.tree.leaves((self.state, self._no_admissions)):
             leaf.delete()
@@ -309,17 +379,17 @@ class Runner:
         return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
-        program = self.builder.shapes.masks_for(len(masks.slots))
+        program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)
         self._run(program, pack_masks(masks, num_rows=program.num_rows, num_slots=self.model.max_num_seqs))
 
     def _lower(self, program: Program) -> Lowered:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
-    def _kernels_of(self, lowered: Lowered) -> Set[MosaicKernel]:
+    def _kernels_of(self, lowering: Lowering | None, lowered: Lowered) -> Set[MosaicKernel]:
         """Return the kernels to compile before a program; none if programs were found lowered, since they are found
         compiled, too.
         """
-        if not self.model.has_kernels or (self._lowering is not None and not self._lowering.num_made):
+        if not self.model.has_kernels or (lowering is not None and not lowering.num_made):
             return frozenset()
         return frozenset().union(*map(kernels_of, parts_of(lowered)))
 

@@ -151,7 +151,7 @@ def test_the_report_compares_with_the_first_contender():
 @pytest.mark.slow
 def test_throughput_runs_both_schedulers():
     jobs = mixed_jobs(5, mean_input=12, mean_output=6, seed=0, vocab_size=128)
-    engine = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, warmup=False)
+    engine = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, warmup="none")
     report = throughput.run(jobs, model_config=TINY, engine=engine, peer_python=None)
     names = [line.split("|")[1].strip() for line in report.splitlines() if line.startswith("| jaxserve")]
     assert names == ["jaxserve, continuous batching", "jaxserve, static batching"]
@@ -175,7 +175,7 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
         max_model_len=64,
         max_num_batched_tokens=16,
         enable_prefix_caching=False,
-        warmup=False,
+        warmup="none",
     )
     peer_file = tmp_path / "peer.json"
     runs = [{"B": 3, "i": 10, "o": 6, "prefill_tok_s": 1234, "out_tok_s": 77, "tpot_ms": 5.5, "total_s": 1.0}]
@@ -205,7 +205,7 @@ def test_steps_of_a_batch(tmp_path):
         max_num_batched_tokens=16,
         max_num_seqs=4,
         enable_prefix_caching=False,
-        warmup=False,
+        warmup="none",
     )
     reports = list(steps.run(config, [BatchShape(3, 10, 5), BatchShape(1, 40, 2)], profile=True))
     assert len(reports) == 4
@@ -248,7 +248,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
     text_path = tmp_path / "text.txt"
     text_path.write_text("xyz" * 100)  # a token a byte
     config = EngineConfig(
-        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup=False
+        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup="none"
     )
     title, *_, ours, xz = bits_per_byte.run(config, text_path=text_path).splitlines()
     assert title == "text.txt: 300 bytes, 300 tokens in 3 runs; no BOS, so 3 tokens cost nothing"

@@ -16,7 +16,7 @@ GOLDENS = json.loads((pathlib.Path(__file__).parent / "goldens.json").read_text(
 @pytest.mark.parametrize("name", quick_only(BUILTIN_MODELS, "scribe-2m"))
 def test_greedy_text_equals_transformers(name):
     rows = [row for row in GOLDENS if row["model"] == name]
-    with LLM(name, dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, warmup=False, progress=False) as llm:
+    with LLM(name, dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, warmup="none", progress=False) as llm:
         prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
     for row, output in zip(rows, outputs, strict=True):

@@ -112,7 +112,7 @@ def compare_with_xla(
     shared = [rng.randrange(1000) for _ in range(40)]
     prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]
     prompts += [shared + prompt for prompt in prompts[:10]]
-    options = {"load_format": "dummy", "max_num_batched_tokens": max_num_batched_tokens, "warmup": False}
+    options = {"load_format": "dummy", "max_num_batched_tokens": max_num_batched_tokens, "warmup": "none"}
     options |= {"quantization": quantization}
     options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 

@@ -81,7 +81,7 @@ def start(path, num_devices):
         max_num_batched_tokens=4,
         block_size=4,
         kv_cache_memory=2**20,
-        warmup=False,
+        warmup="none",
     )
     return start_engine(config, mesh=None, progress=False)
 

@@ -31,7 +31,7 @@ CONFIG = EngineConfig(
     max_num_batched_tokens=16,
     block_size=4,
     kv_cache_memory=2**20,
-    warmup=False,
+    warmup="none",
 )
 
 

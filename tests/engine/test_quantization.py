@@ -84,7 +84,7 @@ def greedy_tokens(path, quantization, num_devices=1, **options):
         max_num_batched_tokens=8,
         block_size=4,
         kv_cache_memory=2**20,
-        warmup=False,
+        warmup="none",
         **options,
     )
     engine, _ = start_engine(config, mesh=None, progress=False)

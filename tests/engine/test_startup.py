@@ -15,7 +15,7 @@ from waiting import PATIENCE
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
-from jaxserve.engine import startup
+from jaxserve.engine import device, report, sizing, startup
 from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.kv_cache import choose_num_blocks
@@ -28,18 +28,18 @@ from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 CONFIG = EngineConfig(
-    model=str(GOLDENS / "llama_biases_linear_rope"), load_format="dummy", max_model_len=64, warmup=False
+    model=str(GOLDENS / "llama_biases_linear_rope"), load_format="dummy", max_model_len=64, warmup="none"
 )
 
 
 def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 16000 kB\nMemFree:    100 kB\nMemAvailable:   5000 kB\n")
-    monkeypatch.setattr(startup, "MEMINFO", meminfo)
+    monkeypatch.setattr(device, "MEMINFO", meminfo)
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    assert startup._available_memory(mesh) == 2500 * 1024
-    monkeypatch.setattr(startup, "MEMINFO", pathlib.Path("/no/such/file"))
-    assert startup._available_memory(mesh) > 2**27
+    assert device.free_memory(mesh) == 2500 * 1024
+    monkeypatch.setattr(device, "MEMINFO", pathlib.Path("/no/such/file"))
+    assert device.free_memory(mesh) > 2**27
 
 
 def test_weights_of_every_step_and_of_experts():
@@ -50,7 +50,7 @@ def test_weights_of_every_step_and_of_experts():
     rest = 151_936 * 2048 + 48 * 128 * 2048
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     specs = family.param_specs(config)
-    assert startup._weight_bytes(specs, dtype=np.dtype(np.float16)) == (2 * (attention + rest + norms), 2 * experts)
+    assert report.bytes_read(specs, dtype=np.dtype(np.float16)) == (2 * (attention + rest + norms), 2 * experts)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_bytes"), [(0, 100), (1, 140), (2, 177.5), (10_000, 740)])
@@ -77,8 +77,8 @@ def test_more_than_memory_has_room_for_is_refused_by_name(options):
 
 def test_the_tensor_axis_splits_the_weights(monkeypatch):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
-    monkeypatch.setattr(startup, "_available_memory", lambda mesh: whole - 1)
-    monkeypatch.setattr(startup, "_check_room_for_steps", lambda *args, **options: None)
+    monkeypatch.setattr(startup, "free_memory", lambda mesh: whole - 1)
+    monkeypatch.setattr(sizing.Sizing, "check_steps", lambda *args, **options: None)
     with pytest.raises(OutOfMemory, match="a device for its weights"):
         startup.start_engine(CONFIG, mesh=None, progress=False)
     engine, _ = startup.start_engine(CONFIG, mesh=mesh_of(data=1, tensor=2), progress=False)
@@ -139,7 +139,7 @@ def test_an_eos_that_is_no_token_id(tmp_path):
 
 
 def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):
-    monkeypatch.setattr(startup, "_load", lambda *_, **__: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(startup, "load", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(OutOfMemory):
         startup.start_engine(dataclasses.replace(CONFIG, kv_cache_memory=1000), mesh=None, progress=False)
 
@@ -158,9 +158,9 @@ def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(startup, "Lowering", Recorded)
-    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
-    monkeypatch.setattr(startup, "_load", fail)
-    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=True, compilation_cache_dir="")
+    monkeypatch.setattr(startup, "choose_kernels", lambda *_: "sm90")
+    monkeypatch.setattr(startup, "load", fail)
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup="full", compilation_cache_dir="")
     with pytest.raises(KeyboardInterrupt):
         startup.start_engine(config, mesh=None, progress=False)
     (lowering,) = started
@@ -171,9 +171,9 @@ def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("warmup", ["none", "background", "full"])
 def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, warmup):
-    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    monkeypatch.setattr(startup, "choose_kernels", lambda *_: "sm90")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=warmup, compilation_cache_dir="")
     with pytest.raises(ConfigError, match=r"no kernel for this model: .* float32"):
         startup.start_engine(config, mesh=None, progress=False)
@@ -182,11 +182,11 @@ def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, war
 @pytest.mark.slow
 def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, caplog):
     """The next start finds these on disk."""
-    monkeypatch.setattr(startup, "_kernels", lambda *_: "sm90")
+    monkeypatch.setattr(startup, "choose_kernels", lambda *_: "sm90")
     monkeypatch.setattr(startup, "StepSpec", lambda **fields: StepSpec(**fields | {"kernels": "xla"}))  # on this CPU
     monkeypatch.setattr(startup, "enable_persistent_cache", lambda _: tmp_path)
     caplog.set_level("INFO", logger="jaxserve")
-    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup=True)
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, kv_cache_memory=2**20, warmup="full")
     # Forward passes, prompt logprobs and embeddings of 1, 2 and 4 tokens; draws and masks of 1 and 2 rows; admissions.
     num_programs = 3 * 3 + 2 + 2 + 2
     for num_found in (0, num_programs):
@@ -219,23 +219,23 @@ def test_what_steps_take():
     assert runner.step_memory() == slots + left + max(needed)
 
 
-@pytest.mark.parametrize("warmup", quick_first([False, True]))
+@pytest.mark.parametrize("warmup", quick_first(["none", "background"]))
 @pytest.mark.parametrize("expected", quick_first([10**6, 0]))
 def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
     """Steps are compiled for a cache that leaves room for their expected memory, and again if they need more."""
     available, weights = 10**8, sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
-    frees = iter([available, available, available - weights])
-    monkeypatch.setattr(startup, "_available_memory", lambda mesh: next(frees))
+    frees = iter([available, available - weights])
+    monkeypatch.setattr(startup, "free_memory", lambda mesh: next(frees))
     monkeypatch.setattr(startup, "CPU_KV_CACHE_MEMORY", None)
-    monkeypatch.setattr(startup, "GPU_MEMORY_RESERVE", 1000)
-    monkeypatch.setattr(startup, "KV_CACHE_UNIT", 1)
+    monkeypatch.setattr(sizing, "GPU_MEMORY_RESERVE", 1000)
+    monkeypatch.setattr(sizing, "KV_CACHE_UNIT", 1)
     monkeypatch.setattr(StepBuilder, "expected_step_memory", property(lambda builder: expected))
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, warmup=warmup)
     engine, info = startup.start_engine(config, mesh=None, progress=False)
     runner = engine.runner
     needed = runner.step_memory()
     assert 0 < needed < 10**6
-    trials = 0 if warmup else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.state["params"]))
+    trials = 0 if warmup == "background" else 2 * max(leaf.nbytes for leaf in jax.tree.leaves(runner.state["params"]))
     left = available - weights - trials - 1000 - max(needed, expected) - (1 if expected else 0)
     assert info.num_blocks == runner.num_blocks == left // runner.bytes_per_block
     assert ("compiling again" in caplog.text) == (expected == 0)

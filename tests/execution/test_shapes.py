@@ -145,3 +145,61 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
         else:
             assert step.embed is None
     assert not unused
+
+
+@pytest.mark.parametrize("has_lean_programs", [True, False])
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(1, 1), (5, 4), (64, 100), (300, 100), (1000, 1000)])
+def test_every_plan_has_a_step_among_the_first_programs(budget, max_num_seqs, has_lean_programs):
+    """So that none waits for a compiler; later it has one with less padding."""
+    shapes = make_shapes(budget, max_num_seqs, has_lean_programs=has_lean_programs)
+    order = shapes.order(lambda _: False)
+    programs = [program for phase in order for program in phase.programs]
+    assert sorted(map(repr, programs)) == sorted(map(repr, shapes.programs))
+    first = {program for phase in order if phase.is_first for program in phase.programs}
+    assert [phase.is_first for phase in order] == sorted((phase.is_first for phase in order), reverse=True)
+    assert shapes.largest in first
+    for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
+        needs = dict(zip(NEEDS, values, strict=True))
+        step = shapes.step_for(num_tokens, **needs, is_ready=first.__contains__)
+        assert {program for program in step if program is not None} <= first
+        exact = shapes.step_for(num_tokens, **needs)
+        assert num_tokens <= exact.forward.size <= step.forward.size
+        assert step.draw is None or step.draw.has_logprobs >= needs["has_logprobs"]
+        assert (step.prompt_logprobs is not None, step.embed is not None) == (
+            needs["has_prompt_logprobs"],
+            needs["has_embeddings"],
+        )
+    for num_rows in range(1, min(budget, max_num_seqs) + 1):
+        assert shapes.masks_for(num_rows, is_ready=first.__contains__) in first
+
+
+def test_the_order_of_programs_on_a_gpu():
+    """What XLA tries out on the device comes before the cache takes its memory, then what most requests gain from."""
+    shapes = make_shapes(8192, 256)
+    order = shapes.order(lambda program: isinstance(program, Forward | PlainDecode) and program.size < 128)
+    assert [str(phase) for phase in order][:5] == [
+        "first, for any step: Forward 8192, Draw 256, Draw 256",
+        "first, for hidden states: PromptLogprobs 8192, Embed 8192",
+        "first, for slots: Admit, AdmitExtras, Allow 256",
+        "first, for decode: PlainDecode 256",
+        "first, for tuned on the device: PlainDecode 1, PlainDecode 4, PlainDecode 16, PlainDecode 32, PlainDecode 64, "
+        "Forward 16, Draw 16, Draw 16, Forward 64, Draw 64, Draw 64, Forward 64",
+    ]
+    assert [phase.purpose for phase in order][5:] == [
+        "decode of fewer rows",
+        "steps of fewer tokens",
+        "decode with penalties, masks or log probabilities",
+        "masks of fewer rows",
+        "log probabilities of prompts",
+        "embeddings",
+    ]
+
+
+def test_the_order_of_programs_on_a_cpu():
+    order = make_shapes(512, 64, has_lean_programs=False).order(lambda _: False)
+    assert [str(phase) for phase in order if phase.is_first] == [
+        "first, for any step: Forward 512, Draw 64",
+        "first, for hidden states: PromptLogprobs 512, Embed 512",
+        "first, for slots: Admit, AdmitExtras, Allow 64",
+        "first, for decode: Forward 16, Draw 16",
+    ]

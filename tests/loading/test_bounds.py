@@ -51,7 +51,7 @@ def test_numbers_of_a_config(tmp_path, name, value):
     for read in (
         lambda: needs(str(path), memory=2**30),
         lambda: convert(str(path), tmp_path / "store", progress=False),
-        lambda: start_engine(EngineConfig(model=str(path), warmup=False), mesh=None, progress=False),
+        lambda: start_engine(EngineConfig(model=str(path), warmup="none"), mesh=None, progress=False),
     ):
         with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be "):
             read()
@@ -146,7 +146,7 @@ def test_numbers_of_manifests(tmp_path, change, message):
     (tmp_path / "store" / MANIFEST).write_text(json.dumps(manifest))
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=message):
-        start_engine(EngineConfig(model=str(tmp_path / "store"), warmup=False), mesh=None, progress=False)
+        start_engine(EngineConfig(model=str(tmp_path / "store"), warmup="none"), mesh=None, progress=False)
     assert time.monotonic() - began < SECONDS
 
 

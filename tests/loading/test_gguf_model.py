@@ -491,7 +491,7 @@ def test_the_published_story(test_data):
     specs = family.param_specs(dataclasses.replace(config, tie_word_embeddings=True))
     whole = load_weights(folder, specs, dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
-    options = {"warmup": False, "max_num_batched_tokens": 8, "kv_cache_memory": 2**24, "max_num_seqs": 1}
+    options = {"warmup": "none", "max_num_batched_tokens": 8, "kv_cache_memory": 2**24, "max_num_seqs": 1}
     with LLM(str(path), max_model_len=128, progress=False, **options) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=100)
         (output,) = llm.generate("Once upon a time", greedy, use_tqdm=False)

@@ -246,7 +246,7 @@ def test_so_many_at_once_that_the_engine_is_busy_and_no_more(files):
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     source, destination = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    command = ["run-batch", "-i", str(source), "-o", str(destination), "--load-format", "dummy", "--no-warmup"]
+    command = ["run-batch", "-i", str(source), "-o", str(destination), "--load-format", "dummy", "--warmup", "none"]
     command += ["--model", str(tiny_model.write(tmp_path / "model")), "--served-model-name", "tiny"]
     assert cli.main(command) == 1
     assert f"cannot read {source}" in capsys.readouterr().err, "before a model is loaded"

@@ -47,7 +47,7 @@ def engine_server(tmp_path_factory):
         max_num_batched_tokens=4,
         block_size=4,
         kv_cache_memory=2**20,
-        warmup=False,
+        warmup="none",
     )
     with contextlib.closing(LocalEngineClient.start(config)) as client:
         server = Running(

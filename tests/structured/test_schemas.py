@@ -33,7 +33,7 @@ def llm(tmp_path_factory):
     with LLM(
         str(path),
         load_format="dummy",
-        warmup=False,
+        warmup="none",
         progress=False,
         max_num_seqs=64,
         max_num_batched_tokens=64,

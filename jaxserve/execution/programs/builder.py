@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxserve.execution.programs.kinds import Forward, PlainDecode, Program
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.parts import Cut, Halves, Lowered, LoweredInTwo, cut_in_two
-from jaxserve.execution.programs.shapes import StepShapes
+from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
 from jaxserve.layers.paths import StepShape
@@ -73,6 +73,14 @@ class StepBuilder:
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
         more = max(COPIES_OF_HIDDEN * hidden, COPIES_TO_SORT * chunk)
         return model.state_bytes + COPIES_OF_LOGITS * logits + more
+
+    def order(self) -> list[Phase]:
+        """Return what is compiled, for what, in which order."""
+        return self.shapes.order(lambda program: program.is_tuned(self.model))
+
+    def first_programs(self) -> list[Program]:
+        """Return the programs without which there would be requests to wait for a compiler."""
+        return [program for phase in self.order() if phase.is_first for program in phase.programs]
 
     def describe_paths(self) -> list[str]:
         """Return how the layers of the programs run, and why not faster: lines for people."""

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxserve.cpus import num_usable_cpus
+from jaxserve.cpus import num_usable_cpus, yield_processors
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.mosaic import MosaicKernel, compile_kernel
 from jaxserve.execution.programs.parts import Compiled, Lowered
@@ -56,6 +56,8 @@ class CompiledSteps:
         self._executables: dict[Any, Compiled] = {}
         self._lock = threading.Lock()
         self._is_warm = False
+        self._is_stopped = False
+        self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
 
@@ -76,6 +78,13 @@ class CompiledSteps:
         self._executables.clear()
         self._is_warm = False
 
+    def stop(self) -> None:
+        """End a warm-up that runs in another thread, once what it compiles right now is compiled."""
+        with self._lock:
+            self._is_stopped = True
+            for pool in self._pools:
+                pool.shutdown(wait=False, cancel_futures=True)
+
     def items(self) -> ItemsView[Any, Compiled]:
         """All that are compiled by now."""
         return self._executables.items()
@@ -93,36 +102,58 @@ class CompiledSteps:
         self,
         keys: Iterable[Any],
         *,
+        lower: Callable[[Any], Lowered] | None = None,
         num_lowered_elsewhere: int = 0,
+        is_background: bool = False,
+        on_compiled: Callable[[Any], object] = lambda _: None,
         kernels_of: Callable[[Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
         mesh: Mesh | None = None,
         progress: bool,
     ) -> WarmUp:
         """Compile every key in parallel: XLA compiles outside the GIL.
 
-        `lower` is called by one thread, or by as many as wait for other processes that do the work. The kernels that
-        `kernels_of` finds in a program are compiled before it, for the devices of `mesh`, when all programs are
-        lowered. From the first program with kernels on, those without wait too: they would take turns with kernels.
+        `lower`, by default the function that misses are lowered by, is called by one thread, or by as many as wait for
+        other processes that do the work. The kernels that `kernels_of` finds in a program are compiled before it, for
+        the devices of `mesh`, when all programs are lowered. From the first program with kernels on, those without wait
+        too: they would take turns with kernels. In the background one program is compiled at a time, in the order of
+        `keys`, by a thread that gets what processor time others leave. `on_compiled` is called by the thread that has
+        compiled a key. Raises CancelledError after `stop`.
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
         name = f"jaxserve-warm-up-{next(_warm_ups)}"
-        lowering, compiling_kernels, compiling = (
-            concurrent.futures.ThreadPoolExecutor(max_workers, thread_name_prefix=f"{name}-")
-            for max_workers in (max(1, num_lowered_elsewhere), MAX_KERNELS_AT_A_TIME, min(16, num_usable_cpus()))
+        # Lowering holds the GIL: at a low priority it would keep others waiting for that.
+        lowering = concurrent.futures.ThreadPoolExecutor(max(1, num_lowered_elsewhere), thread_name_prefix=f"{name}-")
+        compiling_kernels, compiling = (
+            concurrent.futures.ThreadPoolExecutor(
+                max_workers, thread_name_prefix=f"{name}-", initializer=yield_processors if is_background else None
+            )
+            for max_workers in (MAX_KERNELS_AT_A_TIME, 1 if is_background else min(16, num_usable_cpus()))
         )
+        pools = [lowering, compiling_kernels, compiling]
+        with self._lock:
+            self._pools = pools
+            if self._is_stopped:
+                raise concurrent.futures.CancelledError
         submitted: list[concurrent.futures.Future[Any]] = []
 
         def submit[T](
             pool: concurrent.futures.ThreadPoolExecutor, function: Callable[..., T], *args: Any
         ) -> concurrent.futures.Future[T]:
-            submitted.append(future := pool.submit(function, *args))
+            try:
+                submitted.append(future := pool.submit(function, *args))
+            except RuntimeError:  # the pool was shut down
+                raise concurrent.futures.CancelledError from None
             return future
+
+        def compile_and_tell(key: Any, lowered: Lowered) -> None:
+            self._compile(key, lowered)
+            on_compiled(key)
 
         with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
 
             def compile_later(key: Any, lowered: Lowered) -> concurrent.futures.Future[Any]:
-                future = submit(compiling, self._compile, key, lowered)
+                future = submit(compiling, compile_and_tell, key, lowered)
                 future.add_done_callback(lambda _: bar.update())
                 return future
 
@@ -130,7 +161,7 @@ class CompiledSteps:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
                 waiting: dict[Any, Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
-                futures = {submit(lowering, self._lower, key): key for key in missing}
+                futures = {submit(lowering, lower or self._lower, key): key for key in missing}
                 for future in concurrent.futures.as_completed(futures):
                     key, lowered = futures[future], future.result()
                     for kernel in kernels_of(lowered) - kernels.keys():
@@ -145,7 +176,6 @@ class CompiledSteps:
                 kernels_after = time.perf_counter() - start
                 _wait(compiled + [compile_later(key, waiting[key]) for key in missing if key in waiting])
             finally:  # Ctrl-C, or a shape that does not compile: those not begun are not waited for
-                pools = (lowering, compiling_kernels, compiling)
                 for pool in pools:
                     pool.shutdown(wait=False, cancel_futures=True)
                 # Before their threads: interrupted in Thread.join, Python 3.12 takes one for ended that is at work.

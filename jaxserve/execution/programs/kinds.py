@@ -70,6 +70,15 @@ class Kind(msgspec.Struct, frozen=True, tag=True):
         """Return XLA's options. Few steps run a program with a matrix product that has no layers."""
         return _LEFT_TO_CUBLAS if model.has_kernels else {}
 
+    def is_tuned(self, model: StepModel) -> bool:
+        """Whether XLA tries out matrix products on the device while it compiles the program."""
+        return model.traits.tries_out_matmuls and not self.compiler_options(model)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens or rows that the program is for."""
+        return 0
+
 
 _LEFT_TO_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
@@ -79,6 +88,11 @@ class _WithLayers(Kind, frozen=True):
     gives: ClassVar[tuple[State, ...]] = ("kv_cache", "slots")
 
     bucket: Bucket
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.bucket.num_tokens
 
     @override
     def compiler_options(self, model: StepModel) -> dict[str, Any]:
@@ -164,6 +178,11 @@ class Draw(Kind, frozen=True, tag=True):
     num_rows: int
     has_logprobs: bool
 
+    @property
+    @override
+    def size(self) -> int:
+        return self.num_rows
+
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
         return functools.partial(
@@ -192,6 +211,11 @@ class Draw(Kind, frozen=True, tag=True):
 
 class _OfHidden(Kind, frozen=True):
     bucket: Bucket
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.bucket.num_tokens
 
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
@@ -285,6 +309,11 @@ class Allow(_WritesSlots, frozen=True, tag=True):
     write: ClassVar[Callable[..., Slots]] = staticmethod(allow)
 
     num_rows: int
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.num_rows
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:

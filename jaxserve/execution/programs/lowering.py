@@ -26,7 +26,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxserve.cpus import num_usable_cpus
+from jaxserve.cpus import num_usable_cpus, yield_processors
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.parts import Lowered
@@ -103,10 +103,20 @@ class Lowering:
         num_made: those that were not.
     """
 
-    def __init__(self, builder: StepBuilder, *, folder: pathlib.Path | None, num_workers: int | None = None):
-        """`folder`: where lowered steps are kept, if they are."""
+    def __init__(
+        self,
+        builder: StepBuilder,
+        *,
+        folder: pathlib.Path | None,
+        num_workers: int | None = None,
+        is_background: bool = False,
+    ):
+        """Lowered steps are kept in `folder`, if there is one. Without workers this process lowers; in the background
+        they get what processor time others leave.
+        """
         assert isinstance(builder.model.mesh, Mesh)
-        self.num_workers = num_workers or min(MAX_WORKERS, num_usable_cpus() * 8 // 5)
+        self.num_workers = min(MAX_WORKERS, num_usable_cpus() * 8 // 5) if num_workers is None else num_workers
+        self._is_background = is_background
         self.num_found = 0
         self.num_made = 0
         self._builder = builder
@@ -121,6 +131,8 @@ class Lowering:
 
     def lower(self, program: Program, num_blocks: int) -> Lowered:
         """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises."""
+        if self.num_workers == 0 and self._folder is None:
+            return self._builder.lower(program, num_blocks)
         job = Job(program, num_blocks)
         prepared = self._prepared.pop(job, None)
         try:
@@ -159,7 +171,7 @@ class Lowering:
                 raise _WorkerFailed("the workers have ended")
             while len(self._workers) < self.num_workers:
                 try:
-                    worker = _Worker(self._settings)
+                    worker = _Worker(self._settings, is_background=self._is_background)
                 except OSError as error:
                     raise _WorkerFailed(f"no worker can be started ({error})") from error
                 self._workers.append(worker)
@@ -169,16 +181,22 @@ class Lowering:
         return self._find(job) or self._make(job)
 
     def _make(self, job: Job) -> bytes:
-        self._start()
-        worker = self._idle.get()
-        try:
-            exported = worker.run(job)
-        finally:
-            self._give_back(worker)
+        if self.num_workers:
+            exported = self._make_elsewhere(job)
+        else:
+            exported = self._builder.export(job.program, job.num_blocks)
         with self._lock:
             self.num_made += 1
         self._keep(job, exported)
         return exported
+
+    def _make_elsewhere(self, job: Job) -> bytes:
+        self._start()
+        worker = self._idle.get()
+        try:
+            return worker.run(job)
+        finally:
+            self._give_back(worker)
 
     def _give_back(self, worker: "_Worker") -> None:
         """Return a worker for the next job. If it has died and is not the last one it is dropped, and the next job
@@ -238,7 +256,7 @@ class _Worker:
         is_gone: whether a job has found that it has ended.
     """
 
-    def __init__(self, settings: WorkerSettings):
+    def __init__(self, settings: WorkerSettings, *, is_background: bool):
         """Start the process. Raises OSError if that fails."""
         self.is_gone = False
         reader, writer = os.pipe()
@@ -262,6 +280,9 @@ class _Worker:
             raise
         finally:
             os.close(writer)
+        if is_background:
+            with contextlib.suppress(ProcessLookupError):
+                yield_processors(self._process.pid)
         with contextlib.suppress(OSError):  # it has ended already, which the first job will report
             write_message(self._process.stdin, settings)
 

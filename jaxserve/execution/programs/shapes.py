@@ -7,7 +7,7 @@ small. Beyond, a step takes as long as it has tokens, those of padding included;
 many steps run lie closer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxserve.execution.batch import Bucket
@@ -39,6 +39,19 @@ class Step(NamedTuple):
     draw: Draw | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embed: Embed | None = None
+
+
+class Phase(NamedTuple):
+    """Programs that are compiled together, and what for."""
+
+    purpose: str
+    programs: list[Program]
+    is_first: bool = False
+    """Whether the engine takes no request before they are compiled."""
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{type(program).__name__} {program.size or ''}".rstrip() for program in self.programs)
+        return f"{'first' if self.is_first else 'then'}, for {self.purpose}: {names}"
 
 
 class StepShapes:
@@ -83,7 +96,7 @@ class StepShapes:
             *with_layers,
             *map(PromptLogprobs, reversed(self._with_hidden)),
             *map(Embed, reversed(self._with_hidden)),
-            *dict.fromkeys(self._draw(size, has_logprobs) for size in num_rows for has_logprobs in (True, False)),
+            *(draw for size in num_rows for draw in reversed(self._draws(size, has_logprobs=False))),
             Admit(),
             AdmitExtras(),
             *self._masks,
@@ -94,6 +107,40 @@ class StepShapes:
         """The forward pass that needs the most memory."""
         return Forward(self._mixed[-1], is_decode_only=False)
 
+    def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
+        """Return what is compiled, for what, in which order; every program is in one phase.
+
+        The first phases are waited for: with them every plan has a step, if a larger one than it needs. Programs that
+        XLA tunes are among them, because that takes time and memory of the device. The others come in the order in
+        which requests are likely to gain from them.
+        """
+        largest = self.largest.bucket
+        plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
+        decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
+        mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
+        tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*decode, *mixed]))]
+        # Where plain rows have no programs of their own, a single request decodes in a small forward pass.
+        small = [forward for forward in mixed if forward.size >= SMALLEST_GENERAL][:1]
+        phases = [
+            Phase("any step", self._with_draws([self.largest]), is_first=True),
+            Phase("hidden states", [PromptLogprobs(largest), Embed(largest)], is_first=True),
+            Phase("slots", [Admit(), AdmitExtras(), self._masks[-1]], is_first=True),
+            Phase("decode", plain[-1:] or self._with_draws(small), is_first=True),
+            Phase("tuned on the device", tuned, is_first=True),
+            Phase("decode of fewer rows", plain),
+            Phase("steps of fewer tokens", self._with_draws(mixed)),
+            Phase("decode with penalties, masks or log probabilities", self._with_draws(decode)),
+            Phase("masks of fewer rows", list(self._masks)),
+            Phase("log probabilities of prompts", list(map(PromptLogprobs, self._with_hidden))),
+            Phase("embeddings", list(map(Embed, self._with_hidden))),
+        ]
+        seen: set[Program] = set()
+        for index, phase in enumerate(phases):
+            new = [program for program in dict.fromkeys(phase.programs) if program not in seen]
+            seen.update(new)
+            phases[index] = phase._replace(programs=new)
+        return [phase for phase in phases if phase.programs]
+
     def step_for(
         self,
         num_tokens: int,
@@ -103,37 +150,55 @@ class StepShapes:
         has_logprobs: bool,
         has_prompt_logprobs: bool,
         has_embeddings: bool,
+        is_ready: Callable[[Program], bool] = lambda _: True,
     ) -> Step:
-        """The smallest step for so many tokens, at most those of the largest bucket, that can do what rows need.
+        """Return the smallest step for so many tokens, at most those of the largest bucket, that can do what rows need
+        and whose programs are ready.
 
         `is_plain`: they need no more than draws from filtered distributions, which have no log probabilities.
         `is_decode_only`: each has one token. `has_logprobs`: of drawn tokens.
         """
         needs_hidden = has_prompt_logprobs or has_embeddings
-        is_decode_only = is_decode_only and not needs_hidden
-        if is_plain and is_decode_only and (bucket := _smallest(self._plain, num_tokens)):
-            return Step(PlainDecode(bucket))
-        if is_decode_only and (bucket := _smallest(self._decode, num_tokens)):
-            return Step(Forward(bucket, is_decode_only=True), self._draw(bucket.num_rows, has_logprobs))
-        bucket = _smallest(self._with_hidden if needs_hidden else self._mixed, num_tokens)
-        assert bucket is not None
-        return Step(
-            Forward(bucket, is_decode_only=False),
-            self._draw(bucket.num_rows, has_logprobs),
-            PromptLogprobs(bucket) if has_prompt_logprobs else None,
-            Embed(bucket) if has_embeddings else None,
-        )
 
-    def masks_for(self, num_rows: int) -> Allow:
+        def steps() -> Iterator[Step]:
+            if is_decode_only and not needs_hidden:
+                if is_plain:
+                    yield from (Step(PlainDecode(bucket)) for bucket in _from(self._plain, num_tokens))
+                for bucket in _from(self._decode, num_tokens):
+                    for draw in self._draws(bucket.num_rows, has_logprobs):
+                        yield Step(Forward(bucket, is_decode_only=True), draw)
+            for bucket in _from(self._with_hidden if needs_hidden else self._mixed, num_tokens):
+                for draw in self._draws(bucket.num_rows, has_logprobs):
+                    yield Step(
+                        Forward(bucket, is_decode_only=False),
+                        draw,
+                        PromptLogprobs(bucket) if has_prompt_logprobs else None,
+                        Embed(bucket) if has_embeddings else None,
+                    )
+
+        return next(step for step in steps() if all(program is None or is_ready(program) for program in step))
+
+    def masks_for(self, num_rows: int, *, is_ready: Callable[[Program], bool] = lambda _: True) -> Allow:
         """Return the program that writes the masks of so many rows."""
-        return next(masks for masks in self._masks if masks.num_rows >= num_rows)
+        return next(masks for masks in self._masks if masks.num_rows >= num_rows and is_ready(masks))
 
-    def _draw(self, num_rows: int, has_logprobs: bool) -> Draw:
-        return Draw(num_rows, has_logprobs=has_logprobs or not self._has_lean_programs)
+    def _with_draws(self, forwards: Iterable[Forward]) -> list[Program]:
+        """Return forward passes, each with the draws of its rows."""
+        return [
+            program
+            for forward in forwards
+            for program in (forward, *reversed(self._draws(forward.bucket.num_rows, has_logprobs=False)))
+        ]
+
+    def _draws(self, num_rows: int, has_logprobs: bool) -> list[Draw]:
+        """Return the draws that may follow a forward pass of so many rows, the one that does least first."""
+        general = Draw(num_rows, has_logprobs=True)
+        return [general] if has_logprobs or not self._has_lean_programs else [Draw(num_rows, False), general]
 
 
-def _smallest(buckets: list[Bucket], num_tokens: int) -> Bucket | None:
-    return next((bucket for bucket in buckets if bucket.num_tokens >= num_tokens), None)
+def _from(buckets: list[Bucket], num_tokens: int) -> Iterator[Bucket]:
+    """Return the buckets that hold so many tokens, the smallest first."""
+    return (bucket for bucket in buckets if bucket.num_tokens >= num_tokens)
 
 
 def _sparse(buckets: list[Bucket]) -> Iterator[Bucket]:

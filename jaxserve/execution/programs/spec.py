@@ -20,18 +20,37 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
             branch that sorts or loops breaks a program's command buffer even where it is not taken.
         admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
         leaves_tokens_on_host: programs that draw end with a copy of the tokens to pinned memory of the host.
+        tries_out_matmuls: while XLA compiles a program, it runs candidates for its matrix products on the device, which
+            takes time and memory there.
+        records_first_runs: the first runs of a program record its command buffers, and take longer.
     """
 
     has_finer_buckets: bool
     has_lean_programs: bool
     admits_in_forward: bool
     leaves_tokens_on_host: bool
+    tries_out_matmuls: bool
+    records_first_runs: bool
 
 
-ON_CPU = Traits(has_finer_buckets=False, has_lean_programs=False, admits_in_forward=False, leaves_tokens_on_host=False)
+ON_CPU = Traits(
+    has_finer_buckets=False,
+    has_lean_programs=False,
+    admits_in_forward=False,
+    leaves_tokens_on_host=False,
+    tries_out_matmuls=False,
+    records_first_runs=False,
+)
 """On a CPU branches and loops that are not taken cost nothing, and neither does a launch."""
 
-ON_GPU = Traits(has_finer_buckets=True, has_lean_programs=True, admits_in_forward=True, leaves_tokens_on_host=True)
+ON_GPU = Traits(
+    has_finer_buckets=True,
+    has_lean_programs=True,
+    admits_in_forward=True,
+    leaves_tokens_on_host=True,
+    tries_out_matmuls=True,
+    records_first_runs=True,
+)
 
 
 class StepSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,89 @@
+"""What an engine reads of a checkpoint before it loads any weight."""
+
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.held import why_not_held
+from jaxserve.layers.params import Params
+from jaxserve.layers.sharding import check_mesh
+from jaxserve.loading.builtin import resolve_names
+from jaxserve.loading.huggingface import resolve_dtype
+from jaxserve.loading.json_files import eos_token_ids
+from jaxserve.loading.weights import load_config, naming_config, stored_specs
+from jaxserve.models import get_family, max_context
+from jaxserve.models.family import Family
+
+
+class Checkpoint(NamedTuple):
+    """A model on disk."""
+
+    path: str
+    fields: dict[str, Any]
+    """Its config.json."""
+    family: Family
+    model_config: Any
+    """The same as the family reads it."""
+    eos: tuple[int, ...]
+    max_model_len: int
+    """Tokens that it is served for."""
+
+
+def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConfig, Checkpoint]:
+    """Find the checkpoint and read its config. Returns the options with names resolved to paths, too. Raises
+    CheckpointError, and ConfigError for a context that the model was not made for.
+    """
+    config = resolve_names(config, progress=progress)
+    path = config.model
+    fields = load_config(path)
+    with naming_config(path):
+        family = get_family(fields)
+        model_config = family.Config.from_hf(fields)
+    return config, Checkpoint(
+        path=path,
+        fields=fields,
+        family=family,
+        model_config=model_config,
+        eos=eos_token_ids(fields, pathlib.Path(path, "config.json")),
+        max_model_len=_max_model_len(config, model_config),
+    )
+
+
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool) -> np.dtype:
+    """Return the dtype of activations, KV and weights that are not quantized."""
+    with naming_config(checkpoint.path):
+        return resolve_dtype(config.dtype, checkpoint.fields, is_cpu=is_cpu)
+
+
+def choose_weights(
+    config: EngineConfig, checkpoint: Checkpoint, *, dtype: np.dtype, kernels: Kernels, mesh: Mesh, is_cpu: bool
+) -> Params:
+    """Declare the weights as they will lie on the devices: as their values or, where a kernel multiplies by them, as
+    the codes of the checkpoint. Raises ConfigError for a mesh that does not split them.
+    """
+    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, num_devices=mesh.size)
+    specs = stored_specs(
+        checkpoint.path,
+        checkpoint.family.param_specs(checkpoint.model_config),
+        dtype=dtype,
+        quantization=config.quantization,
+        dequantizes=config.dequantize is True,
+        why_not_held=by_default if config.dequantize is None else None,
+    )
+    axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
+    check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
+    return specs
+
+
+def _max_model_len(config: EngineConfig, model_config: Any) -> int:
+    limit = max_context(model_config)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model was made for at most {limit} tokens")
+    return config.max_model_len or model_config.max_position_embeddings

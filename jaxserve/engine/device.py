@@ -1,0 +1,118 @@
+"""The devices of an engine, and what follows from their kind: the mesh, kernels, sizes of steps, and free memory."""
+
+import logging
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND
+from jaxserve.errors import ConfigError
+from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
+from pallas_kernels.peers import can_reach_each_other
+
+logger = logging.getLogger(__name__)
+
+MEMINFO = pathlib.Path("/proc/meminfo")
+
+
+class Devices(NamedTuple):
+    """The mesh that an engine runs on, and the defaults for devices of its kind."""
+
+    mesh: Mesh
+    platform: str
+    traits: Traits
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the devices are the host itself."""
+        return self.platform == "cpu"
+
+    @property
+    def peak_bandwidth(self) -> float | None:
+        """Bytes a second that all devices read from their memory at most, None if their kind is not known."""
+        peak = PEAK_BYTES_PER_SECOND.get(self.mesh.devices.flat[0].device_kind)
+        return None if peak is None else peak * self.mesh.size
+
+
+def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
+    """Return the devices of `mesh`, or `tensor_parallel_size` of those that there are, along one axis, "tensor"."""
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # read when the backend starts, if it has not yet
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
+    platform = mesh.devices.flat[0].platform
+    is_cpu = platform == "cpu"
+    return Devices(
+        mesh=mesh,
+        platform=platform,
+        traits=ON_CPU if is_cpu else ON_GPU,
+        max_num_seqs=config.max_num_seqs or (64 if is_cpu else 256),
+        max_num_batched_tokens=config.max_num_batched_tokens or (512 if is_cpu else 8192),
+    )
+
+
+def choose_kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels:
+    """Choose the kernels. Nothing falls back silently: on a GPU plain XLA is slow, and is used only on request. Raises
+    ConfigError.
+    """
+    if config.kernels == "xla":
+        return "xla"
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        if config.kernels == "auto":
+            return "xla"
+        raise ConfigError(f"kernels is {config.kernels}, but the model runs on a CPU: leave it out, or --kernels xla")
+    if device.compute_capability != "9.0":
+        raise ConfigError(f"there are no kernels for {device.device_kind}: ask for slow, plain XLA by --kernels xla")
+    if dtype.itemsize != 2:
+        raise ConfigError(
+            f"dtype is {dtype}, but there are kernels for bfloat16 and float16 only: choose one of these by --dtype, "
+            "or slow, plain XLA by --kernels xla"
+        )
+    return "sm90"
+
+
+def reaches_peers(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh reach each other's memory, if they add up partial sums. Warns if they do not."""
+    if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
+        return True
+    logger.warning("these devices do not reach each other's memory: XLA adds up partial sums, which takes longer")
+    return False
+
+
+def free_memory(mesh: Mesh) -> int:
+    """Return the bytes that are free on the fullest device of the mesh."""
+    if mesh.devices.flat[0].platform == "cpu":  # all "devices" are the host
+        return _host_memory() // mesh.size
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
+
+
+def _host_memory() -> int:
+    """Return the bytes that a process can still get, page cache included: the kernel gives it up. All there are, if not
+    on Linux.
+    """
+    if not MEMINFO.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
+
+
+def _make_mesh(tensor_parallel_size: int) -> Mesh:
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        there_are = "there is 1 device" if len(devices) == 1 else f"there are {len(devices)} devices"
+        more = f": for so many on a CPU, set JAX_NUM_CPU_DEVICES={tensor_parallel_size} in the environment"
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but {there_are}"
+            + (more if devices[0].platform == "cpu" else "")
+        )
+    return jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=devices[:tensor_parallel_size])

@@ -1,0 +1,108 @@
+"""What a start tells: to people in the log, and to the front end as an EngineInfo."""
+
+import logging
+import time
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import Checkpoint
+from jaxserve.engine.client import EngineInfo, KVKind
+from jaxserve.engine.embedding import matryoshka_dimensions
+from jaxserve.execution.programs.compile import WarmUp
+from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.model import StepModel
+from jaxserve.execution.runner import Runner
+from jaxserve.layers.params import Params, num_bytes
+from jaxserve.scheduling.block_needs import BlockNeeds
+
+logger = logging.getLogger(__name__)
+
+
+class Laps:
+    """Seconds of each phase of the start."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._phases: list[str] = []
+
+    def lap(self, phase: str) -> None:
+        """End a phase."""
+        last, self._last = self._last, time.perf_counter()
+        self._phases.append(f"{phase} {self._last - last:.1f} s")
+
+    def __str__(self) -> str:
+        return f"{time.perf_counter() - self._began:.1f} s: {', '.join(self._phases)}"
+
+
+def log_start(
+    checkpoint: Checkpoint, specs: Params, runner: Runner, *, platform: str, needs: BlockNeeds, laps: Laps
+) -> None:
+    """Log what has been loaded and compiled, how long each phase took, and how much the KV cache holds."""
+    model, num_blocks = runner.model, runner.num_blocks
+    logger.info(
+        f"{checkpoint.path}: {num_bytes(specs, dtype=model.dtype) / 2**30:.2f} GiB of weights ({model.dtype}), "
+        f"{runner.num_compiles} programs compiled, kernels: {model.kernels} on {platform}; ready after {laps}"
+    )
+    kinds = (
+        f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kv_kinds(model)
+    )
+    logger.info(
+        f"KV cache: {num_blocks * model.bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {model.block_size}, "
+        f"room for {needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len)} requests of "
+        f"{checkpoint.max_model_len} tokens; {', '.join(kinds)}"
+    )
+
+
+def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
+    """Log how long programs took to lower and compile."""
+    logger.info(
+        f"steps: lowered after {warm_up.lowered_after:.1f} s ({lowering.num_found} of them were on disk), kernels "
+        f"compiled after {warm_up.kernels_after:.1f} s, all after {warm_up.compiled_after:.1f} s"
+    )
+
+
+def make_info(
+    config: EngineConfig, checkpoint: Checkpoint, specs: Params, model: StepModel, *, num_blocks: int
+) -> EngineInfo:
+    """Return the sizes of an engine, with which the front end validates requests."""
+    weight_bytes, expert_bytes = bytes_read(specs, dtype=model.dtype)
+    routing = checkpoint.model_config.routing if expert_bytes else None
+    return EngineInfo(
+        model=checkpoint.path,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        embedding_dimensions=matryoshka_dimensions(checkpoint.fields),
+        max_model_len=checkpoint.max_model_len,
+        block_size=model.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.buckets[-1].num_tokens,
+        eos_token_ids=checkpoint.eos,
+        weight_bytes=weight_bytes,
+        expert_bytes=expert_bytes,
+        expert_share=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
+        kv_kinds=kv_kinds(model),
+        kv_dtype=str(model.dtype),
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def kv_kinds(model: StepModel) -> tuple[KVKind, ...]:
+    """Return what a token takes in the blocks of each kind of layers, with the entries that a group leaves empty."""
+    windows, per_group = model.layout.windows, model.bytes_per_block // model.block_size
+    return tuple(
+        KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)
+        for window, num_layers in model.layout.layers_by_window.items()
+    )
+
+
+def bytes_read(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:
+    """Return the bytes of weights that every step reads, and of experts, of which it reads those that the router
+    chooses. An embedding that is not the LM head too is read by the row.
+    """
+    used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
+    experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
+    expert_bytes = num_bytes(experts, dtype=dtype)
+    return num_bytes(used, dtype=dtype) - expert_bytes, expert_bytes

@@ -1,0 +1,76 @@
+"""From bytes of memory to blocks of the KV cache: numbers only, no device is asked here."""
+
+import dataclasses
+
+from jaxserve.errors import OutOfMemory
+from jaxserve.execution.kv_cache import choose_num_blocks
+from jaxserve.scheduling.block_needs import BlockNeeds
+
+GPU_MEMORY_RESERVE = 512 * 2**20
+"""Bytes left to what XLA's plan does not show: library workspaces, fragmentation."""
+
+KV_CACHE_UNIT = 2**26
+"""The size of the KV cache is a multiple of this many bytes: steps are compiled for a number of blocks, and are found
+on disk again only if the next start arrives at the same number.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What decides how many blocks there are.
+
+    Attributes:
+        kv_cache_memory: bytes for blocks on all devices, None for what is left of the devices' memory.
+        weight_bytes: of each device.
+        trial_bytes: of each device, for XLA's trials of matrix products in programs that are compiled once the cache
+            has taken its memory.
+        num_shards: devices that the cache is spread over.
+        bytes_per_block: on all devices.
+    """
+
+    kv_cache_memory: int | None
+    weight_bytes: int
+    trial_bytes: int
+    num_shards: int
+    bytes_per_block: int
+    max_model_len: int
+    needs: BlockNeeds
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the number of blocks depends on what steps take."""
+        return self.kv_cache_memory is None
+
+    def check_weights(self, free: int, *, what: str) -> None:
+        """Raise OutOfMemory unless the weights fit into `free` bytes of each device."""
+        if self.weight_bytes > free:
+            raise OutOfMemory(
+                f"{what} needs {self.weight_bytes / 2**30:.1f} GiB a device for its weights, "
+                f"but {free / 2**30:.1f} GiB are free"
+            )
+
+    def check_steps(self, free: int, step_memory: int, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Raise OutOfMemory unless slots and steps fit beside the weights into `free` bytes of each device."""
+        free -= self.weight_bytes
+        if step_memory > free:
+            raise OutOfMemory(
+                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} need "
+                f"{step_memory / 2**30:.1f} GiB a device for the state of so many requests and their steps, but "
+                f"{max(free, 0) / 2**30:.1f} GiB are free beside the weights"
+            )
+
+    def expected_blocks(self, free: int, step_memory: int) -> int:
+        """Return the number of blocks before the weights are loaded. Raises OutOfMemory if they do not hold one request
+        of `max_model_len` tokens.
+
+        `free` is what each device has, `step_memory` what steps are expected to take of it.
+        """
+        return self.num_blocks(free - self.weight_bytes - KV_CACHE_UNIT, step_memory)  # allocations are rounded up
+
+    def num_blocks(self, free: int, step_memory: int) -> int:
+        """Return the number of blocks for `free` bytes of each device besides the weights. Raises OutOfMemory."""
+        memory = self.kv_cache_memory
+        if memory is None:
+            left = free - step_memory - self.trial_bytes - GPU_MEMORY_RESERVE
+            memory = max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * self.num_shards
+        return choose_num_blocks(memory, self.bytes_per_block, max_model_len=self.max_model_len, needs=self.needs)
