@@ -52,8 +52,8 @@ def split(blocks: UInt8[np.ndarray, " bytes"], kind: str) -> Parts:
     """
     bytes_per_block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     rows = blocks.reshape(-1, bytes_per_block)
-    none = ggml.split(kind, rows[:0])
-    arrays = Parts(*(None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in none))
+    first = ggml.split(kind, rows[:1])
+    arrays = Parts(*(None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in first))
 
     def run(first: int, last: int) -> None:
         for array, part in zip(arrays, ggml.split(kind, rows[first:last]), strict=True):

@@ -1,0 +1,228 @@
+"""Codes that an engine holds: shards of them, matrices of mixed formats, GGUF files, and GPT-OSS's experts."""
+
+import json
+import math
+
+import gguf
+import gguf_files
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from golden_models import GOLDENS, full_logits, load_golden
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.layers.held import why_not_held
+from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of
+from jaxserve.layers.weight import Weight
+from jaxserve.loading.weights import load_config, load_weights, stored_specs
+from jaxserve.models import get_family
+from jaxserve.quantization.common import common_scheme, converted, values_of
+from jaxserve.quantization.ggml import SCHEMES
+from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
+
+FLOAT32 = np.dtype(np.float32)
+HELD = {
+    "int8": Scheme(codes="int8"),
+    "fp8 of blocks": Scheme(codes="fp8", group_size=128),
+    "int4": Scheme(codes="int4", group_size=128, scale_dtype="bfloat16"),
+    "uint4": Scheme(codes="uint4", group_size=128, scale_dtype="float16", has_zeros=True),
+    "int8 with zero points": Scheme(codes="int8", group_size=32, scale_dtype="float16", has_zeros=True),
+    "nf4": Scheme(codes="nf4", group_size=64),
+    "fp4": Scheme(codes="fp4", group_size=64),
+    "nvfp4": Scheme(codes="e2m1", group_size=16, scale_dtype="float8_e4m3fn", factor_dtype="float32"),
+    **SCHEMES,
+}
+
+
+def random_parts(scheme, outputs, inputs, seed=0):
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 256, size=(outputs, inputs // scheme.kind.per_byte)).astype(np.uint8)
+    codes = rng.normal(size=bits.shape).astype(scheme.kind.dtype) if scheme.kind.is_float else bits
+    groups, factors = (outputs, scheme.num_groups(inputs)), (outputs, scheme.num_factors(inputs))
+
+    def of_groups():
+        if scheme.scale_dtype == "int8":
+            return rng.integers(1, 64, size=groups).astype(np.int8)
+        if scheme.scale_dtype == "float8_e8m0fnu":
+            return rng.integers(120, 130, size=groups).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+        return rng.uniform(0.5, 2, size=groups).astype(dtype_of(scheme.scale_dtype))
+
+    def of_factors():
+        return rng.uniform(0.01, 0.1, size=factors).astype(dtype_of(scheme.factor_dtype))
+
+    has_factors = scheme.factor_dtype is not None
+    return Parts(
+        codes=codes.view(scheme.kind.dtype),
+        scales=of_groups(),
+        zeros=rng.integers(0, 16, size=groups).astype(dtype_of(scheme.scale_dtype)) if scheme.has_zeros else None,
+        minimums=of_groups() if scheme.has_minimums else None,
+        factors=of_factors() if has_factors else None,
+        minimum_factors=of_factors() if has_factors and scheme.has_minimums else None,
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", HELD)
+def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
+    """768 / 8 inputs are no whole groups of 128, 64 or 256: a device repeats the scales of those it has parts of."""
+    scheme, outputs, inputs = HELD[name], 40, 768
+    parts = random_parts(scheme, outputs, inputs)
+    spec = ParamSpec(
+        shape=(outputs, inputs),
+        axes=("embed", "ffn"),
+        num_inputs=1,
+        source=("w",),
+        scheme=scheme,
+        dtype=FLOAT32,
+    )
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    weight = jax.tree.map(
+        lambda array, layout: layout.put(array), spec.encode_parts([parts]), layouts({"w": spec}, mesh)["w"]
+    )
+    values = values_of(scheme, parts)
+    x = np.random.default_rng(1).normal(size=(5, inputs)).astype(np.float32)
+    on = NamedSharding(mesh, PartitionSpec(None, "tensor" if num_devices > 1 else None))
+    with jax.set_mesh(mesh):
+        multiply = jax.jit(lambda weight, x: (weight.array(), weight.multiply(x, output_dtype=jnp.dtype(jnp.float32))))
+        array, y = multiply(weight, jax.device_put(x, on))
+    np.testing.assert_allclose(np.asarray(array), values, rtol=2**-21, atol=2**-20)  # XLA may fuse a product and a sum
+    np.testing.assert_allclose(np.asarray(y), x @ values.T, rtol=1e-4, atol=1e-4 * np.abs(values).max())
+
+
+MIXED = [
+    ("Q4_K", "Q6_K"),
+    ("Q4_0", "Q8_0"),
+    ("Q4_0", "Q4_1"),
+    ("Q5_K", "Q8_0"),
+    ("int4", "uint4"),
+    ("uint4", "int8 with zero points"),
+    ("Q4_K", "uint4"),
+    ("Q3_K", "Q2_K", "Q6_K"),
+]
+
+
+@pytest.mark.parametrize("names", MIXED, ids=" and ".join)
+def test_parts_of_a_matrix_that_are_stored_by_several_schemes(names):
+    schemes = [HELD[name] for name in names]
+    common = common_scheme(schemes, 768)
+    assert isinstance(common, Scheme)
+    for seed, scheme in enumerate(schemes):
+        parts = random_parts(scheme, 8, 768, seed)
+        got = values_of(common, converted(parts, scheme, common, 768))
+        np.testing.assert_array_equal(got, values_of(scheme, parts))
+
+
+@pytest.mark.parametrize("names", [("int8", "fp8 of blocks"), ("nf4", "int4"), ("nvfp4", "Q4_0")])
+def test_what_has_no_scheme_in_common(names):
+    assert "parts of it are stored as" in common_scheme([HELD[name] for name in names], 768)
+
+
+KINDS = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_K", "ffn_gate": "Q5_K"}
+KINDS |= {"ffn_up": "Q5_K", "ffn_down": "Q6_K", "token_embd": "Q3_K", "output": "Q6_K"}
+HALVES = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def write_q4_k_m(path):
+    """A GGUF file of a Llama whose matrices are mixed as in Q4_K_M, of random blocks."""
+    fields = json.loads(
+        (next(golden for golden in GOLDENS if golden.name == "llama_untied") / "config.json").read_text()
+    )
+    fields |= {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 24, "num_key_value_heads": 24}
+    fields |= {"head_dim": 32, "num_hidden_layers": 1}
+    family, rng = get_family(fields), np.random.default_rng(3)
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32)
+        for spec in jax.tree.leaves(family.param_specs(family.Config.from_hf(fields)))
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+    stored, kinds = gguf_files.convert_tensors(fields, tensors), {}
+    for name, tensor in stored.items():
+        kind = KINDS.get(name.split(".")[-2])
+        if kind is None:
+            continue
+        size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        blocks = rng.integers(0, 256, size=(math.prod(tensor.shape) // size, num_bytes)).astype(np.uint8)
+        for offset in HALVES[kind]:
+            halves = rng.uniform(1e-4, 1e-3, size=(len(blocks), 1)).astype(np.float16)
+            blocks[:, offset : offset + 2] = halves.view(np.uint8)
+        stored[name], kinds[name] = blocks.reshape(tensor.shape[0], -1), kind
+    keys = {f"llama.{name}": value for name, value in gguf_files.convert_fields(fields).items()}
+    gguf_files.write(path, "llama", keys, stored, kinds)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_a_gguf_file_of_mixed_types_is_held_exactly(tmp_path, num_devices):
+    write_q4_k_m(tmp_path / "m.gguf")
+    fields = load_config(tmp_path / "m.gguf")
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    held = stored_specs(tmp_path / "m.gguf", specs, dtype=FLOAT32, quantization=None)
+    assert {name: scheme.codes for name, scheme in schemes_of(held).items()} == {
+        "embed": "int4",
+        "lm_head": "int8",
+        "layers.0.attention.qkv": "int8",  # Q4_K and Q6_K
+        "layers.0.attention.out": "uint4",
+        "layers.0.mlp.gate_up": "int8",
+        "layers.0.mlp.down": "int8",
+    }
+    assert num_bytes(held, dtype=FLOAT32) < num_bytes(specs, dtype=FLOAT32) / 3
+    options = {"dtype": FLOAT32, "mesh": mesh, "progress": False}
+    codes = load_weights(tmp_path / "m.gguf", held, **options)
+    values = load_weights(tmp_path / "m.gguf", specs, **options)
+
+    def compare(found, expected):
+        if not isinstance(found, Weight):
+            return np.testing.assert_array_equal(found, expected)
+        with jax.set_mesh(mesh):
+            array = jax.jit(lambda weight: weight.array())(found)
+        return np.testing.assert_allclose(np.asarray(array), np.asarray(expected.array()), rtol=2**-20, atol=2**-22)
+
+    jax.tree.map(compare, codes, values, is_leaf=lambda node: isinstance(node, Weight))
+
+
+def test_experts_of_gpt_oss_stay_mxfp4():
+    path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
+    golden = load_golden(path)
+    _, config, family, expected, mesh = golden
+    specs = stored_specs(path, family.param_specs(config), dtype=FLOAT32, quantization=None)
+    schemes = schemes_of(specs)
+    assert {str(scheme) for scheme in schemes.values()} == {"e2m1 in groups of 32"}
+    assert schemes.keys() == {
+        f"layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up", "down")
+    }
+    held = load_weights(path, specs, dtype=FLOAT32, mesh=mesh, progress=False)
+    experts = held["layers"][0]["mlp"]["experts"]["gate_up"]
+    assert experts.parts.codes.shape == (4, 2, 32, 16)
+    np.testing.assert_array_equal(full_logits((held, config, family, expected, mesh)), full_logits(golden))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_random_weights_of_any_scheme(name):
+    spec = ParamSpec(
+        shape=(64, 768), axes=("embed", "ffn"), num_inputs=1, source=("w",), scheme=HELD[name], dtype=FLOAT32
+    )
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    values = np.asarray(init_params({"w": spec}, dtype=FLOAT32, mesh=mesh)["w"].array())
+    assert np.isfinite(values).all()
+    assert 0.005 < values.std() < 0.08
+
+
+def test_what_is_held_where_nobody_has_said_it():
+    spec = ParamSpec(shape=(4096, 4096), axes=("embed", "ffn"), num_inputs=1, source=("w",))
+    experts = ParamSpec(
+        shape=(8, 64, 64), axes=("experts", "embed", "ffn"), num_inputs=1, source=("w",), expert_size=64
+    )
+    gpu = {"dtype": np.dtype(jnp.bfloat16), "kernels": "sm90", "is_cpu": False, "num_devices": 1}
+    cpu = gpu | {"kernels": "xla", "is_cpu": True}
+    for name in ("int8", "fp8 of blocks", "int4", "uint4", "Q8_0", "Q4_0"):
+        assert why_not_held(spec, HELD[name], **gpu) is None
+    for name in ("nf4", "nvfp4", "Q4_K", "Q6_K", "Q4_1", "MXFP4"):
+        assert "no kernel converts" in why_not_held(spec, HELD[name], **gpu)
+        assert why_not_held(spec, HELD[name], **cpu) is None
+    assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
+    assert "experts" in why_not_held(experts, HELD["int8"], **cpu)
+    assert "shards" in why_not_held(spec, HELD["int8"], **gpu | {"num_devices": 2})
+    assert "every step" in why_not_held(spec, HELD["int8"], **gpu | {"kernels": "xla"})
