@@ -30,7 +30,7 @@ class Checkpoint(NamedTuple):
     """Its config.json."""
     family: Family
     model_config: Any
-    """The same as the family reads it."""
+    """The config as the family reads it."""
     eos: tuple[int, ...]
     max_model_len: int
     """Tokens that it is served for."""
@@ -65,8 +65,8 @@ def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool) 
 def choose_weights(
     config: EngineConfig, checkpoint: Checkpoint, *, dtype: np.dtype, kernels: Kernels, mesh: Mesh, is_cpu: bool
 ) -> Params:
-    """Declare the weights as they will lie on the devices: as their values or, where a kernel multiplies by them, as
-    the codes of the checkpoint. Raises ConfigError for a mesh that does not split them.
+    """Declare the weights in the form in which the devices hold them: as values or, if a kernel multiplies by them, as
+    the checkpoint's codes. Raises ConfigError for a mesh over which they do not divide.
     """
     by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, num_devices=mesh.size)
     specs = stored_specs(

@@ -33,7 +33,7 @@ class Devices(NamedTuple):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the devices are the host itself."""
+        """True if the devices are the host itself."""
         return self.platform == "cpu"
 
     @property
@@ -81,7 +81,9 @@ def choose_kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels
 
 
 def reaches_peers(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh reach each other's memory, if they add up partial sums. Warns if they do not."""
+    """Return true if the devices of a mesh reach each other's memory, or do not add up partial sums. Warns if they
+    cannot.
+    """
     if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
         return True
     logger.warning("these devices do not reach each other's memory: XLA adds up partial sums, which takes longer")

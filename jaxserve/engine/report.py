@@ -1,4 +1,4 @@
-"""What a start tells: to people in the log, and to the front end as an EngineInfo."""
+"""Report a start: to the log, and to the front end as an EngineInfo."""
 
 import logging
 import time
@@ -90,7 +90,9 @@ def make_info(
 
 
 def kv_kinds(model: StepModel) -> tuple[KVKind, ...]:
-    """Return what a token takes in the blocks of each kind of layers, with the entries that a group leaves empty."""
+    """Return what a token takes in the blocks of each kind of layer, including the unused pools of a partly filled KV
+    group.
+    """
     windows, per_group = model.layout.windows, model.bytes_per_block // model.block_size
     return tuple(
         KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)

@@ -1,4 +1,4 @@
-"""From bytes of memory to blocks of the KV cache: numbers only, no device is asked here."""
+"""Compute the number of KV blocks from bytes of memory: numbers only, no device is used here."""
 
 import dataclasses
 
@@ -20,12 +20,12 @@ class Sizing:
     """What decides how many blocks there are.
 
     Attributes:
-        kv_cache_memory: bytes for blocks on all devices, None for what is left of the devices' memory.
-        weight_bytes: of each device.
-        trial_bytes: of each device, for XLA's trials of matrix products in programs that are compiled once the cache
-            has taken its memory.
-        num_shards: devices that the cache is spread over.
-        bytes_per_block: on all devices.
+      kv_cache_memory: bytes for blocks on all devices, None for the remaining memory of the devices.
+      weight_bytes: bytes of the weights on each device.
+      trial_bytes: bytes on each device for XLA's trials of matrix products in programs that are compiled after the
+        cache has been allocated.
+      num_shards: number of devices over which the cache is sharded.
+      bytes_per_block: bytes of a block on all devices.
     """
 
     kv_cache_memory: int | None
@@ -38,7 +38,7 @@ class Sizing:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the number of blocks depends on what steps take."""
+        """True if the number of blocks depends on the memory that steps need."""
         return self.kv_cache_memory is None
 
     def check_weights(self, free: int, *, what: str) -> None:
@@ -50,7 +50,7 @@ class Sizing:
             )
 
     def check_steps(self, free: int, step_memory: int, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Raise OutOfMemory unless slots and steps fit beside the weights into `free` bytes of each device."""
+        """Raise OutOfMemory unless slots and steps fit, besides the weights, into `free` bytes of each device."""
         free -= self.weight_bytes
         if step_memory > free:
             raise OutOfMemory(
@@ -63,7 +63,7 @@ class Sizing:
         """Return the number of blocks before the weights are loaded. Raises OutOfMemory if they do not hold one request
         of `max_model_len` tokens.
 
-        `free` is what each device has, `step_memory` what steps are expected to take of it.
+        `free` is the memory of each device, `step_memory` what steps are expected to need of it.
         """
         return self.num_blocks(free - self.weight_bytes - KV_CACHE_UNIT, step_memory)  # allocations are rounded up
 

@@ -117,7 +117,7 @@ def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing
 
 
 def count_blocks(sizing: Sizing, checkpoint: Checkpoint, builder: StepBuilder, *, free: int) -> int:
-    """Return how many blocks there should be, before anything is loaded. Raises OutOfMemory."""
+    """Return the number of blocks, before anything is loaded. Raises OutOfMemory."""
     spec, step_memory = builder.spec, builder.expected_step_memory
     sizing.check_weights(free, what=checkpoint.path)
     sizing.check_steps(
@@ -153,7 +153,7 @@ def load(
 
 
 def make_matchers(config: EngineConfig, checkpoint: Checkpoint, warmup: WarmUp) -> Matchers:
-    """Make what follows grammars, and let it prepare itself in a thread meanwhile."""
+    """Make the Matchers, which prepare themselves in a thread meanwhile."""
     matchers = Matchers(
         functools.partial(Tokenizer.load, config.tokenizer or checkpoint.path),
         vocab_size=checkpoint.model_config.vocab_size,
@@ -167,8 +167,8 @@ def make_matchers(config: EngineConfig, checkpoint: Checkpoint, warmup: WarmUp) 
 def compile_steps(
     runner: Runner, lowering: Lowering, sizing: Sizing, num_blocks: int, warmup: WarmUp, *, progress: bool
 ) -> None:
-    """Compile what the first requests need, for so many blocks or, if steps take more memory than was expected, for
-    fewer.
+    """Compile what the first requests need, for `num_blocks` blocks or, if steps need more memory than was expected,
+    for fewer.
     """
     with naming_unsupported(), naming_out_of_memory("compiling the steps"):
         warm_up(runner, lowering, num_blocks, warmup, progress=progress)
@@ -183,14 +183,14 @@ def compile_steps(
 
 
 def warm_up(runner: Runner, lowering: Lowering, num_blocks: int, warmup: WarmUp, *, progress: bool) -> None:
-    """Compile steps for so many blocks."""
+    """Compile steps for `num_blocks` blocks."""
     runner.set_num_blocks(num_blocks)
     if warmup != "none":
         log_warm_up(runner.warm_up(only_first=warmup == "background", progress=progress), lowering)
 
 
 def allocate(runner: Runner, devices: Devices, warmup: WarmUp) -> None:
-    """Take the memory of the KV cache, and run what is compiled, where the first runs take longer."""
+    """Allocate the KV cache, and run the compiled programs if their first runs take longer."""
     with naming_out_of_memory(f"the KV cache of {runner.num_blocks} blocks"):
         runner.allocate()
         if devices.traits.records_first_runs and warmup != "none":

@@ -210,8 +210,8 @@ class Runner:
         jax.block_until_ready((self.state["kv_cache"], self.state["slots"]))
 
     def warm_up(self, *, only_first: bool = False, progress: bool) -> WarmUp:
-        """Compile every program that a plan can ask for, or those that the engine cannot take requests without; the
-        number of blocks must be set.
+        """Compile every program that a plan can ask for, or only those that the engine needs before it takes requests;
+        the number of blocks must be set.
 
         To be called before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for
         that.
@@ -244,17 +244,18 @@ class Runner:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether steps may run in programs that are larger than they need."""
+        """True if steps may run in programs that are larger than they need."""
         return self._ready is not None
 
     @property
     def has_first_runs(self) -> bool:
-        """Whether `advance_warm_up` has a program to run."""
+        """True if `advance_warm_up` has a program to run."""
         return bool(self._first_runs)
 
     def advance_warm_up(self) -> None:
-        """Let steps run in what has been compiled meanwhile. Between two steps, in the thread that dispatches them: a
-        program whose first runs take longer is run on nothing, once a call.
+        """Let steps use the programs that have been compiled meanwhile. To be called between two steps, in the thread
+        that dispatches them; each call runs one program with empty arguments, if the first runs of programs take
+        longer.
         """
         if self._ready is None:
             return

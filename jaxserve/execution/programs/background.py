@@ -1,4 +1,4 @@
-"""What is compiled while the engine serves: all programs that it did not wait for before it took the first request."""
+"""Compiles programs while the engine serves: all those for which it did not wait before the first request."""
 
 import concurrent.futures
 import logging

@@ -1,6 +1,6 @@
-"""StepBuilder: lowers the programs of a model's steps, without any device. The runner has one, and so has each worker.
+"""StepBuilder lowers the programs of a model's steps, without any device. The runner has one, and so has each worker.
 
-What is exported is a function of lists of arrays: whoever calls it puts the pytrees of the house together.
+What is exported is a function of flat lists of arrays; its caller assembles the pytrees.
 """
 
 import itertools
@@ -23,13 +23,15 @@ from jaxserve.layers.paths import StepShape
 from jaxserve.models import describe_paths
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
-"""What steps call besides what jax promises to keep. It need not be kept: an export is for one version of jax."""
+"""The custom calls of steps for which jax guarantees no compatibility. None is needed: an export is for one version of
+jax.
+"""
 
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
 COPIES_TO_SORT = 3
-"""What steps are expected to hold at a time: copies of logits, and of hidden states or, if those are more, of a chunk's
-logits while they are sorted for prompt log probabilities.
+"""What steps are expected to hold at a time: copies of the logits, and of the hidden states or, if that is more, of one
+chunk's logits while they are sorted for prompt log probabilities.
 """
 
 
@@ -46,26 +48,28 @@ class _Declaration(NamedTuple):
 
 
 class _Exported(msgspec.Struct, frozen=True):
-    """A program as it comes from a worker: one function of flat arguments, or two, and how they make up the program."""
+    """A program as a worker returns it: one function of flat arguments, or two, and how they make up the program."""
 
     functions: tuple[bytes, ...]
     cut: Cut | None = None
 
 
 class StepBuilder:
-    """The steps of a model: which programs there are, and what they are lowered to."""
+    """The steps of a model: which programs there are, and how they are lowered."""
 
     def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):
-        """Raises CheckpointError or ConfigError for a model that cannot be had on this mesh."""
+        """Create the model and the shapes of its steps. Raises CheckpointError or ConfigError if the model cannot run
+        on this mesh.
+        """
         self.spec = spec
         self.model = StepModel(spec, mesh)
         self.shapes = StepShapes(self.model.buckets, has_lean_programs=spec.traits.has_lean_programs)
 
     @property
     def expected_step_memory(self) -> int:
-        """Bytes that steps should take per device besides weights and KV: slots, peers' rows, some copies of the logits
-        of all rows and of a chunk of a prompt, and some of the hidden states, or of the chunk's logits if sorting them
-        takes more. To be compared with what they do take.
+        """Bytes that steps are expected to need per device besides weights and KV: slots, peers' rows, some copies of
+        the logits of all rows and of a chunk of a prompt, and some of the hidden states, or of the chunk's logits if
+        sorting them needs more. It is compared with what they do need.
         """
         largest, model = self.shapes.largest.bucket, self.model
         chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4
@@ -103,9 +107,9 @@ class StepBuilder:
             return describe_paths(model.family, model.config, model.params["layers"], caches, steps)
 
     def lower(self, program: Program, num_blocks: int) -> Lowered:
-        """Trace and lower a program, for a pool of so many blocks: seconds of Python where there are kernels.
+        """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.
 
-        Raises NotImplementedError for what a kernel cannot do.
+        Raises NotImplementedError for what a kernel does not support.
         """
         declared = self._declare(program, num_blocks)
         if (halves := self._halves(program, declared)) is not None:

@@ -79,7 +79,7 @@ class CompiledSteps:
         self._is_warm = False
 
     def stop(self) -> None:
-        """End a warm-up that runs in another thread, once what it compiles right now is compiled."""
+        """End a warm-up that runs in another thread, once its current program is compiled."""
         with self._lock:
             self._is_stopped = True
             for pool in self._pools:
@@ -112,12 +112,12 @@ class CompiledSteps:
     ) -> WarmUp:
         """Compile every key in parallel: XLA compiles outside the GIL.
 
-        `lower`, by default the function that misses are lowered by, is called by one thread, or by as many as wait for
-        other processes that do the work. The kernels that `kernels_of` finds in a program are compiled before it, for
-        the devices of `mesh`, when all programs are lowered. From the first program with kernels on, those without wait
-        too: they would take turns with kernels. In the background one program is compiled at a time, in the order of
-        `keys`, by a thread that gets what processor time others leave. `on_compiled` is called by the thread that has
-        compiled a key. Raises CancelledError after `stop`.
+        `lower`, by default the function with which missing keys are lowered, is called by one thread, or by as many as
+        wait for other processes that do the work. The kernels that `kernels_of` finds in a program are compiled before
+        it, for the devices of `mesh`, when all programs are lowered. From the first program with kernels on, those
+        without wait too: they would take turns with kernels. In the background one program is compiled at a time, in
+        the order of `keys`, by a thread that gets only the processor time that others leave. `on_compiled` is called by
+        the thread that has compiled a key. Raises CancelledError after `stop`.
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]

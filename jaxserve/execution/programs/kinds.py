@@ -1,7 +1,7 @@
-"""The kinds of programs, a class each: what they run, take and give back, and with what they change nothing.
+"""The kinds of programs, one class each: the function, its arguments and results, and arguments that change nothing.
 
-An instance is plain data that tells a program apart from every other one of the same model: it goes to the processes
-that lower programs, and into the keys of what is kept on disk.
+An instance is plain data that identifies a program among those of one model: it is sent to the processes that lower
+programs, and is part of the keys of what is kept on disk.
 """
 
 import functools
@@ -22,8 +22,8 @@ from jaxserve.layers.batch import Launch
 from jaxserve.sampling.logprobs import Logprobs
 
 CUBLAS_TOKENS = 128
-"""Tokens from which on matrix products are left to cuBLAS, as it does them by itself. XLA makes some of its own and
-tries out all, for seconds, but where rows are many it finds nothing better.
+"""Number of tokens from which on matrix products are left to cuBLAS with its own choice of algorithm. Otherwise XLA
+also generates kernels and tries out all, which takes seconds, and with this many rows finds nothing better.
 """
 
 MAX_TOKENS_IN_PROGRAMS = 512
@@ -32,38 +32,41 @@ the host.
 """
 
 _LEAF: Any = 0
-"""Stands in for an array where only the structure of a tree matters."""
+"""Takes the place of an array where only the structure of a tree matters."""
 
 _ROWS = DrawingRows(slots=_LEAF, draws=_LEAF, num_output_tokens=_LEAF, features=_LEAF)
 _LOGPROBS = Logprobs(*[_LEAF] * len(Logprobs._fields))
 
 
 class Kind(msgspec.Struct, frozen=True, tag=True):
-    """What every kind of program says of itself.
+    """What every kind of program defines.
 
     Attributes:
-        takes: the state of the device that a program takes, in this order, before its own arguments.
-        gives: the part of it that the program replaces, and returns before whatever else it makes; the program is
-            donated what it replaces.
+      takes: the parts of the device's state that a program takes, in this order, before its own arguments.
+      gives: the parts that the program replaces, and returns before its other results; they are donated to it.
     """
 
     takes: ClassVar[tuple[State, ...]]
     gives: ClassVar[tuple[State, ...]]
 
     def function(self, model: StepModel) -> Callable[..., Any]:
-        """Return what is traced: from the state and its own arguments to a tuple of the state and what it makes."""
+        """Return the function to trace: it maps the state and the program's own arguments to a tuple of state and
+        results.
+        """
         raise NotImplementedError
 
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
-        """Return the shapes of its own arguments."""
+        """Return the shapes of the program's own arguments."""
         raise NotImplementedError
 
     def made(self, model: StepModel) -> Any:
-        """Return a tree like that of what it makes besides the state."""
+        """Return a tree with the structure of the results besides the state."""
         raise NotImplementedError
 
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
-        """Return values of its own arguments with which it changes nothing: no row draws, nor has any tokens."""
+        """Return values of the program's own arguments with which it changes nothing: no row samples or has any
+        tokens.
+        """
         return tuple(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.arguments(model)))
 
     def compiler_options(self, model: StepModel) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class Kind(msgspec.Struct, frozen=True, tag=True):
         return _LEFT_TO_CUBLAS if model.has_kernels else {}
 
     def is_tuned(self, model: StepModel) -> bool:
-        """Whether XLA tries out matrix products on the device while it compiles the program."""
+        """Return true if XLA tries out matrix products on the device while it compiles the program."""
         return model.traits.tries_out_matmuls and not self.compiler_options(model)
 
     @property
@@ -99,7 +102,7 @@ class _WithLayers(Kind, frozen=True):
         return super().compiler_options(model) if self.bucket.num_tokens >= CUBLAS_TOKENS else {}
 
     def carries_admissions(self, model: StepModel) -> bool:  # noqa: ARG002
-        """Whether it also admits requests, as many as one upload has room for."""
+        """Return true if the program also admits requests, up to ADMISSION_ROWS."""
         return False
 
     @override
@@ -143,8 +146,8 @@ class Forward(_WithLayers, frozen=True, tag=True):
         return model.traits.admits_in_forward and not self.is_decode_only
 
     def launch(self, model: StepModel) -> Launch:
-        """Return how it is launched. In parts, if others wait for it: steps of prompts, and those that draw by a
-        program of their own.
+        """Return how the program is launched: in parts if other programs wait for it, as for steps of prompts and those
+        that sample in a program of their own.
         """
         if not model.has_kernels:
             return "at once"
@@ -283,7 +286,7 @@ class _WritesSlots(Kind, frozen=True):
 
 
 class Admit(_WritesSlots, frozen=True, tag=True):
-    """`slots.admit`: block tables and sampling parameters of new requests."""
+    """Runs `slots.admit`: block tables and sampling parameters of new requests."""
 
     write: ClassVar[Callable[..., Slots]] = staticmethod(admit)
 
@@ -304,7 +307,7 @@ class AdmitExtras(_WritesSlots, frozen=True, tag=True):
 
 
 class Allow(_WritesSlots, frozen=True, tag=True):
-    """`slots.allow`: masks of the tokens that so many rows may draw."""
+    """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample."""
 
     write: ClassVar[Callable[..., Slots]] = staticmethod(allow)
 

@@ -1,10 +1,10 @@
-"""Which programs are compiled, and which of them run a plan: buckets of tokens, and what rows need.
+"""Decides which programs are compiled, and which of them run a plan: buckets of tokens, and what rows need.
 
 On a GPU a branch whose body sorts or loops would break a program's command buffer and make the host wait for the
-device, and a kernel that finds nothing to do still has to be launched: so what few rows need is apart. Up to some 256
-tokens a step is bound by reading the weights; so a program that few steps run needs few sizes, and none has to be
-small. Beyond, a step takes as long as it has tokens, those of padding included; so the sizes of forward passes that
-many steps run lie closer.
+device, and a kernel that finds nothing to do still has to be launched; so what only few rows need is in separate
+programs. Up to some 256 tokens a step is bound by reading the weights, so a program that few steps run needs few sizes,
+and no small ones. Beyond that, a step's time grows with its tokens, including padding; so the sizes of forward passes
+that many steps run are closer together.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +47,7 @@ class Phase(NamedTuple):
     purpose: str
     programs: list[Program]
     is_first: bool = False
-    """Whether the engine takes no request before they are compiled."""
+    """True if the engine takes no request before they are compiled."""
 
     def __str__(self) -> str:
         names = ", ".join(f"{type(program).__name__} {program.size or ''}".rstrip() for program in self.programs)
@@ -85,7 +85,7 @@ class StepShapes:
 
     @property
     def programs(self) -> list[Program]:
-        """Every program that a plan can ask for, those with layers first, and of these the longest to compile."""
+        """Every program that a plan can ask for, those with layers first, and of these the longest to compile first."""
         plain = [PlainDecode(bucket) for bucket in self._plain]
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
         mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
@@ -110,16 +110,16 @@ class StepShapes:
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
         """Return what is compiled, for what, in which order; every program is in one phase.
 
-        The first phases are waited for: with them every plan has a step, if a larger one than it needs. Programs that
-        XLA tunes are among them, because that takes time and memory of the device. The others come in the order in
-        which requests are likely to gain from them.
+        The first phases are waited for: with them every plan has a step, possibly a larger one than it needs. Programs
+        that XLA tunes are among them, because tuning takes time and memory of the device. The others come in the order
+        in which requests are likely to benefit from them.
         """
         largest = self.largest.bucket
         plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
         mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
         tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*decode, *mixed]))]
-        # Where plain rows have no programs of their own, a single request decodes in a small forward pass.
+        # If plain rows have no programs of their own, a single request decodes in a small forward pass.
         small = [forward for forward in mixed if forward.size >= SMALLEST_GENERAL][:1]
         phases = [
             Phase("any step", self._with_draws([self.largest]), is_first=True),
@@ -152,11 +152,11 @@ class StepShapes:
         has_embeddings: bool,
         is_ready: Callable[[Program], bool] = lambda _: True,
     ) -> Step:
-        """Return the smallest step for so many tokens, at most those of the largest bucket, that can do what rows need
-        and whose programs are ready.
+        """Return the smallest step for `num_tokens` tokens, at most those of the largest bucket, that supports what
+        rows need and whose programs are ready.
 
-        `is_plain`: they need no more than draws from filtered distributions, which have no log probabilities.
-        `is_decode_only`: each has one token. `has_logprobs`: of drawn tokens.
+        `is_plain`: they need no more than draws from filtered distributions, without log probabilities.
+        `is_decode_only`: each has one token. `has_logprobs`: log probabilities of sampled tokens.
         """
         needs_hidden = has_prompt_logprobs or has_embeddings
 
@@ -179,7 +179,7 @@ class StepShapes:
         return next(step for step in steps() if all(program is None or is_ready(program) for program in step))
 
     def masks_for(self, num_rows: int, *, is_ready: Callable[[Program], bool] = lambda _: True) -> Allow:
-        """Return the program that writes the masks of so many rows."""
+        """Return the program that writes the masks of `num_rows` rows."""
         return next(masks for masks in self._masks if masks.num_rows >= num_rows and is_ready(masks))
 
     def _with_draws(self, forwards: Iterable[Forward]) -> list[Program]:
@@ -191,13 +191,13 @@ class StepShapes:
         ]
 
     def _draws(self, num_rows: int, has_logprobs: bool) -> list[Draw]:
-        """Return the draws that may follow a forward pass of so many rows, the one that does least first."""
+        """Return the draws that may follow a forward pass of `num_rows` rows, the one that does least first."""
         general = Draw(num_rows, has_logprobs=True)
         return [general] if has_logprobs or not self._has_lean_programs else [Draw(num_rows, False), general]
 
 
 def _from(buckets: list[Bucket], num_tokens: int) -> Iterator[Bucket]:
-    """Return the buckets that hold so many tokens, the smallest first."""
+    """Return the buckets that hold `num_tokens` tokens, the smallest first."""
     return (bucket for bucket in buckets if bucket.num_tokens >= num_tokens)
 
 

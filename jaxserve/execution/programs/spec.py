@@ -1,5 +1,5 @@
-"""What identifies the programs of a model's steps, as plain data: it goes to the processes that lower them and into the
-keys of what is kept on disk.
+"""Plain data that identifies the programs of a model's steps: it is sent to the processes that lower them, and is part
+of the keys of what is kept on disk.
 """
 
 from typing import Any
@@ -12,17 +12,18 @@ from jaxserve.quantization.scheme import Scheme
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the device is like, as far as it decides how steps are divided into programs.
+    """Properties of the device that decide how steps are divided into programs.
 
     Attributes:
-        has_finer_buckets: buckets lie closer where steps are bound by arithmetic, because padding costs time there.
-        has_lean_programs: rows that need little have programs without the branches that other rows need. On a GPU a
-            branch that sorts or loops breaks a program's command buffer even where it is not taken.
-        admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
-        leaves_tokens_on_host: programs that draw end with a copy of the tokens to pinned memory of the host.
-        tries_out_matmuls: while XLA compiles a program, it runs candidates for its matrix products on the device, which
-            takes time and memory there.
-        records_first_runs: the first runs of a program record its command buffers, and take longer.
+      has_finer_buckets: buckets are closer together where steps are bound by arithmetic, because padding costs time
+        there.
+      has_lean_programs: rows that need little have programs without the branches that other rows need. On a GPU a
+        branch that sorts or loops breaks a program's command buffer even if it is not taken.
+      admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
+      leaves_tokens_on_host: programs that sample end with a copy of the tokens to pinned memory of the host.
+      tries_out_matmuls: while XLA compiles a program, it runs candidates for its matrix products on the device, which
+        takes time and memory there.
+      records_first_runs: the first runs of a program record its command buffers, and take longer.
     """
 
     has_finer_buckets: bool
@@ -54,11 +55,11 @@ ON_GPU = Traits(
 
 
 class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What steps are built from: the model's config.json, and the sizes of the engine.
+    """The inputs of building steps: the model's config.json, and the sizes of the engine.
 
     Attributes:
-        has_peers: whether devices that share sums reach each other's memory, as kernels that add them up need it.
-        schemes: how weights are stored that are not stored as their values, by path in the tree of weights.
+      has_peers: whether devices that add up partial sums reach each other's memory, as the kernels for that require.
+      schemes: how quantized weights are stored, by path in the tree of weights.
     """
 
     model: dict[str, Any]
