@@ -20,8 +20,6 @@ from jaxserve.tokenizer import Tokenizer
 
 QUESTION, WORDS, THOUGHTS = "questionqu", "wordsqc", "musingqt"
 
-SOURCE = "read off the chat template"
-
 MAX_MARK = 200
 """Most characters of a mark; anything longer is text that the template writes once, not a mark."""
 
@@ -286,7 +284,6 @@ def _marked(before: str, between: str | None, after: str, *, name_end: str, argu
         is_bare=not (section[0] or opening or name_begin),
         is_parallel=between is not None,
         ids=ids,
-        source=SOURCE,
     )
 
 
@@ -341,7 +338,7 @@ def _thoughts(before: str, after: str, plain: str, prompts: Sequence[str], end: 
         )
     if not opening.strip():
         return None
-    return Thoughts(opening=(opening.lstrip(),), closing=(closing,), answer=answer, source=SOURCE)
+    return Thoughts(opening=(opening.lstrip(),), closing=(closing,), answer=answer)
 
 
 def _thoughts_of_prompt(prompts: Sequence[str], plain: str, end: str, template: str) -> Thoughts | None:
@@ -354,7 +351,7 @@ def _thoughts_of_prompt(prompts: Sequence[str], plain: str, end: str, template: 
         closing = re.sub(r"^([<\[◁])", r"\1/", opening)
         is_header = opening in plain and not re.search("think|thought|reason", opening, re.IGNORECASE)
         if closing in template and closing not in end and not is_header:
-            return Thoughts(opening=(prompt[found[-1].start() :],), closing=(closing,), source=SOURCE)
+            return Thoughts(opening=(prompt[found[-1].start() :],), closing=(closing,))
     return None
 
 

@@ -29,8 +29,6 @@ MAX_TEXT = 512
 MAX_TEXTS = 16
 """Texts in one list of them."""
 
-SOURCE = "the checkpoint's response_template"
-
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content")
 _TOP_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _FIELD_KEYS = {
@@ -83,8 +81,8 @@ def from_response_template(spec: Any) -> Syntax:
         raise UnsupportedTemplate(f"{thinking[1].path} is a second field of thoughts")
     if any("<|channel|>" in _text(opening) for field in fields.values() for opening in field.openings):
         return Syntax(
-            Calls(arguments=Channels(), is_parallel=False, source=SOURCE),
-            Thoughts(opening=(), closing=(), source=SOURCE),
+            Calls(arguments=Channels(), is_parallel=False),
+            Thoughts(opening=(), closing=()),
         )
     calls = _calls(fields["tool_calls"]) if "tool_calls" in fields else None
     return Syntax(calls, _thoughts(thinking[0], fields.get("content")) if thinking else None)
@@ -134,7 +132,7 @@ def _thoughts(field: _Field, content: _Field | None) -> Thoughts:
     answer = ("", "")
     if content is not None and content.openings:
         answer = (_texts(content.openings)[0], next(iter(_texts(content.closings)), ""))
-    return Thoughts(opening=openings, closing=closings, answer=answer, starts_open=not openings, source=SOURCE)
+    return Thoughts(opening=openings, closing=closings, answer=answer, starts_open=not openings)
 
 
 def _calls(field: _Field) -> Calls:
@@ -157,7 +155,6 @@ def _calls(field: _Field) -> Calls:
             is_list=is_each,
             separator=", " if is_each else "\n",
             is_parallel=is_each or _repeats(field),
-            source=SOURCE,
         )
     heads = [_around(field, opening) for opening in field.openings]
     if len({after for _, after in heads}) != 1:
@@ -174,7 +171,6 @@ def _calls(field: _Field) -> Calls:
                 is_bare=not mark,
                 separator="; ",
                 is_parallel=_repeats(field),
-                source=SOURCE,
             )
         return _named(field, Object(quote=_quote(field)), befores, after, closings)
     if field.content == "xml-inline":
@@ -210,7 +206,6 @@ def _named(
         is_list=is_list,
         is_bare=not (section[0] or call[0]),
         is_parallel=_repeats(field),
-        source=SOURCE,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import regex
 
 from jaxserve.server.parsing.literal import to_json
+from jaxserve.structured.schemas import find
 
 MAX_SCHEMAS = 256
 """Schemas that are read to learn what one property is, before that counts as unknown."""
@@ -100,7 +101,7 @@ class _Search:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in self._parents:
             self._parents.add(reference)
-            parts.append(_referred(reference, self._root))
+            parts.append(find(self._root, reference))
         return found + [each for part in parts for each in self.properties(part, key)]
 
     def kind(self, schema: Any) -> Kind | None:
@@ -117,7 +118,7 @@ class _Search:
         if isinstance(reference, str):
             if reference not in self._referred:
                 self._referred[reference] = None  # for those who come here again meanwhile
-                self._referred[reference] = self.kind(_referred(reference, self._root))
+                self._referred[reference] = self.kind(find(self._root, reference))
             kinds.append(self._referred[reference])
         kinds += [self.kind(part) for part in _list(schema.get("allOf"))]
         for word in ("anyOf", "oneOf"):
@@ -228,14 +229,6 @@ def _matches(pattern: str, key: str) -> bool:
         return regex.search(pattern, key, timeout=MAX_PATTERN_SECONDS) is not None
     except (regex.error, TimeoutError):
         return False
-
-
-def _referred(pointer: str, root: Mapping[str, Any]) -> Any:
-    """Return what `#/...` points at; None if nothing is there."""
-    found: Any = root
-    for part in pointer.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found if pointer.startswith("#") else None
 
 
 def _dumped(value: Any) -> str:

@@ -88,8 +88,6 @@ class Calls:
         is_parallel: an answer may hold several calls.
         signs: texts of a chat template by which this syntax is unmistakable, all of them.
         not_signs: texts that its chat template has none of.
-        families: the models that write so.
-        source: where its form was read.
     """
 
     arguments: Arguments
@@ -104,8 +102,6 @@ class Calls:
     ids: Ids = Ids.ANY
     signs: tuple[str, ...] = ()
     not_signs: tuple[str, ...] = ()
-    families: str = ""
-    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,7 @@ class Thoughts:
         reopens: thoughts may come again after the answer has begun.
         starts_open: an answer begins with thoughts if the prompt's end does not say otherwise.
         stay: thoughts stay in the content, behind the opening mark.
-        signs, not_signs, families, source: as those of `Calls`.
+        signs, not_signs: as those of `Calls`.
     """
 
     opening: tuple[str, ...] = ("<think>",)
@@ -131,8 +127,6 @@ class Thoughts:
     stay: bool = False
     signs: tuple[str, ...] = ()
     not_signs: tuple[str, ...] = ()
-    families: str = ""
-    source: str = ""
 
 
 @dataclass(frozen=True)

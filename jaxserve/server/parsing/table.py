@@ -12,22 +12,17 @@ from dataclasses import replace
 from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _PARAMETERS = Wrapped(arguments="parameters")
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+_JSON = Calls(arguments=Wrapped())
+_LINES = replace(_JSON, separator="\n")
+_LIST = replace(_JSON, is_list=True, separator=", ")
+_OBJECT = Calls(arguments=Object())
+_PYTHON = Calls(arguments=PythonCall(), is_list=True, separator=", ")
 _DSML = Calls(
     arguments=Tags(
-        key=('<｜DSML｜parameter name="', '"'), text_flag=' string="', value=('">', "</｜DSML｜parameter>\n")
+        key=('<｜DSML｜parameter name="', '"'), value=('">', "</｜DSML｜parameter>\n"), text_flag=' string="'
     ),
     call=("", "</｜DSML｜invoke>\n"),
     name=('<｜DSML｜invoke name="', '">\n'),
-)
-_QWEN = Calls(
-    arguments=Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
-    call=("<tool_call>\n", "</function>\n</tool_call>"),
-    name=("<function=", ">\n"),
-    separator="\n",
-    signs=("<tool_call>", "<function=", "<parameter="),
-    not_signs=("<seed:tool_call>",),
 )
 _GLM = Calls(
     arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
@@ -37,250 +32,176 @@ _GLM = Calls(
     signs=("<tool_call>", "<arg_key>", "<arg_value>"),
     not_signs=("</arg_key><arg_value>",),
 )
-_LIST = Calls(arguments=Wrapped(), is_list=True, separator=", ")
 
-TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
-    "hermes": (
-        Calls(
-            arguments=Wrapped(),
-            call=("<tool_call>\n", "\n</tool_call>"),
-            separator="\n",
-            signs=("<tool_call>", "arguments", "</tool_call>"),
-            not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>", "<longcat", "<seed:", "<tool_calls>"),
-        ),
+_FORMS: dict[str, Calls] = {
+    "hermes": replace(
+        _LINES,
+        call=("<tool_call>\n", "\n</tool_call>"),
+        signs=("<tool_call>", "arguments", "</tool_call>"),
+        not_signs=("<function=", "<arg_key>", "<|tool_call|>", "<response>", "<longcat", "<seed:", "<tool_calls>"),
     ),
-    "llama3_json": (
-        Calls(
-            arguments=_PARAMETERS,
-            section=("<|python_tag|>", ""),
-            separator="; ",
-            is_bare=True,
-            is_parallel=False,  # the template refuses to show two
-            signs=("<|start_header_id|>", '"parameters": '),
-            not_signs=("<tool_call>", "[func_name1("),
-        ),
+    "llama3_json": Calls(
+        arguments=_PARAMETERS,
+        section=("<|python_tag|>", ""),
+        separator="; ",
+        is_bare=True,
+        is_parallel=False,
+        signs=("<|start_header_id|>", '"parameters": '),
+        not_signs=("<tool_call>", "[func_name1("),
+    ),  # the template refuses to show two
+    "pythonic": replace(_PYTHON, is_bare=True, signs=("<|start_header_id|>", "[func_name1(")),
+    "llama4_pythonic": replace(
+        _PYTHON,
+        section=("<|python_start|>", "<|python_end|>"),
+        is_bare=True,
+        signs=("<|header_start|>", "[func_name1("),
     ),
-    "pythonic": (
-        Calls(
-            arguments=PythonCall(),
-            is_list=True,
-            separator=", ",
-            is_bare=True,
-            signs=("<|start_header_id|>", "[func_name1("),
-        ),
+    "lfm2": replace(
+        _PYTHON,
+        section=("<|tool_call_start|>", "<|tool_call_end|>"),
+        signs=("<|tool_", "_start|>"),
+        not_signs=("<|tool_calls_section",),
     ),
-    "llama4_pythonic": (
-        Calls(
-            arguments=PythonCall(),
-            section=("<|python_start|>", "<|python_end|>"),
-            is_list=True,
-            separator=", ",
-            is_bare=True,
-            signs=("<|header_start|>", "[func_name1("),
-        ),
+    "olmo3": replace(
+        _LINES,
+        arguments=PythonCall(),
+        section=("<function_calls>", "</function_calls>"),
+        signs=("<function_calls>",),
+        not_signs=("<invoke", "DSML"),
     ),
-    "lfm2": (
-        Calls(
-            arguments=PythonCall(),
-            section=("<|tool_call_start|>", "<|tool_call_end|>"),
-            is_list=True,
-            separator=", ",
-            signs=("<|tool_", "_start|>"),
-            not_signs=("<|tool_calls_section",),
-        ),
+    "mistral": replace(
+        _OBJECT, call=("[TOOL_CALLS]", ""), name=("", "[ARGS]"), ids=Ids.NINE, signs=("[TOOL_CALLS]", "[ARGS]")
     ),
-    "olmo3": (
-        Calls(
-            arguments=PythonCall(),
-            section=("<function_calls>", "</function_calls>"),
-            separator="\n",
-            signs=("<function_calls>",),
-            not_signs=("<invoke", "DSML"),
-        ),
+    "deepseek_v3": replace(
+        _OBJECT,
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=("<｜tool▁call▁begin｜>", "\n```<｜tool▁call▁end｜>"),
+        name=("function<｜tool▁sep｜>", "\n```json\n"),
+        separator="\n",
+        signs=("<｜tool▁calls▁begin｜>", "```json"),
     ),
-    "mistral": (
-        Calls(
-            arguments=Object(),
-            call=("[TOOL_CALLS]", ""),
-            name=("", "[ARGS]"),
-            ids=Ids.NINE,
-            signs=("[TOOL_CALLS]", "[ARGS]"),
-        ),
-        replace(_LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",), not_signs=("[ARGS]",)),
+    "deepseek_v31": replace(
+        _OBJECT,
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        name=("", "<｜tool▁sep｜>"),
+        signs=("<｜tool▁calls▁begin｜>",),
+        not_signs=("```json",),
     ),
-    "deepseek_v3": (
-        Calls(
-            arguments=Object(),
-            section=_DEEPSEEK,
-            call=(_DEEPSEEK_CALL, "\n```<｜tool▁call▁end｜>"),
-            name=("function<｜tool▁sep｜>", "\n```json\n"),
-            separator="\n",
-            signs=(_DEEPSEEK[0], "```json"),
-        ),
+    "deepseek_v32": replace(
+        _DSML, section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), signs=("DSML", "function_calls>")
     ),
-    "deepseek_v31": (
-        Calls(
-            arguments=Object(),
-            section=_DEEPSEEK,
-            call=(_DEEPSEEK_CALL, "<｜tool▁call▁end｜>"),
-            name=("", "<｜tool▁sep｜>"),
-            signs=(_DEEPSEEK[0],),
-            not_signs=("```json",),
-        ),
+    "deepseek_v4": replace(
+        _DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")
     ),
-    "deepseek_v32": (
-        replace(
-            _DSML,
-            section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-            signs=("DSML", "function_calls>"),
-        ),
+    "gpt_oss": Calls(arguments=Channels(), is_parallel=False, signs=("<|channel|>commentary",)),  # a call is the end
+    "qwen3_coder": replace(
+        _LINES,
+        arguments=Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
+        call=("<tool_call>\n", "</function>\n</tool_call>"),
+        name=("<function=", ">\n"),
+        signs=("<tool_call>", "<function=", "<parameter="),
+        not_signs=("<seed:tool_call>",),
     ),
-    "deepseek_v4": (
-        replace(_DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")),
+    "seed_oss": replace(
+        _LINES,
+        arguments=Tags(key=("<parameter=", ">"), value=("", "</parameter>\n")),
+        call=("<seed:tool_call>\n", "</function>\n</seed:tool_call>"),
+        name=("<function=", ">\n"),
+        signs=("<seed:tool_call>",),
     ),
-    "gpt_oss": (Calls(arguments=Channels(), is_parallel=False, signs=("<|channel|>commentary",)),),  # a call is the end
-    "qwen3_coder": (_QWEN,),
-    "seed_oss": (
-        Calls(
-            arguments=Tags(key=("<parameter=", ">"), value=("", "</parameter>\n")),
-            call=("<seed:tool_call>\n", "</function>\n</seed:tool_call>"),
-            name=("<function=", ">\n"),
-            separator="\n",
-            signs=("<seed:tool_call>",),
-        ),
+    "glm45": _GLM,
+    "glm47": Calls(
+        arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+        call=("<tool_call>", "</tool_call>"),
+        signs=("<tool_call>", "</arg_key><arg_value>"),
     ),
-    "glm45": (_GLM,),
-    "glm47": (
-        replace(
-            _GLM,
-            arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
-            name=("", ""),
-            separator="",
-            signs=("<tool_call>", "</arg_key><arg_value>"),
-            not_signs=(),
-        ),
+    "minimax_m2": Calls(
+        arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
+        section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        call=("", "</invoke>\n"),
+        name=('<invoke name="', '">\n'),
+        signs=("<minimax:tool_call>",),
     ),
-    "minimax_m2": (
-        Calls(
-            arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
-            section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
-            call=("", "</invoke>\n"),
-            name=('<invoke name="', '">\n'),
-            signs=("<minimax:tool_call>",),
-        ),
+    "step3": Calls(
+        arguments=Tags(key=('<steptml:parameter name="', '">'), value=("", "</steptml:parameter>\n")),
+        section=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+        call=("<｜tool_call_begin｜>", "</steptml:invoke><｜tool_call_end｜>\n"),
+        name=('function<｜tool_sep｜><steptml:invoke name="', '">\n'),
+        signs=("<｜tool_calls_begin｜>",),
     ),
-    "step3": (
-        Calls(
-            arguments=Tags(key=('<steptml:parameter name="', '">'), value=("", "</steptml:parameter>\n")),
-            section=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
-            call=("<｜tool_call_begin｜>", "</steptml:invoke><｜tool_call_end｜>\n"),
-            name=('function<｜tool_sep｜><steptml:invoke name="', '">\n'),
-            signs=("<｜tool_calls_begin｜>",),
-        ),
+    "kimi_k2": replace(
+        _OBJECT,
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+        name=("functions.", ":{index}<|tool_call_argument_begin|>"),
+        ids=Ids.NUMBERED,
+        signs=("<|tool_calls_section_begin|>",),
     ),
-    "kimi_k2": (
-        Calls(
-            arguments=Object(),
-            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
-            name=("functions.", ":{index}<|tool_call_argument_begin|>"),
-            ids=Ids.NUMBERED,
-            signs=("<|tool_calls_section_begin|>",),
-        ),
+    "gemma4": Calls(
+        arguments=Object(quote='<|"|>'),
+        call=("<|tool_call>", "<tool_call|>"),
+        name=("call:", ""),
+        signs=("<|tool_call>", "<tool_call|>"),
     ),
-    "gemma4": (
-        Calls(
-            arguments=Object(quote='<|"|>'),
-            call=("<|tool_call>", "<tool_call|>"),
-            name=("call:", ""),
-            signs=("<|tool_call>", "<tool_call|>"),
-        ),
+    "functiongemma": Calls(
+        arguments=Object(quote="<escape>"),
+        call=("<start_function_call>", "<end_function_call>"),
+        name=("call:", ""),
+        signs=("<start_function_call>",),
     ),
-    "functiongemma": (
-        Calls(
-            arguments=Object(quote="<escape>"),
-            call=("<start_function_call>", "<end_function_call>"),
-            name=("call:", ""),
-            signs=("<start_function_call>",),
-        ),
+    "granite": replace(
+        _LIST,
+        section=("<|tool_call|>", ""),
+        others=(("<tool_call>", ""),),
+        signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'"),
     ),
-    "granite": (
-        replace(
-            _LIST,
-            section=("<|tool_call|>", ""),
-            others=(("<tool_call>", ""),),
-            signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'"),
-        ),
+    "granite-20b-fc": replace(_LINES, call=("<function_call> ", ""), signs=("<function_call> ",)),
+    "phi4_mini_json": replace(_LIST, section=("functools", ""), signs=("functools[",)),
+    "xlam": replace(_LIST, others=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")), is_bare=True),
+    "cohere_command3": replace(
+        _LIST,
+        arguments=Wrapped(name="tool_name", arguments="parameters", id="tool_call_id"),
+        section=("<|START_ACTION|>", "<|END_ACTION|>"),
+        signs=("<|START_ACTION|>",),
     ),
-    "granite-20b-fc": (
-        Calls(arguments=Wrapped(), call=("<function_call> ", ""), separator="\n", signs=("<function_call> ",)),
+    "hunyuan_a13b": replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>[", "<answer>")),
+    "jamba": replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>", "<|bom|>")),
+    "minimax": replace(
+        _LINES, section=("<tool_calls>\n", "\n</tool_calls>"), signs=("<tool_calls>\n", "<beginning_of_sentence>")
     ),
-    "phi4_mini_json": (replace(_LIST, section=("functools", ""), signs=("functools[",)),),
-    "xlam": (replace(_LIST, others=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")), is_bare=True),),
-    "cohere_command3": (
-        replace(
-            _LIST,
-            arguments=Wrapped(name="tool_name", arguments="parameters", id="tool_call_id"),
-            section=("<|START_ACTION|>", "<|END_ACTION|>"),
-            signs=("<|START_ACTION|>",),
-        ),
-        replace(
-            _LIST,
-            arguments=Wrapped(name="tool_name", arguments="parameters"),
-            section=("Action:\n```json\n", "\n```"),
-            signs=("Action:", "```json", "tool_name"),
-            not_signs=("<|START_ACTION|>",),
-        ),
+    "nemotron_json": replace(_LIST, section=("<TOOLCALL>", "</TOOLCALL>"), signs=("<TOOLCALL>",)),
+    "ernie45": replace(
+        _JSON, call=("<tool_call>\n", "\n</tool_call>\n"), signs=("<tool_call>", "<response>"), not_signs=("<invoke",)
     ),
-    "hunyuan_a13b": (replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>[", "<answer>")),),
-    "jamba": (replace(_LIST, section=("<tool_calls>", "</tool_calls>"), signs=("<tool_calls>", "<|bom|>")),),
-    "minimax": (
-        Calls(
-            arguments=Wrapped(),
-            section=("<tool_calls>\n", "\n</tool_calls>"),
-            separator="\n",
-            signs=("<tool_calls>\n", "<beginning_of_sentence>"),
-        ),
+    "internlm": Calls(
+        arguments=_PARAMETERS, call=("<|action_start|><|plugin|>\n", "<|action_end|>"), signs=("<|action_start|>",)
     ),
-    "nemotron_json": (replace(_LIST, section=("<TOOLCALL>", "</TOOLCALL>"), signs=("<TOOLCALL>",)),),
-    "ernie45": (
-        Calls(
-            arguments=Wrapped(),
-            call=("<tool_call>\n", "\n</tool_call>\n"),
-            signs=("<tool_call>", "<response>"),
-            not_signs=("<invoke",),
-        ),
+    "apertus": replace(
+        _LIST, arguments=Wrapped(name=""), section=("<|tools_prefix|>", "<|tools_suffix|>"), signs=("<|tools_prefix|>",)
     ),
-    "internlm": (
-        Calls(
-            arguments=_PARAMETERS, call=("<|action_start|><|plugin|>\n", "<|action_end|>"), signs=("<|action_start|>",)
-        ),
+    "longcat": replace(
+        _LINES, call=("<longcat_tool_call>\n", "\n</longcat_tool_call>"), signs=("<longcat_tool_call>",)
     ),
-    "apertus": (
-        replace(
-            _LIST,
-            arguments=Wrapped(name=""),
-            section=("<|tools_prefix|>", "<|tools_suffix|>"),
-            signs=("<|tools_prefix|>",),
-        ),
+    "gigachat3": replace(_JSON, call=("<|function_call|>", ""), signs=("<|function_call|>",)),
+}
+_FURTHER_FORMS = {
+    "mistral": replace(
+        _LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",), not_signs=("[ARGS]",)
     ),
-    "longcat": (
-        Calls(
-            arguments=Wrapped(),
-            call=("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
-            separator="\n",
-            signs=("<longcat_tool_call>",),
-        ),
+    "cohere_command3": replace(
+        _LIST,
+        arguments=Wrapped(name="tool_name", arguments="parameters"),
+        section=("Action:\n```json\n", "\n```"),
+        signs=("Action:", "```json", "tool_name"),
+        not_signs=("<|START_ACTION|>",),
     ),
-    "gigachat3": (
-        Calls(arguments=Wrapped(), call=("<|function_call|>", ""), signs=("<|function_call|>",)),
-        Calls(
-            arguments=Wrapped(),
-            call=("function call<|role_sep|>\n", ""),
-            others=(("<|function_call|>", ""),),
-            is_parallel=False,
-            signs=("'function call'", "role_sep"),
-        ),
+    "gigachat3": replace(
+        _JSON,
+        others=(("<|function_call|>", ""),),
+        call=("function call<|role_sep|>\n", ""),
+        is_parallel=False,
+        signs=("'function call'", "role_sep"),
     ),
 }
 
@@ -316,7 +237,7 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         starts_open=True,
         signs=("</think>", "<minimax:tool_call>"),
     ),
-    "minimax_m2_append_think": Thoughts(opening=("<think>",), starts_open=True, stay=True),
+    "minimax_m2_append_think": Thoughts(starts_open=True, stay=True),
     "step3": Thoughts(starts_open=True),
     "granite": Thoughts(
         opening=("Here is my thought process:", "Here's my thought process:", "<think>"),
@@ -363,6 +284,9 @@ REASONING_PARSERS: dict[str, Thoughts] = {
     "gpt_oss": Thoughts(opening=(), closing=(), signs=("<|channel|>analysis",)),
 }
 
+TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
+    name: (form, *filter(None, [_FURTHER_FORMS.get(name)])) for name, form in _FORMS.items()
+}
 # Further names for the same.
 TOOL_PARSERS |= {
     alias: tuple(replace(row, signs=()) for row in TOOL_PARSERS[name])
