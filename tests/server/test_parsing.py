@@ -108,6 +108,7 @@ CASES = [
         "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]now{}",
         [CallStart("f", "abc"), CallArguments("{}"), *call("now")],
     ),
+    ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]no[ARGS]{}", [*call("f"), Content("[TOOL_CALLS]no[ARGS]{}")]),
     ("mistral", "[TOOL_CALLS]nothing more", [Content("[TOOL_CALLS]nothing more")]),
     ("mistral", "[TOOL_CALLS][1]", [Content("[TOOL_CALLS][1]")]),
     ("deepseek_v3", f"{CALLS}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", call("f", ARGUMENTS)),
@@ -259,6 +260,9 @@ def test_what_is_nested_too_deeply_for_python_harms_nobody():
     assert read(reader("hermes"), [text]) == [Content(text)]
     text = f'<tool_call>{{"arguments": {{"a": {deep}}}, "name": "f"}}'
     assert read(reader("hermes"), [text]) == call("f", f'{{"a": {deep}}}')
+    for value, expected in ((deep, f'{{"": {deep}}}'), (json.dumps(deep), f'{{"": "{deep}"}}')):
+        text = f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>'
+        assert read(reader("hermes"), [text]) == call("f", expected)
     text = tagged("get_weather", place=deep)
     assert read(reader("qwen3_coder"), [text]) == call("get_weather", f'{{"place": "{deep}"}}')
 
@@ -441,6 +445,7 @@ def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
         ("{'a': 'it\\'s \"x\"', \"b\": 'c'}", '{"a": "it\'s \\"x\\"", "b": "c"}'),
         ("{a: True, b: None, c: (1, .5,), d: 0x1f}", '{"a": true, "b": null, "c": [1, 0.5], "d": 31}'),
         ('{"a": 1 "b": 2,}', '{"a": 1 , "b": 2}'),
+        ("{a: {'x', 'y'}}", '{"a": {"x": null, "y": null}}'),
         ('{"a": 1,, "b": 2,}', '{"a": 1, "b": 2}'),
         (
             "{a: Oslo Town, b: /tmp/x y, c: 5 Main Street }",

@@ -143,6 +143,8 @@ class ValueReader:
         elif token in ("}", "]", ")"):
             return self._take_closing("]" if token == ")" else token)
         elif token == ",":
+            if self._expected == "colon":  # a set in Python
+                self._complete_item()
             if self._expected not in ("comma", "key"):
                 return False
             self._source.take(1)

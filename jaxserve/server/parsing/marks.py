@@ -47,6 +47,7 @@ class Marks:
         ends: what ends arguments that are none.
         value_ends: what ends a value of JSON of which more is missing.
         spare: what is never shown behind a call.
+        tags: what keys and values stand between; empty texts, where arguments have no tags.
         key, key_end, value, value_end: parts of an argument between tags.
     """
 
@@ -64,6 +65,7 @@ class Marks:
     ends: Any
     value_ends: ValueEnds
     spare: Any
+    tags: Tags
     key: Any
     key_end: Any
     value: Any
@@ -123,7 +125,8 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
         arguments=_compile([starts, *section_ends, *ends, *openings]),
         ends=_compile([*section_ends, *ends, *openings]),
         value_ends=_value_ends(calls, openings, [] if isinstance(calls.arguments, Wrapped) else [head], closings),
-        spare=regex.compile(rf"^(?:\s*+(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
+        spare=regex.compile(rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
+        tags=tags,
         key=_compile([key, _group("end", "|".join(closings)), *begins]),
         key_end=regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}"),
         value=regex.compile(_flexible(tags.value[0]) or _NEVER),

@@ -18,14 +18,14 @@ from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import Content, Reasoning
 from jaxserve.server.parsing.literal import ValueReader, to_json
 from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
-from jaxserve.server.parsing.schema import Kind, arguments_of, json_value, property_kind, property_names
-from jaxserve.server.parsing.source import Pattern, Sink, Steps
+from jaxserve.server.parsing.schema import arguments_of, json_value, property_kind, property_names
+from jaxserve.server.parsing.source import Pattern, Sink, Steps, drop
 from jaxserve.server.parsing.syntax import Object, PythonCall, Syntax, Tags, Wrapped
+from jaxserve.server.parsing.tagged import TaggedReader
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
-_BRACKET, _LIST, _CALL, _COMMA, _LINE_BREAK = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", "\n"))
+_BRACKET, _LIST, _CALL, _COMMA = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ","))
 
-_ANY_BUT_TEXT = Kind(frozenset(("null", "boolean", "integer", "number", "array", "object")))
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
@@ -174,7 +174,7 @@ class Reader(AnswerReader):
                 has_words = True
                 if len(raw) == num_taken:
                     source.take(1)
-                found = yield from source.until(marks.leftover, _drop)
+                found = yield from source.until(marks.leftover, drop)
                 if found is None or found.lastgroup in ("section", "closing"):
                     break
         is_empty &= not has_words
@@ -237,7 +237,7 @@ class Reader(AnswerReader):
             if (yield from source.peek(_CALL if is_python else _BRACKET)) is None:
                 return False
             quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
-            yield from ValueReader(source, _drop, quote=quote, positions=() if is_python else None).read()
+            yield from ValueReader(source, drop, quote=quote, positions=() if is_python else None).read()
             return True
         is_sure &= not isinstance(self._arguments, Tags) and bool(source.buffer)
         if not is_sure and (yield from source.peek(marks.arguments)) is None:
@@ -245,7 +245,8 @@ class Reader(AnswerReader):
         self._start_call(name, call_id)
         match self._arguments:
             case Tags() if (yield from source.peek(_OBJECT)) is None:
-                yield from self._read_tags(self._arguments, self._tools[name])
+                is_offered = self._tools.__contains__
+                yield from TaggedReader(source, self._argue, marks, self._schema, is_offered=is_offered).read()
             case PythonCall() if (yield from source.peek(_CALL)) is not None:
                 yield from self._values(self._argue, property_names(self._schema)).read()
             case _:
@@ -294,7 +295,7 @@ class Reader(AnswerReader):
                     following = None if found is None or not is_among else (yield from source.peek(KEY))
                     if following is None or following["key"] not in argument_keys:
                         return False
-                    yield from ValueReader(source, _drop).read_on("key")
+                    yield from ValueReader(source, drop).read_on("key")
                     return True
                 name = found
                 self._start_call(found, call_id)
@@ -309,7 +310,7 @@ class Reader(AnswerReader):
                 continue
             elif name is None and key not in _OTHER_KEYS:
                 if is_among and not own.name:
-                    yield from ValueReader(source, _drop).read_on("value")
+                    yield from ValueReader(source, drop).read_on("value")
                     return True
                 return False
             else:
@@ -351,68 +352,6 @@ class Reader(AnswerReader):
         return ValueReader(
             self._source, sink, quote=quote, ends=self._ends, positions=positions, converters=self._converter
         )
-
-    def _read_tags(self, tags: Tags, schema: Mapping[str, Any]) -> Steps:
-        """Read arguments between tags. What belongs to none is left out."""
-        source, marks = self._source, self._marks
-        self._argue("{")
-        comma = ""
-        while True:
-            match = yield from source.until(marks.key, _drop)
-            if match is None or match.lastgroup != "key":
-                self._argue("" if source.is_cut else "}")
-                return
-            source.take(len(match[0]))
-            key = yield from source.accept(marks.key_end)
-            if key is None:
-                continue
-            self._argue(f"{comma}{json.dumps(key['key'], ensure_ascii=False)}: ")
-            comma = ", "
-            kind = property_kind(schema, key["key"])
-            if tags.text_flag and key["flag"] == "false" and not kind.types:
-                kind = _ANY_BUT_TEXT
-            yield from self._read_tagged(tags, kind)
-            if source.is_cut and not source.buffer:
-                return
-
-    def _read_tagged(self, tags: Tags, kind: Kind) -> Steps:
-        """Read one value to its end tag, or to the tag that follows where it has none."""
-        source, marks = self._source, self._marks
-        if tags.value[0].strip() and not tags.text_flag:
-            yield from source.spaces()
-            yield from source.accept(marks.value)
-        pads = tags.value[1].startswith("\n")
-        if pads:
-            yield from source.accept(_LINE_BREAK)
-        is_text = kind.is_text and not kind.values
-        held, pieces = "", []
-
-        def tell(text: str, *, is_all: bool = False) -> None:
-            nonlocal held
-            text = held + text
-            held = "\n" if text.endswith("\n") and not is_all else ""  # it may belong to the end tag
-            text = text[: len(text) - len(held)]
-            if is_text:
-                self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
-            else:
-                pieces.append(text)
-
-        self._argue('"' if is_text else "")
-        while True:
-            match = yield from source.until(marks.value_end, tell)
-            if match is None or match.lastgroup != "head" or match["name"] in self._tools:
-                break
-            tell(source.take(1))
-        if match is None and source.is_cut:
-            return
-        if match is not None and match.lastgroup == "value":
-            source.take(len(match[0]))
-            tell("", is_all=not pads)
-        self._argue('"' if is_text else json_value("".join(pieces), kind))
-
-
-def _drop(_: str) -> None:
-    """Take text that belongs to nothing."""
 
 
 def _text(value: str) -> str | None:

@@ -177,17 +177,14 @@ def arguments_of(value: str, schema: Mapping[str, Any]) -> str:
     Nothing, blanks and an empty list are no arguments, and a text may spell an object. Any other value is that of the
     first property, as one without a name is in a call in Python; where the schema names none, its name is empty.
     """
-    found = json.loads(value or "null")
-    if isinstance(found, str):
-        spelled = to_json(found)
-        if spelled is not None and spelled[0] == "{":
-            return spelled
-    if isinstance(found, dict):
-        return value
-    if found in (None, []) or (isinstance(found, str) and not found.strip()):
+    text = json.loads(value) if value[:1] == '"' else None
+    spelled = None if text is None else to_json(text)
+    if value[:1] == "{" or (spelled is not None and spelled[0] == "{"):
+        return spelled or value
+    if value in ("", "null") or "".join(value.split()) == "[]" or (text is not None and not text.strip()):
         return "{}"
     name = next(iter(property_names(schema)), "")
-    return f"{{{_dumped(name)}: {json_value(found, property_kind(schema, name)) if isinstance(found, str) else value}}}"
+    return f"{{{_dumped(name)}: {value if text is None else json_value(text, property_kind(schema, name))}}}"
 
 
 def _candidates(text: str, exact: Any) -> list[Any]:

@@ -18,6 +18,10 @@ Sink = Callable[[str], object]
 _SPACE_RUN = regex.compile(r"\s*")
 
 
+def drop(_: str) -> None:
+    """Take text that belongs to nothing."""
+
+
 class Cut(Exception):
     """Raised when the text is cut off after a mark has begun: that beginning is markup, and is not shown."""
 

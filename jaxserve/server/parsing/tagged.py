@@ -1,0 +1,92 @@
+"""Reads arguments that stand between tags, one by one, as JSON: an end tag may be missing, or be spelled otherwise."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import regex
+
+from jaxserve.server.parsing.marks import Marks
+from jaxserve.server.parsing.schema import Kind, json_value, property_kind
+from jaxserve.server.parsing.source import Sink, Source, Steps, drop
+
+_LINE_BREAK = regex.compile("\n")
+_ANY_BUT_TEXT = Kind(frozenset(("null", "boolean", "integer", "number", "array", "object")))
+
+
+class TaggedReader:
+    """Reads the arguments of one call, and hands them on as an object. Text that belongs to none is left out."""
+
+    def __init__(
+        self,
+        source: Source,
+        sink: Sink,
+        marks: Marks,
+        schema: Mapping[str, Any],
+        *,
+        is_offered: Callable[[str], bool],
+    ):
+        """`schema` is that of the tool's parameters; a call of a tool that `is_offered` ends a value."""
+        self._source = source
+        self._sink = sink
+        self._marks = marks
+        self._schema = schema
+        self._is_offered = is_offered
+
+    def read(self) -> Steps:
+        """Read to what ends the call."""
+        source, marks, tags = self._source, self._marks, self._marks.tags
+        self._sink("{")
+        comma = ""
+        while True:
+            match = yield from source.until(marks.key, drop)
+            if match is None or match.lastgroup != "key":
+                self._sink("" if source.is_cut else "}")
+                return
+            source.take(len(match[0]))
+            key = yield from source.accept(marks.key_end)
+            if key is None:
+                continue
+            self._sink(f"{comma}{json.dumps(key['key'], ensure_ascii=False)}: ")
+            comma = ", "
+            kind = property_kind(self._schema, key["key"])
+            if tags.text_flag and key["flag"] == "false" and not kind.types:
+                kind = _ANY_BUT_TEXT
+            yield from self._read_value(kind)
+            if source.is_cut and not source.buffer:
+                return
+
+    def _read_value(self, kind: Kind) -> Steps:
+        """Read one value to its end tag, or to the tag that follows where it has none."""
+        source, marks, tags = self._source, self._marks, self._marks.tags
+        if tags.value[0].strip() and not tags.text_flag:
+            yield from source.spaces()
+            yield from source.accept(marks.value)
+        pads = tags.value[1].startswith("\n")
+        if pads:
+            yield from source.accept(_LINE_BREAK)
+        is_text = kind.is_text and not kind.values
+        held, pieces = "", []
+
+        def tell(text: str, *, is_all: bool = False) -> None:
+            nonlocal held
+            text = held + text
+            held = "\n" if text.endswith("\n") and not is_all else ""  # it may belong to the end tag
+            text = text[: len(text) - len(held)]
+            if is_text:
+                self._sink(json.dumps(text, ensure_ascii=False)[1:-1])
+            else:
+                pieces.append(text)
+
+        self._sink('"' if is_text else "")
+        while True:
+            match = yield from source.until(marks.value_end, tell)
+            if match is None or match.lastgroup != "head" or self._is_offered(match["name"]):
+                break
+            tell(source.take(1))
+        if match is None and source.is_cut:
+            return
+        if match is not None and match.lastgroup == "value":
+            source.take(len(match[0]))
+            tell("", is_all=not pads)
+        self._sink('"' if is_text else json_value("".join(pieces), kind))
