@@ -41,7 +41,7 @@ def _tokens(quote: str) -> regex.Pattern:
 
 @dataclass(frozen=True)
 class ValueEnds:
-    """What ends a value of which more is missing.
+    """Marks that end a value of which more is missing.
 
     Attributes:
         stop: what begins like a value, and is none; None: nothing does.
@@ -205,7 +205,7 @@ class ValueReader:
         return self._is_call and self._due == ["}"] and not self._num_spread
 
     def _begin_item(self, *, is_key: bool = True) -> None:
-        """A key or value begins: the comma before it, and what may be missing, is written."""
+        """Write the comma before a key or value that begins, and what may be missing."""
         if self._expected == "comma":
             self._held = self._held or ", "
             self._expected = "key" if self._due[-1] == "}" else "value"
@@ -248,7 +248,7 @@ class ValueReader:
 
     @property
     def _convert(self) -> Callable[[str], str] | None:
-        """What makes another value of a text that comes next."""
+        """Converter of a text that comes next; None: it stays a text."""
         if self._converters is None or self._expected != "value" or self._due != ["}"]:
             return None
         return self._converters(self._key)

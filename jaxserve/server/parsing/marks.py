@@ -142,7 +142,7 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
 
 
 def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], closings: Sequence[str]) -> ValueEnds:
-    """What ends a value of which more is missing: a call that begins behind it, or marks at the end of the answer.
+    """Return what ends a value of which more is missing: a call behind it, or marks at the end of the answer.
 
     Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or as
     the syntax has it (`heads`), with what stands behind the name.
@@ -170,7 +170,7 @@ def _bare(calls: Calls) -> str:
 
 
 def _after_name(calls: Calls) -> list[str]:
-    """What stands between a name and its arguments: an index, marks, the head of a block of code."""
+    """Return what stands between a name and its arguments: an index, marks, the head of a block of code."""
     marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
     if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
         marks.append(_group("mark", _flexible(calls.name[1])))
@@ -179,7 +179,7 @@ def _after_name(calls: Calls) -> list[str]:
 
 
 def _key_end(tags: Tags) -> str:
-    """What stands between a key and its value; `flag` is whether the value is a text."""
+    """Return what stands between a key and its value; `flag` is whether the value is a text."""
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
         quote = r"[\"']" if tags.key[1] == '"' else _flexible(tags.key[1])
@@ -191,19 +191,19 @@ def _key_end(tags: Tags) -> str:
 
 
 def _flexible(text: str) -> str:
-    """A pattern of a mark, with any white space where it has some, and between two tags."""
+    """Return a pattern of a mark, with any white space where it has some, and between two tags."""
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
     return _GAP.join(regex.escape(part) for part in parts)
 
 
 def _attribute(text: str) -> str:
-    """A pattern of a tag up to the value of its attribute, whose quote may be missing or another one."""
+    """Return a pattern of a tag up to the value of its attribute, whose quote may be missing or another one."""
     mark = text.strip()
     return _flexible(mark.removesuffix('"')) + (r"[\"']?+(?=[^\"'])" if mark[-1:] in ('"', "=") else "")
 
 
 def _drifting(mark: str) -> str:
-    """A pattern of an end tag as models misspell it."""
+    """Return a pattern of an end tag as models misspell it."""
     if match := re.fullmatch(r"</([^<>]+)>", mark):
         return rf"<\s{{0,4}}/\s{{0,4}}{regex.escape(match[1])}[\w=.: -]{{0,64}}>"
     return _flexible(mark)

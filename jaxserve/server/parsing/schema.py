@@ -229,6 +229,6 @@ def _matches(pattern: str, key: str) -> bool:
 
 
 def _dumped(value: Any) -> str:
-    """Raises ValueError for what JSON has no number for. A surrogate stays escaped: half of one cannot be sent."""
+    """Return a value as JSON, halves of surrogates escaped: they cannot be sent. Raises ValueError for NaN."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value, allow_nan=False)

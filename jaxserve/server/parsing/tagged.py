@@ -26,7 +26,7 @@ class TaggedReader:
         *,
         is_offered: Callable[[str], bool],
     ):
-        """`schema` is that of the tool's parameters; a call of a tool that `is_offered` ends a value."""
+        """Read by the `schema` of the tool's parameters; a call of a tool that `is_offered` ends a value."""
         self._source = source
         self._sink = sink
         self._marks = marks
