@@ -525,6 +525,7 @@ def test_stories_continue_as_published(test_data):
     assert len(text) > 350
 
 
+@pytest.mark.slow
 def test_serve_answers_and_ends_on_a_signal(test_data):
     model = str(test_data / "models/stories260K")
     command = _command("serve", model, "--port", "0", "--warmup", "none", "--served-model-name", "stories")

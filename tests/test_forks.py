@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import tiny_model
 from waiting import PATIENCE
 
@@ -54,6 +55,7 @@ llm.close()
 USES = ("generate", "chat", "embed", "stats", "next", "next of another", "start")
 
 
+@pytest.mark.slow
 def test_children_of_a_program_with_an_open_llm(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tiny_model.write(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)

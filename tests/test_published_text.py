@@ -20,6 +20,7 @@ def llm(test_data):
         yield llm
 
 
+@pytest.mark.slow
 def test_alone_and_in_a_batch(llm, published):
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     (alone,) = llm.generate("Once upon a time", greedy, use_tqdm=False)

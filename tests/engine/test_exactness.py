@@ -160,7 +160,6 @@ def test_static_scheduler(llama):
     "name",
     quick_only(
         ["mistral_window", "qwen2_window", "qwen3_biases_window", "gemma2_caps", "llama_untied"],
-        "gemma2_caps",
         "llama_untied",
     ),
 )
@@ -172,6 +171,7 @@ def test_every_family(name):
     assert_naive(model, run(model.engine(num_blocks=40, max_num_batched_tokens=16), requests), asked)
 
 
+@pytest.mark.slow
 def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
     """A forward pass on a GPU admits at most ADMISSION_ROWS requests; some of these have parameters of their own."""
     for module in (slots, runner):
@@ -189,6 +189,7 @@ def test_more_new_requests_than_a_forward_pass_takes_along(monkeypatch):
     assert_naive(model, results, asked)
 
 
+@pytest.mark.slow
 def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
     model = Model("llama_untied", traits=ON_GPU)
     packed = []
@@ -203,6 +204,7 @@ def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
     assert len(packed) == 2  # one for each prompt
 
 
+@pytest.mark.slow
 def test_requests_that_decode_steps_admit():
     """Requests of which only the last prompt token is not cached: on a GPU their forward passes admit no request."""
     model = Model("llama_untied", traits=ON_GPU)

@@ -26,6 +26,7 @@ def test_chunks_and_preemption(gpt_oss):
     assert engine.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_prefix_hits(gpt_oss):
     random = np.random.default_rng(1)
     common = random.integers(0, gpt_oss.vocab_size, 40).tolist()

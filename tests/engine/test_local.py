@@ -53,6 +53,7 @@ def collect(outputs, names):
     return tokens
 
 
+@pytest.mark.slow
 def test_a_profile_has_no_calls_of_python(client, tmp_path):
     """A step makes thousands of Python calls, and recording them takes longer than they do."""
     outputs = queue.SimpleQueue()
@@ -154,6 +155,7 @@ def test_queue_limit():
         client.close()
 
 
+@pytest.mark.slow
 def test_how_long_a_full_queue_lasts(monkeypatch):
     """The refusal says in how many seconds as many requests will have left as are waiting, by the engine's own
     clock.
@@ -188,6 +190,7 @@ def test_how_long_a_full_queue_lasts(monkeypatch):
         client.close()
 
 
+@pytest.mark.slow
 def test_preempted_requests_count_as_waiting(monkeypatch):
     """The limit is held against the queue as it is, and a refusal is the caller's alone."""
     client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 2, "kv_cache_memory": 2**16}))

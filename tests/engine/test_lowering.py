@@ -10,7 +10,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from depths import quick_first
 from engine_harness import GOLDENS, MAX_MODEL_LEN, Model, request, run
 from waiting import PATIENCE
 
@@ -78,7 +77,8 @@ def answers(engine):
     }
 
 
-@pytest.mark.parametrize("num_devices", quick_first([1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_same_answers(tmp_path, num_devices, caplog):
     """With steps from this process, from workers, and from the workers' files on disk."""
     expected = answers(make_engine(num_devices)[0])

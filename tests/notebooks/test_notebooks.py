@@ -27,7 +27,8 @@ def test_the_pair_agrees_and_has_no_outputs(name):
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if "outputs" in cell)
 
 
-@pytest.mark.parametrize("name", quick_first(NOTEBOOKS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(name, tmp_path):
     notebook = jupytext.read(FOLDER / f"{name}.py")
     environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}

@@ -98,6 +98,7 @@ def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers
     check(routed, routing, logits, bias, num_tokens=num_tokens - 1, **part)
 
 
+@pytest.mark.slow
 def test_interpreted_with_nan(capsys):
     """Other tokens have their own experts, and rows stay consistent: no two choices have the same row."""
     routing, logits, _ = make_case("sigmoid", num_tokens=4, num_experts=12, per_token=3)

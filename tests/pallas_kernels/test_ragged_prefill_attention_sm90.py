@@ -235,6 +235,7 @@ def test_compiles_without_spilling(case):
     assert program.temp_bytes < 2**20
 
 
+@pytest.mark.slow
 def test_layers_share_the_plan():
     one, two = compiled(heads=(32, 8, 128)), compiled(heads=(32, 8, 128), num_layers=2)
     assert two.num_launches == one.num_launches + 1
