@@ -20,12 +20,12 @@ class Sizing:
     """What decides how many blocks there are.
 
     Attributes:
-      kv_cache_memory: bytes for blocks on all devices, None for the remaining memory of the devices.
-      weight_bytes: bytes of the weights on each device.
-      trial_bytes: bytes on each device for XLA's trials of matrix products in programs that are compiled after the
-        cache has been allocated.
-      num_shards: number of devices over which the cache is sharded.
-      bytes_per_block: bytes of a block on all devices.
+        kv_cache_memory: bytes for blocks on all devices, None for the remaining memory of the devices.
+        weight_bytes: bytes of the weights on each device.
+        trial_bytes: bytes on each device for XLA's trials of matrix products in programs that are compiled after the
+            cache has been allocated.
+        num_shards: number of devices over which the cache is sharded.
+        bytes_per_block: bytes of a block on all devices.
     """
 
     kv_cache_memory: int | None

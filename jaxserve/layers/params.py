@@ -30,13 +30,13 @@ class LeafSpec:
     """One of the arrays that a weight is stored as: its shape, and what the declaration of the weight says about it.
 
     Attributes:
-      name: name of the weight in errors.
-      axes: as in a ParamSpec.
-      dtype: None means the dtype that the engine serves in.
-      init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all equal
-        to `init_scale` ("constant").
-      expert_size: as in a ParamSpec.
-      group_size: number of inputs to which an entry of the last axis applies, if more than one.
+        name: name of the weight in errors.
+        axes: as in a ParamSpec.
+        dtype: None means the dtype that the engine serves in.
+        init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all equal
+            to `init_scale` ("constant").
+        expert_size: as in a ParamSpec.
+        group_size: number of inputs to which an entry of the last axis applies, if more than one.
     """
 
     name: str
@@ -61,24 +61,24 @@ class ParamSpec:
     (codes, scales) can be arranged in the same way.
 
     Attributes:
-      axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
-        `layers.sharding`. "kv_heads" comes first if there is one; "members" after it are the queries of a KV head, its
-        key and its value.
-      num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for weights that no
-        matmul reads, such as biases and norms.
-      source: names of the Hugging Face tensors that the weight is composed of.
-      source_shapes: their shapes; by default the one tensor has the weight's shape.
-      rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources, one
-        source after the other; None if they are in order already. A row has all inputs of one output.
-      is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
-      offset: added to the checkpoint's values, in float32.
-      dtype: None means the dtype that the engine serves in.
-      quantize: marks the weights that `--quantization` rounds to codes.
-      scheme: how a quantized weight is stored; None if it is not quantized.
-      is_absorbed: layers do more with its values than multiply by them, so it is never held as codes.
-      init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
-      expert_size: the whole inner size of an expert, for the weights of experts, all of which are sharded in the same
-        way by it.
+        axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
+            `layers.sharding`. "kv_heads" comes first if there is one; "members" after it are the queries of a KV head,
+            its key and its value.
+        num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for weights that no
+            matmul reads, such as biases and norms.
+        source: names of the Hugging Face tensors that the weight is composed of.
+        source_shapes: their shapes; by default the one tensor has the weight's shape.
+        rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources,
+            one source after the other; None if they are in order already. A row has all inputs of one output.
+        is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
+        offset: added to the checkpoint's values, in float32.
+        dtype: None means the dtype that the engine serves in.
+        quantize: marks the weights that `--quantization` rounds to codes.
+        scheme: how a quantized weight is stored; None if it is not quantized.
+        is_absorbed: layers do more with its values than multiply by them, so it is never held as codes.
+        init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
+        expert_size: the whole inner size of an expert, for the weights of experts, all of which are sharded in the same
+            way by it.
     """
 
     shape: tuple[int, ...]
@@ -240,10 +240,10 @@ class Layout:
     have a copy of each head (see `sharding.kv_copies`), each with a part of its queries.
 
     Attributes:
-      shape: of the shards of all devices together.
-      places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
-      repeats: how often each entry of the declared last axis is repeated. If the inputs of a device are not a multiple
-        of a quantization group, its scales apply to smaller groups.
+        shape: of the shards of all devices together.
+        places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
+        repeats: how often each entry of the declared last axis is repeated. If the inputs of a device are not a
+            multiple of a quantization group, its scales apply to smaller groups.
     """
 
     shape: tuple[int, ...]

@@ -50,11 +50,11 @@ class LayerShape:
     """What a layer consists of. Weights and caches are arrays or their shapes, with shardings.
 
     Attributes:
-      weights: weights of the layer; the keys tell which norms and biases it has.
-      following: weights of the next layer, whose qkv is computed with this one; None after the last.
-      cache: the layer's LayerCache.
-      activation: as for `mlp.gate_of`.
-      num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
+        weights: weights of the layer; the keys tell which norms and biases it has.
+        following: weights of the next layer, whose qkv is computed with this one; None after the last.
+        cache: the layer's LayerCache.
+        activation: as for `mlp.gate_of`.
+        num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
     """
 
     weights: Params

@@ -85,9 +85,9 @@ class GGUFFile:
     """A model in mapped GGUF files, usually one: llama-gguf-split splits it into NAME-00001-of-00003.gguf and so on.
 
     Attributes:
-      metadata: every key of the first file with its value; arrays are lists.
-      tensors: every tensor by its name.
-      problems: what is wrong with the other files; their tensors may be missing.
+        metadata: every key of the first file with its value; arrays are lists.
+        tensors: every tensor by its name.
+        problems: what is wrong with the other files; their tensors may be missing.
     """
 
     def __init__(self, path: str | pathlib.Path):

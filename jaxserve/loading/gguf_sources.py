@@ -124,10 +124,10 @@ class Source:
     """How one tensor of the checkpoint is stored in the file.
 
     Attributes:
-      shapes: the tensors of the file that it is composed of, and their shapes.
-      make: composes it of these, in their order.
-      arrange: reorders any values of these tensors' rows, [*rows, values of a row], into those of the tensor's rows,
-        with outputs before inputs; None if more than rows are moved.
+        shapes: the tensors of the file that it is composed of, and their shapes.
+        make: composes it of these, in their order.
+        arrange: reorders any values of these tensors' rows, [*rows, values of a row], into those of the tensor's rows,
+            with outputs before inputs; None if more than rows are moved.
     """
 
     shapes: dict[str, tuple[int, ...]]

@@ -36,18 +36,18 @@ class Family:
     """A family of models. All functions are pure; a config is hashable, and the first argument except for the weights.
 
     Attributes:
-      Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers` and `max_position_embeddings`, and the
-        fields that the defaults below read. With grouped, rotated heads it extends `DecoderConfig`.
-      param_specs: declares every weight; "layers" is a list.
-      kv_specs: declares what each layer keeps from step to step.
-      embed: the first stage, from tokens to the residual stream.
-      layers: the stages in between, any range of layers: returns the residual stream after it or, after the last layer
-        and the final norm, the hidden states. A layer reads `batch.of_layer(index)`.
-      head: the last stage, from hidden states to logits.
-      doc: the module's docstring, which begins with the checkpoints that are supported.
-      features: features of all checkpoints that no field of the config mentions.
-      own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused kernels;
-        None if nothing.
+        Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers` and `max_position_embeddings`, and the
+            fields that the defaults below read. With grouped, rotated heads it extends `DecoderConfig`.
+        param_specs: declares every weight; "layers" is a list.
+        kv_specs: declares what each layer keeps from step to step.
+        embed: the first stage, from tokens to the residual stream.
+        layers: the stages in between, any range of layers: returns the residual stream after it or, after the last
+            layer and the final norm, the hidden states. A layer reads `batch.of_layer(index)`.
+        head: the last stage, from hidden states to logits.
+        doc: the module's docstring, which begins with the checkpoints that are supported.
+        features: features of all checkpoints that no field of the config mentions.
+        own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused
+            kernels; None if nothing.
     """
 
     Config: type[Any]

@@ -95,13 +95,13 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """How one weight is stored.
 
     Attributes:
-      codes: a key of KINDS.
-      group_size: number of inputs with a common scale; None means all inputs of an output.
-      scale_dtype: dtype of scales, zero points and minimums.
-      has_zeros: whether there are zero points.
-      has_minimums: whether there are minimums.
-      factor_dtype: dtype of the factors of scales and minimums; None if there are none.
-      factor_size: number of inputs with a common factor; None means all inputs of an output.
+        codes: a key of KINDS.
+        group_size: number of inputs with a common scale; None means all inputs of an output.
+        scale_dtype: dtype of scales, zero points and minimums.
+        has_zeros: whether there are zero points.
+        has_minimums: whether there are minimums.
+        factor_dtype: dtype of the factors of scales and minimums; None if there are none.
+        factor_size: number of inputs with a common factor; None means all inputs of an output.
     """
 
     codes: CodeName

@@ -42,8 +42,8 @@ class Kind(msgspec.Struct, frozen=True, tag=True):
     """What every kind of program defines.
 
     Attributes:
-      takes: the parts of the device's state that a program takes, in this order, before its own arguments.
-      gives: the parts that the program replaces, and returns before its other results; they are donated to it.
+        takes: the parts of the device's state that a program takes, in this order, before its own arguments.
+        gives: the parts that the program replaces, and returns before its other results; they are donated to it.
     """
 
     takes: ClassVar[tuple[State, ...]]

@@ -33,10 +33,10 @@ class StepModel:
     """A model and the sizes of its engine, as shapes. No device is used.
 
     Attributes:
-      layout: which layers have block tables and pools in common.
-      buckets: the sizes of steps, smallest first.
-      table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
-      peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
+        layout: which layers have block tables and pools in common.
+        buckets: the sizes of steps, smallest first.
+        table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
+        peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
     """
 
     def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):

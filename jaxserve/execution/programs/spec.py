@@ -15,15 +15,15 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the device that decide how steps are divided into programs.
 
     Attributes:
-      has_finer_buckets: buckets are closer together where steps are bound by arithmetic, because padding costs time
-        there.
-      has_lean_programs: rows that need little have programs without the branches that other rows need. On a GPU a
-        branch that sorts or loops breaks a program's command buffer even if it is not taken.
-      admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
-      leaves_tokens_on_host: programs that sample end with a copy of the tokens to pinned memory of the host.
-      tries_out_matmuls: while XLA compiles a program, it runs candidates for its matrix products on the device, which
-        takes time and memory there.
-      records_first_runs: the first runs of a program record its command buffers, and take longer.
+        has_finer_buckets: buckets are closer together where steps are bound by arithmetic, because padding costs time
+            there.
+        has_lean_programs: rows that need little have programs without the branches that other rows need. On a GPU a
+            branch that sorts or loops breaks a program's command buffer even if it is not taken.
+        admits_in_forward: forward passes of prompts also write the slots of new requests, which saves a launch.
+        leaves_tokens_on_host: programs that sample end with a copy of the tokens to pinned memory of the host.
+        tries_out_matmuls: while XLA compiles a program, it runs candidates for its matrix products on the device, which
+            takes time and memory there.
+        records_first_runs: the first runs of a program record its command buffers, and take longer.
     """
 
     has_finer_buckets: bool
@@ -58,8 +58,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of building steps: the model's config.json, and the sizes of the engine.
 
     Attributes:
-      has_peers: whether devices that add up partial sums reach each other's memory, as the kernels for that require.
-      schemes: how quantized weights are stored, by path in the tree of weights.
+        has_peers: whether devices that add up partial sums reach each other's memory, as the kernels for that require.
+        schemes: how quantized weights are stored, by path in the tree of weights.
     """
 
     model: dict[str, Any]

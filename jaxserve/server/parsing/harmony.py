@@ -1,8 +1,9 @@
-"""Reads gpt-oss: messages of several channels in one answer, as OpenAI's harmony format has them.
+"""Reads gpt-oss: messages of several channels in one answer, in OpenAI's harmony format.
 
-`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: analysis is reasoning, all
-else is shown. A message to a tool that is offered, `to=functions.name`, is a call, its text the arguments; one to
-anybody else is words or thoughts, as its channel says. Text that is in no message is shown without the marks around it.
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: analysis is reasoning,
+everything else is shown. A message to a tool that is offered, `to=functions.name`, is a call, its text the arguments;
+one to another recipient is words or thoughts, according to its channel. Text outside messages is shown without the
+marks around it.
 """
 
 import json
@@ -28,7 +29,7 @@ _RECIPIENT = regex.compile(r"(?:^|\s)to=(\S*)")
 _CHANNEL = regex.compile(r"\s*(\w*)\s?")
 
 MAX_HEADER = 512
-"""Characters of a message's header; what is longer is no header, but words."""
+"""Most characters of a message's header; anything longer is words, not a header."""
 
 
 class HarmonyReader(AnswerReader):
@@ -38,7 +39,7 @@ class HarmonyReader(AnswerReader):
         """`tools` and `max_calls` as of any reader."""
         super().__init__(tools, max_calls=max_calls)
         self._kind: type[Content | Reasoning] = Content
-        self._kinds: set[type] = set()  # that have been told; further messages begin on lines of their own
+        self._kinds: set[type] = set()  # kinds that have been reported; further messages begin on lines of their own
         self._is_new = True
         self._in_message = False
 
@@ -90,7 +91,7 @@ class HarmonyReader(AnswerReader):
         self._in_message = True
 
     def _read_header(self, mark: str) -> Steps:
-        """Read from behind the first mark of a header to the end of its message's head, or of a call."""
+        """Read from after the first mark of a header to the end of its message's head, or of a call."""
         source = self._source
         channel, recipient = "final", ""
         while True:

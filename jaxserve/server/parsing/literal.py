@@ -1,7 +1,8 @@
-"""Values as models write them, as JSON: JSON passes as it is, piece by piece, and what is nearly JSON becomes it.
+"""Reads values as models write them, and passes them on as JSON: JSON unchanged, piece by piece, and near-JSON
+corrected.
 
-Read too: Python's True, None, tuples and single quotes, `**{...}` in a call, keys and texts without quotes, quotes of a
-syntax's own, raw line breaks in texts, commas that are missing or too many, closing brackets that are missing.
+Also accepted: Python's True, None, tuples and single quotes, `**{...}` in a call, keys and texts without quotes, a
+syntax's own quotes, raw line breaks in texts, missing or superfluous commas, missing closing brackets.
 """
 
 import contextlib
@@ -41,13 +42,13 @@ def _tokens(quote: str) -> regex.Pattern:
 
 @dataclass(frozen=True)
 class ValueEnds:
-    """Marks that end a value of which more is missing.
+    """Marks that end an incomplete value.
 
     Attributes:
         stop: what begins like a value, and is none; None: nothing does.
         plain: characters of a text that need no closer look.
         marks: what ends a text between quotes: the group "head" is the beginning of another call, with its name, and
-            "tail" are marks at the end of all; None: nothing does.
+            "tail" are marks at the end of the answer; None: nothing does.
         is_offered: whether there is a tool of this name.
     """
 
@@ -57,7 +58,7 @@ class ValueEnds:
     is_offered: Callable[[str], bool] = bool
 
     def ends_text(self, source: Source) -> Generator[None, None, bool]:
-        """Return whether what comes ends a text between quotes."""
+        """Return true if the next text ends a text between quotes."""
         if self.marks is None:
             return False
         while True:
@@ -68,12 +69,12 @@ class ValueEnds:
 
 
 class ValueReader:
-    """Reads one value from a source and hands it on as JSON.
+    """Reads one value from a source and passes it on as JSON.
 
-    `quote` is one more mark that texts stand between. `ends` is what ends a value wherever it stands. A value that
-    begins with `(` is the arguments of a call in Python, which become an object; those without a name get the names of
-    `positions`. `converters` finds what makes the value of a text that stands for a key of the outermost object; None:
-    it stays a text.
+    `quote` is a further quotation mark for texts. `ends` are the marks that end a value wherever they occur. A value
+    that begins with `(` is the arguments of a Python call, which become an object; positional arguments get the names
+    of `positions`. `converters` returns the function that converts the text of a key of the outermost object to a
+    value; None: it stays a text.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ValueReader:
         self._due: list[str] = []  # closing brackets of what is open, in JSON
         self._num_spread = 0  # objects that are open, and whose items are arguments of the call: `**{`
         self._expected = "value"  # or "key", "colon", "comma"
-        self._held = ""  # a comma, unless a bracket closes behind it
+        self._held = ""  # a comma, unless a bracket closes after it
 
     def read(self) -> Generator[None, None, bool]:
         """Read to the value's end. Returns False if the text ends before, or something else follows: then, unless the
@@ -185,7 +186,7 @@ class ValueReader:
         return True
 
     def _close(self, depth: int) -> None:
-        """Complete what is open, but for `depth` brackets."""
+        """Complete everything that is open, except for `depth` brackets."""
         self._held = ""
         self._complete_item()
         while len(self._due) > depth:
@@ -248,7 +249,7 @@ class ValueReader:
 
     @property
     def _convert(self) -> Callable[[str], str] | None:
-        """Converter of a text that comes next; None: it stays a text."""
+        """The converter of a text that comes next; None: it stays a text."""
         if self._converters is None or self._expected != "value" or self._due != ["}"]:
             return None
         return self._converters(self._key)
@@ -326,7 +327,7 @@ def _json_word(word: str) -> str:
 
 
 def to_json(text: str) -> str | None:
-    """Return all of `text`, which is one value as a model writes it, as JSON; None: it is none."""
+    """Return `text`, all of which is one value as a model writes it, as JSON; None if it is not."""
     source, pieces = Source(), []
     source.buffer, source.is_last = text, True
     try:

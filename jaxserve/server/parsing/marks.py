@@ -11,7 +11,7 @@ import regex
 from jaxserve.server.parsing.literal import ValueEnds
 from jaxserve.server.parsing.syntax import Calls, Object, PythonCall, Tags, Thoughts, Wrapped
 
-_NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have come
+_NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have arrived
 _GAP = r"\s{0,8}"
 _PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
 _MARK = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]|◁[^▷]+▷")
@@ -31,23 +31,23 @@ TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,64})(?P=quote)")
 
 @dataclass(frozen=True)
 class Marks:
-    """Patterns by what they are looked for; names of groups say which mark it is.
+    """Patterns by their purpose; names of groups say which mark it is.
 
     Attributes:
         in_words, in_thoughts: what ends words, and what ends thoughts.
         bare: what may begin a call without a mark.
         opening: the opening mark of a section that has an end, or of a call.
-        section_end: the closing mark of a section; None: it has none.
-        closing: any closing mark, white space before it.
-        ending: a closing mark of a call, or what models leave over around it.
-        leftover: what ends text inside of a section that belongs to no call.
-        names: the name with what stands before it, and the name alone.
-        after_name: what stands between the name and the arguments.
-        arguments: what the arguments begin or end with, by which an uncertain name is one.
-        ends: what ends arguments that are none.
-        value_ends: what ends a value of JSON of which more is missing.
-        spare: what is never shown behind a call.
-        tags: what keys and values stand between; empty texts, where arguments have no tags.
+        section_end: the closing mark of a section; None if it has none.
+        closing: any closing mark, with white space before it.
+        ending: a closing mark of a call, or remains that models leave around it.
+        leftover: what ends text inside a section that belongs to no call.
+        names: the name with the text before it, and the name alone.
+        after_name: the text between the name and the arguments.
+        arguments: what the arguments begin or end with, which confirms an uncertain name.
+        ends: what ends missing arguments.
+        value_ends: what ends an incomplete JSON value.
+        spare: what is never shown after a call.
+        tags: the marks around keys and values; empty texts if arguments have no tags.
         key, key_end, value, value_end: parts of an argument between tags.
     """
 
@@ -142,10 +142,10 @@ def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
 
 
 def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], closings: Sequence[str]) -> ValueEnds:
-    """Return what ends a value of which more is missing: a call behind it, or marks at the end of the answer.
+    """Return what ends an incomplete value: a call after it, or marks at the end of the answer.
 
-    Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or as
-    the syntax has it (`heads`), with what stands behind the name.
+    Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or in
+    the form of the syntax (`heads`), with the text after the name.
     """
     is_key = isinstance(calls.arguments, Wrapped) and not calls.arguments.name
     key = "" if is_key else rf'(?:tool_)?name"{_GAP}:{_GAP}"'
@@ -170,7 +170,7 @@ def _bare(calls: Calls) -> str:
 
 
 def _after_name(calls: Calls) -> list[str]:
-    """Return what stands between a name and its arguments: an index, marks, the head of a block of code."""
+    """Return the text between a name and its arguments: an index, marks, the head of a code block."""
     marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
     if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
         marks.append(_group("mark", _flexible(calls.name[1])))
@@ -179,7 +179,7 @@ def _after_name(calls: Calls) -> list[str]:
 
 
 def _key_end(tags: Tags) -> str:
-    """Return what stands between a key and its value; `flag` is whether the value is a text."""
+    """Return the text between a key and its value; the group `flag` says whether the value is a text."""
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
         quote = r"[\"']" if tags.key[1] == '"' else _flexible(tags.key[1])

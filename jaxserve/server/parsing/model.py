@@ -23,12 +23,12 @@ class _Start(NamedTuple):
     """The beginning of an answer in a grammar; each part is put before what follows it.
 
     Attributes:
-      rules: the rules that the other parts refer to.
-      free: thoughts, if there are any.
-      none: the beginning without thoughts.
-      opening: what opens thoughts; "" if they are already open.
-      thoughts: thoughts to their end, without what opens them.
-      closing: the end of thoughts, and what follows it.
+        rules: the rules that the other parts refer to.
+        free: thoughts, if there are any.
+        none: the beginning without thoughts.
+        opening: what opens thoughts; "" if they are already open.
+        thoughts: thoughts to their end, without what opens them.
+        closing: the end of thoughts, and what follows it.
     """
 
     rules: str = ""
@@ -43,9 +43,9 @@ class ModelSyntax:
     """One model's syntax: makes the reader of an answer, and the grammar that the answer must follow, if any.
 
     Attributes:
-      knows_tools: true if it is known how the model calls tools.
-      thoughts: how it writes thoughts; None if it has none, or if they are harmony messages.
-      calls: how it writes calls; if that is not known, the syntax that it is constrained to.
+        knows_tools: true if it is known how the model calls tools.
+        thoughts: how it writes thoughts; None if it has none, or if they are harmony messages.
+        calls: how it writes calls; if that is not known, the syntax that it is constrained to.
     """
 
     def __init__(self, tokenizer: Tokenizer, syntax: Syntax, *, vocab_size: int):

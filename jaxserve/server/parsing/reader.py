@@ -1,10 +1,10 @@
-"""Reads an answer in any syntax that is a value (`syntax.Syntax`) as a stream, by one set of rules for all of them.
+"""Reads an answer in any syntax (a `syntax.Syntax`) as a stream, by the same rules for all of them.
 
-- Only tools that are offered are called. What looked like a call and is none is shown as it stands.
-- White space around thoughts and calls belongs to the marks and is dropped; before a mark that is none it stays.
-- The marks of a section may be missing or doubled; inside of one, what belongs to no call is dropped once there is one.
-- A call that begins ends the one before it. What is missing of arguments then is completed; none at all are `{}`.
-- An answer that has been cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
+- Only tools that are offered are called. Text that only looked like a call is shown unchanged.
+- White space around thoughts and calls belongs to the marks and is dropped; before text that is not a mark it stays.
+- The marks of a section may be missing or doubled; inside one, text outside calls is dropped once there is a call.
+- A call that begins ends the one before it. Missing parts of its arguments are completed; missing arguments are `{}`.
+- An answer that was cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
 """
 
 import json
@@ -54,8 +54,8 @@ class Reader(AnswerReader):
         self._has_thought = is_open
         self._in_answer = False  # between the marks of the answer
         self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
-        self._is_trimming = is_open  # white space is dropped that comes first
-        self._spaces: list[str] = []  # which have come and may belong to a mark
+        self._is_trimming = is_open  # leading white space is dropped
+        self._spaces: list[str] = []  # white space that has arrived and may belong to a mark
         self._schema: Mapping[str, Any] = {}  # of the call that is read
         if stays and is_open and syntax.thoughts is not None:
             self._events.append(Content("".join(syntax.thoughts.opening[:1])))
@@ -121,7 +121,7 @@ class Reader(AnswerReader):
             self._events.append(Content("".join(self._spaces)))
 
     def _takes(self, kind: str) -> bool:
-        """Act on a mark. Returns False if it is none here."""
+        """Act on a mark. Returns false if it has no meaning here."""
         match kind:
             case "opening" if self._is_fresh or (self._may_reopen and not self._is_thinking):
                 self._turn(to_thoughts=True)
@@ -142,7 +142,7 @@ class Reader(AnswerReader):
     # Calls.
 
     def _read_calls(self) -> Steps:
-        """Read from a mark that may begin calls to where they end, or to where it is clear that there are none."""
+        """Read from a mark that may begin calls to their end, or to where it is clear that there are none."""
         source, marks = self._source, self._marks
         source.taken = raw = []
         num_before = self._num_calls
@@ -195,10 +195,10 @@ class Reader(AnswerReader):
             self._say("".join(words))
 
     def _read_call(self, *, is_marked: bool, is_among: bool) -> Generator[None, None, bool]:
-        """Read one call from its name on. Returns False if there is none.
+        """Read one call from its name on. Returns false if there is none.
 
-        With `is_among`, other calls may follow: then one of a tool that is not offered is read to its end, so that
-        nothing in it is taken for a call, and those behind it are read.
+        With `is_among`, other calls may follow: then a call of a tool that is not offered is read to its end, so that
+        nothing in it is taken for a call, and the following ones are read.
         """
         source, marks = self._source, self._marks
         if (yield from source.peek(_OBJECT)) is not None:
@@ -219,7 +219,7 @@ class Reader(AnswerReader):
         return False
 
     def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
-        """Read what comes behind a name. Returns False if that is nothing which makes it a call."""
+        """Read what follows a name. Returns false if nothing there makes it a call."""
         source, marks = self._source, self._marks
         is_sure, call_id = head != name, None
         while True:
@@ -262,7 +262,7 @@ class Reader(AnswerReader):
         super()._start_call(name, call_id)
 
     def _converter(self, key: str) -> Callable[[str], str] | None:
-        """Return what makes a value out of a text where the schema wants no text; None: a text is what it wants."""
+        """Return the converter of a text if the schema does not allow a text; None if it does."""
         kind = property_kind(self._schema, key)
         return None if not kind.types or "string" in kind.types else lambda text: json_value(text, kind)
 
@@ -325,8 +325,8 @@ class Reader(AnswerReader):
         return True
 
     def _read_arguments(self, sink: Sink, *, ends: Pattern | None = None) -> Steps:
-        """Read the arguments of a call where they are one value. `ends` is what follows them where they stand behind a
-        name, and may be nothing, or a text without quotes.
+        """Read the arguments of a call that are one value. `ends` is what follows them if they come after a name; the
+        value may then be empty, or a text without quotes.
         """
         source = self._source
         yield from source.spaces()
@@ -355,7 +355,7 @@ class Reader(AnswerReader):
 
 
 def _text(value: str) -> str | None:
-    """Return the text that a JSON text stands for; None if it is none, or one that cannot be sent."""
+    """Return the text of a JSON string; None if it is not one, or one that cannot be sent."""
     try:
         text = json.loads(value)
         return text if isinstance(text, str) and text.encode() is not None else None

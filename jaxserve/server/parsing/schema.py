@@ -1,4 +1,4 @@
-"""Values that a model has written without quotes, as JSON: what they are, the tool's schema says."""
+"""Converts values that a model has written without quotes to JSON, of the types in the tool's schema."""
 
 import json
 import re
@@ -44,14 +44,14 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be: JSON types (none: nothing is known), and the values that are allowed if they are listed."""
+    """What a value may be: JSON types (empty if unknown), and the allowed values if the schema lists them."""
 
     types: frozenset[str] = frozenset()
     values: tuple[Any, ...] = ()
 
     @property
     def is_text(self) -> bool:
-        """Whether the value is certainly a text, or stays one because nothing is known."""
+        """True if the value is certainly a text, or stays one because nothing is known."""
         return self.types <= {"string"}
 
 
@@ -60,7 +60,7 @@ class _TooLarge(Exception):
 
 
 def property_kind(schema: Mapping[str, Any], key: str) -> Kind:
-    """Return what a tool's parameters say of the property `key`."""
+    """Return what a tool's parameters specify for the property `key`."""
     search = _Search(schema)
     try:
         return _all_of([search.kind(each) for each in search.properties(schema, key)]) or Kind()
@@ -80,7 +80,7 @@ class _Search:
         self._root = root
         self._num_left = MAX_SCHEMAS
         self._referred: dict[str, Kind | None] = {}
-        self._parents: set[str] = set()  # references behind which properties have been looked for
+        self._parents: set[str] = set()  # references in which properties have been looked up
 
     def _count(self) -> None:
         self._num_left -= 1
@@ -105,7 +105,7 @@ class _Search:
         return found + [each for part in parts for each in self.properties(part, key)]
 
     def kind(self, schema: Any) -> Kind | None:
-        """Return what a value of `schema` may be; None: that goes in circles."""
+        """Return what a value of `schema` may be; None if its references form a cycle."""
         self._count()
         if not isinstance(schema, dict):
             return Kind()
@@ -117,7 +117,7 @@ class _Search:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             if reference not in self._referred:
-                self._referred[reference] = None  # for those who come here again meanwhile
+                self._referred[reference] = None  # for references back to it meanwhile
                 self._referred[reference] = self.kind(find(self._root, reference))
             kinds.append(self._referred[reference])
         kinds += [self.kind(part) for part in _list(schema.get("allOf"))]
@@ -160,7 +160,7 @@ def _fits(name: str, types: frozenset[str]) -> bool:
 
 
 def json_value(text: str, kind: Kind) -> str:
-    """Return `text` as JSON, of this kind where it can be; else as what it is."""
+    """Return `text` as JSON, of this kind if possible; otherwise as what it is."""
     if kind.is_text and not kind.values:
         return _dumped(text)
     exact = _loaded(text)
@@ -172,10 +172,10 @@ def json_value(text: str, kind: Kind) -> str:
 
 
 def arguments_of(value: str, schema: Mapping[str, Any]) -> str:
-    """Return the arguments of a call, an object, where a model has written the JSON `value` for them.
+    """Return the arguments of a call, an object, given the JSON `value` that a model has written for them.
 
-    Nothing, blanks and an empty list are no arguments, and a text may spell an object. Any other value is that of the
-    first property, as one without a name is in a call in Python; where the schema names none, its name is empty.
+    Nothing, blanks and an empty list mean no arguments, and a text may contain an object. Any other value is that of
+    the first property, like a positional argument of a Python call; if the schema names no property, its name is empty.
     """
     text = json.loads(value) if value[:1] == '"' else None
     spelled = None if text is None else to_json(text)
@@ -204,7 +204,7 @@ def _candidates(text: str, exact: Any) -> list[Any]:
 
 
 def _loaded(text: str) -> Any:
-    """Return the value that a text spells, in JSON or in Python; `_NOTHING` if it is none that can be sent."""
+    """Return the value of a text in JSON or in Python; `_NOTHING` if there is none that can be sent."""
     try:
         value = json.loads(to_json(text) or "")
         is_known = value is not None or text.strip() in ("null", "None")  # NaN has become null
@@ -229,6 +229,6 @@ def _matches(pattern: str, key: str) -> bool:
 
 
 def _dumped(value: Any) -> str:
-    """Return a value as JSON, halves of surrogates escaped: they cannot be sent. Raises ValueError for NaN."""
+    """Return a value as JSON, with unpaired surrogates escaped: they cannot be sent. Raises ValueError for NaN."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value, allow_nan=False)

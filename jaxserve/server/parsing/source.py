@@ -30,10 +30,10 @@ class Source:
     """Text that has arrived and has not been taken.
 
     Attributes:
-      buffer: that text.
-      is_last: no more will come.
-      is_cut: the text ends because it reached a limit, not because it is complete.
-      taken: what has been taken since this list was set; None if it is not recorded.
+        buffer: that text.
+        is_last: no more will come.
+        is_cut: the text ends because it reached a limit, not because it is complete.
+        taken: what has been taken since this list was set; None if it is not recorded.
     """
 
     def __init__(self) -> None:

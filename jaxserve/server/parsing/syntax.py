@@ -1,19 +1,20 @@
-"""How a model writes thoughts and tool calls, as a value: texts as its chat template writes them, white space included.
+"""How a model writes thoughts and tool calls, as a value: texts as its chat template writes them, including white
+space.
 
 `reader` reads any such value as a stream, `writer` makes a grammar of it, `table` holds those that are known by name.
-Nothing here is a pattern: the reader itself tolerates other white space, and marks that are missing or doubled.
+Nothing here is a pattern: the reader itself tolerates other white space, and missing or doubled marks.
 """
 
 import enum
 from dataclasses import dataclass
 
 Pair = tuple[str, str]
-"""What opens something, and what closes it. Empty texts: nothing does."""
+"""The mark that opens something, and the mark that closes it; "" if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapped:
-    """Arguments stand in a JSON object beside the name: `{"name": "f", "arguments": {...}}`.
+    """Arguments in a JSON object together with the name: `{"name": "f", "arguments": {...}}`.
 
     Attributes:
         name: key of the name; "": the name itself is the key of the arguments, `{"f": {...}}`.
@@ -28,10 +29,10 @@ class Wrapped:
 
 @dataclass(frozen=True, kw_only=True)
 class Object:
-    """Arguments are an object behind the name: JSON, or with quotes of its own and keys without any.
+    """Arguments as an object after the name: JSON, or with quotes of its own and unquoted keys.
 
     Attributes:
-        quote: what texts stand between; keys have quotes only if these are JSON's.
+        quote: the quotation mark of texts; keys have quotes only if it is JSON's.
     """
 
     quote: str = '"'
@@ -39,12 +40,12 @@ class Object:
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """Each argument stands between tags: texts without quotes, other values as JSON.
+    """Each argument between tags: texts without quotes, other values as JSON.
 
     Attributes:
-        key: what a key stands between.
-        value: what a value stands between.
-        text_flag: an attribute behind the key that says whether the value is a text, without its value: ` string=`.
+        key: the marks around a key.
+        value: the marks around a value.
+        text_flag: an attribute after the key that says whether the value is a text, without its value: ` string=`.
     """
 
     key: Pair
@@ -66,7 +67,7 @@ Arguments = Wrapped | Object | Tags | PythonCall | Channels
 
 
 class Ids(enum.Enum):
-    """What the ids of calls look like that a chat template takes back."""
+    """The form of call ids that a chat template accepts."""
 
     ANY = "call_ and 24 hexadecimal digits"
     NINE = "nine letters and digits"
@@ -79,15 +80,15 @@ class Calls:
 
     An answer with calls is: `section[0]`, then each call, with `separator` between two of them, then `section[1]`. A
     call is `call[0]`, the name between the texts of `name`, its arguments, and `call[1]`; `Wrapped` arguments hold the
-    name themselves. In `name`, `{index}` stands for the number of the call.
+    name themselves. In `name`, `{index}` is the number of the call.
 
     Attributes:
-        others: what sections stand between, too: that is read, but never written.
-        is_list: calls stand between square brackets inside the section.
+        others: further marks of sections, which are read, but never written.
+        is_list: calls are between square brackets inside the section.
         is_bare: calls may begin an answer without any mark.
         is_parallel: an answer may hold several calls.
-        signs: texts of a chat template by which this syntax is unmistakable, all of them.
-        not_signs: texts that its chat template has none of.
+        signs: texts that a chat template contains only in this syntax, all of them.
+        not_signs: texts that its chat template does not contain.
     """
 
     arguments: Arguments
@@ -109,13 +110,13 @@ class Thoughts:
     """How thoughts are written: `opening[0]`, thoughts, `closing[0]`, then the answer.
 
     Attributes:
-        opening, closing: what thoughts stand between; further texts are read, but never written.
-        answer: what the answer stands between, where it has marks of its own.
-        calls_end: a call of a tool that is offered ends thoughts that are open.
+        opening, closing: the marks around thoughts; further texts are read, but never written.
+        answer: the marks around the answer, if it has any.
+        calls_end: a call of a tool that is offered ends open thoughts.
         reopens: thoughts may come again after the answer has begun.
-        starts_open: an answer begins with thoughts if the prompt's end does not say otherwise.
-        stay: thoughts stay in the content, behind the opening mark.
-        signs, not_signs: as those of `Calls`.
+        starts_open: an answer begins with thoughts unless the end of the prompt says otherwise.
+        stay: thoughts stay in the content, after the opening mark.
+        signs, not_signs: as in `Calls`.
     """
 
     opening: tuple[str, ...] = ("<think>",)

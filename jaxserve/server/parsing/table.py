@@ -1,8 +1,8 @@
-"""The syntaxes that are known by name: vLLM's names of parsers, so that its options can be taken over.
+"""The syntaxes that are known by name: vLLM's names of parsers, so that its options can be used unchanged.
 
-A row is chosen by its `signs` where a chat template shows all of them (`model`). Several rows of one name are forms of
-one syntax; the one whose signs the template shows is read and written, else the first. Which models write so, and where
-that was read, is told by docs/syntaxes.md.
+A row is chosen by its `signs` if a chat template contains all of them (`choosing`). Several rows of one name are forms
+of one syntax; the one whose signs the template contains is read and written, else the first. docs/syntaxes.md lists the
+models that use each syntax, and the sources.
 """
 
 # ruff: noqa: RUF001 (some marks are spelled with full-width bars)

@@ -1,4 +1,4 @@
-"""Reads arguments that stand between tags, one by one, as JSON: an end tag may be missing, or be spelled otherwise."""
+"""Reads arguments between tags, one by one, as JSON: an end tag may be missing, or be misspelled."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ _ANY_BUT_TEXT = Kind(frozenset(("null", "boolean", "integer", "number", "array",
 
 
 class TaggedReader:
-    """Reads the arguments of one call, and hands them on as an object. Text that belongs to none is left out."""
+    """Reads the arguments of one call, and passes them on as an object. Text that belongs to none is left out."""
 
     def __init__(
         self,
