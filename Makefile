@@ -46,6 +46,7 @@ test-all: lint deviceless
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/support/lint_docstrings.py jaxserve pallas_kernels checkpoints tests
 	$(BIN)/pyright
 
 # Golden values from transformers, for any SEED. They need torch, hence a Python 3.11 venv of their own.

@@ -83,7 +83,7 @@ class Dispatcher:
         self._alive_check: asyncio.TimerHandle | None = None
 
     async def run(self, groups: Sequence[RequestGroup], take: Take) -> None:
-        """`Frontend.run`."""
+        """Do what `Frontend.run` does."""
         if not groups:
             return
         run = _Run(take, num_prompts=len(groups), ended=self.loop.create_future())

@@ -29,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`EngineClient.abort`."""
+    """The arguments of `EngineClient.abort`."""
 
     client: str
     request_ids: list[str]

@@ -47,7 +47,7 @@ class ThreadOps(NamedTuple):
     """Maximum of int32 values over the warp, the same for all its threads."""
 
     warp_min: Callable[[Any], Any]
-    """Likewise."""
+    """Minimum of int32 values over the warp, the same for all its threads."""
 
     warp_sum: Callable[[Any], Any]
     """Sum of float32 values over the warp, the same for all its threads."""

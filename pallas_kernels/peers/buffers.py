@@ -52,7 +52,7 @@ class PeerBuffers:
 
     @property
     def num_peers(self) -> int:
-        """N."""
+        """Number of peers, N."""
         return self.offsets.shape[2]
 
     def check_axis(self, axis_name: str) -> None:

@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
     @property
     def tile_size(self) -> int:
-        """Tokens."""
+        """Number of tokens of a tile."""
         return 2 * ROWS // self.heads
 
     @property

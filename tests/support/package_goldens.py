@@ -49,17 +49,17 @@ NAMES = sorted(path.stem for path in QUANTIZED.glob("*.safetensors"))
 
 
 class Result(NamedTuple):
-    """What is made of a golden, beside what its package makes of it."""
+    """A golden's values here, and those of its package."""
 
     expected: np.ndarray
     values: np.ndarray
     """Dequantized as the package does."""
     scheme: Scheme | str
-    """How codes are held, or why they are not."""
+    """The scheme in which codes are held, or why they are not."""
     held: np.ndarray | None
-    """What held codes stand for, in float32."""
+    """The values of held codes, in float32."""
     num_bytes: int
-    """Of the tensors that the matrix is stored as."""
+    """Size of the tensors that the matrix is stored as."""
 
 
 def read(name):
@@ -96,13 +96,13 @@ def _read_gguf(kind, blocks, expected):
 
 
 def difference(values, expected):
-    """The largest difference, in units of the largest value."""
+    """Return the largest difference, in units of the largest value."""
     expected = expected.astype(np.float64)
     return np.abs(values.astype(np.float64) - expected).max() / np.abs(expected).max()
 
 
 def print_table():
-    """A line a golden: differences of largest values, and the bits of a value as stored and as held."""
+    """Print one line per golden: its largest differences, and the bits of a value as stored and as held."""
     header = f"{'format':<18}{'dequantized':>12}{'held codes':>12}{'stored bits':>12}{'held bits':>11}  held as"
     print(header)  # noqa: T201
     for name in NAMES:

@@ -231,7 +231,7 @@ class _OfHidden(Kind, frozen=True):
 
 
 class PromptLogprobs(_OfHidden, frozen=True, tag=True):
-    """`step.prompt_logprobs`."""
+    """Runs `step.prompt_logprobs`."""
 
     takes: ClassVar[tuple[State, ...]] = ("params",)
     gives: ClassVar[tuple[State, ...]] = ()
@@ -249,7 +249,7 @@ class PromptLogprobs(_OfHidden, frozen=True, tag=True):
 
 
 class Embed(_OfHidden, frozen=True, tag=True):
-    """`step.embed`."""
+    """Runs `step.embed`."""
 
     takes: ClassVar[tuple[State, ...]] = ("slots",)
     gives: ClassVar[tuple[State, ...]] = ("slots",)
