@@ -1,5 +1,5 @@
-"""Everything of jax that it does not promise to keep: private modules that kernels are written with, and the two places
-at which we change what it does. No other module names `jax._src`, so a new version of jax is tried here first.
+"""Everything of jax that it does not promise to keep: private modules that kernels are written with, and the two
+functions of it that we change. No other module imports `jax._src`, so a new version of jax is tested here first.
 """
 
 import functools
@@ -34,7 +34,8 @@ _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def name_kernels_by_content() -> None:
-    """Name the kernels that this process lowers from now on by what they are, so that programs share equal ones.
+    """Name the kernels that this process lowers from now on by their content, so that programs use one compiled kernel
+    for equal ones.
 
     jax names each by a number instead, the next one of the process, and the name is hashed with the kernel.
     """

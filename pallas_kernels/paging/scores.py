@@ -15,15 +15,15 @@ def _static(default: Any = dataclasses.MISSING) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What happens to a score, q times k, before and in the softmax. All but the arrays is static.
+    """How a score, q times k, is changed before and in the softmax. Everything but the arrays is static.
 
     Attributes:
-        scale: what scores are multiplied by.
-        sliding_window: how many keys, its own included, a query attends to; None for all up to its own.
-        soft_cap: the cap c that bends scaled scores to c * tanh(score / c).
+        scale: factor of the scores.
+        sliding_window: number of keys, its own included, that a query attends to; None for all up to its own.
+        soft_cap: the cap c of scaled scores, which become c * tanh(score / c).
         sinks: logits that join the softmax's denominator and nothing else (Xiao et al. 2023, arXiv:2309.17453, as in
             gpt-oss).
-        alibi_slopes: slopes that are multiplied by (key's position - query's position) and added to scores behind the
+        alibi_slopes: slopes that are multiplied by (key's position - query's position) and added to scores after the
             cap (ALiBi, Press et al. 2021, arXiv:2108.12409).
     """
 
