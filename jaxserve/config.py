@@ -17,9 +17,9 @@ MAX_WORKERS = 64
 MAX_COUNT = 2**31 - 1
 """Limit of counts that devices hold as int32."""
 DEFAULT_MODEL = "scribe-15m"
-"""Name of the built-in model that is meant where no model is named."""
+"""Name of the built-in model that is used if none is named."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
-"""Text that says which file or model is meant. An empty one would silently stand for another: None means that."""
+"""The name of a file or model. An empty one would silently mean the default, which is None."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
 
@@ -59,8 +59,8 @@ def _option(
 ) -> Any:
     """Declare a field that is a flag.
 
-    `is_size` takes bytes with a suffix (4GiB), `aliases` are names that vLLM has for the same, `words` are further
-    values and what they stand for, `many` lets several values follow the flag.
+    `is_size` accepts bytes with a suffix (4GiB), `aliases` are vLLM's names of the flag, `words` are further values by
+    name, `many` lets several values follow the flag.
     """
     metadata = {"group": group, "help": text, "is_size": is_size, "aliases": aliases, "words": words, "many": many}
     return dataclasses.field(default=default, metadata=metadata)

@@ -31,8 +31,8 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 class Parser(configargparse.ArgumentParser):
     """An argument parser whose `--help GROUP` prints one group of flags. Abbreviated flags are not accepted.
 
-    Where `has_settings`, options may also stand in a YAML file (`--config FILE`) and in variables of the environment
-    (`JAXSERVE_MAX_NUM_SEQS`). The command line comes before the environment, and the environment before the file.
+    With `has_settings`, options may also be set in a YAML file (`--config FILE`) and in environment variables
+    (`JAXSERVE_MAX_NUM_SEQS`). The command line overrides the environment, and the environment overrides the file.
     """
 
     def __init__(self, *, prog: str, usage: str, description: str, has_settings: bool = False):
@@ -210,7 +210,7 @@ def parse_count(text: str) -> int:
 
 
 def _word_or(words: Mapping[str, Any], parse: Any) -> Any:
-    """Return a parser of a flag's value that knows some words besides."""
+    """Return a parser of a flag's value that also accepts these words."""
 
     def value(text: str) -> Any:
         return words[text] if text in words else parse(text)

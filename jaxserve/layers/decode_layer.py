@@ -44,7 +44,7 @@ def decode_layers(
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: return the residual stream behind them, or hidden states after the final norm, and the cache.
+    """Run these layers: return the residual stream after them, or hidden states after the final norm, and the cache.
 
     `kinds` says how each layer runs, `attends` how it attends; `rotation`, which `attends` know too, is for layers that
     are one kernel.

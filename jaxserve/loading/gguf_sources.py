@@ -181,9 +181,9 @@ def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf
 
 
 def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> Source:
-    """[H * (N + V), R] of what makes keys and values of latents, apart in [H, R, N] and [H, V, R].
+    """Return the projection [H * (N + V), R] from latents to keys and values, stored as [H, R, N] and [H, V, R].
 
-    So it is in newer files; older ones have it whole.
+    Newer files split it; older ones have it whole.
     """
     num_heads, latent_size = positive_integer(file, "attention.head_count"), shape[1]
     value_size = positive_integer(file, "attention.value_length_mla")

@@ -18,7 +18,7 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 
 
 class StaticScheduler(Scheduler):
-    """No prefix sharing, no preemption, no chunks beside decodes; `StepPlan.padded_tokens` accounts for the padding."""
+    """No prefix sharing, preemption, or chunks next to decodes; `StepPlan.padded_tokens` accounts for the padding."""
 
     def __init__(self, limits: SchedulerLimits):
         super().__init__(limits)

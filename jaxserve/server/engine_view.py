@@ -1,4 +1,4 @@
-"""Snapshots of the engine for monitoring: one at a time, the same for all who ask, none when nobody does."""
+"""Snapshots of the engine for monitoring: one at a time, the same for all requests, and none without requests."""
 
 import asyncio
 import time

@@ -21,7 +21,7 @@ _NOTHING = "nothing satisfies it"
 
 _Row = tuple[str, str | Callable[[re.Match[str]], str]]
 
-# How a message begins -> the reason, where \1 is what stands in the first parentheses. The first that matches counts.
+# How a message begins -> the reason, where \1 is the text of the first parentheses. The first that matches counts.
 _OF_SCHEMAS: tuple[_Row, ...] = (
     (r"NoExtension", _NOTHING),
     (r"panic", "it is too large"),

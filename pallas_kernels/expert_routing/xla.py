@@ -23,7 +23,7 @@ def expert_routing_xla(
     num_choices, per_token = experts.size, experts.shape[1]
     local = experts - first_expert
     is_ours = (local >= 0) & (local < num_local_experts) & (jnp.arange(len(logits)) < num_tokens)[:, None]
-    # Choices of other devices' experts are sorted behind the last group.
+    # Choices of other devices' experts are sorted after the last group.
     group = jnp.where(is_ours, local, num_local_experts).reshape(-1)
     order = jnp.argsort(group).astype(jnp.int32)
     choice = jnp.arange(num_choices, dtype=jnp.int32)

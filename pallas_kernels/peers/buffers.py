@@ -77,7 +77,7 @@ def abstract_peer_buffers(
     num_peers, devices = mesh.shape[axis_name], math.prod(mesh.shape.values())
     sharding = NamedSharding(mesh, peer_buffers_spec(mesh))
 
-    def of_each_device(shape: tuple[int, ...], dtype: Any) -> Any:  # stands in for an array
+    def of_each_device(shape: tuple[int, ...], dtype: Any) -> Any:  # a shape, in place of an array
         return jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=sharding)
 
     return PeerBuffers(

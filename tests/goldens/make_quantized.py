@@ -1,7 +1,7 @@
 """Random matrices stored as formats define them, and what the formats' own packages make of them: tests/quantization.
 
 Runs in a Python with torch and these packages (see make.sh), not in jaxserve's. Each golden is a safetensors file: the
-tensors of one module by the last part of their names, and `expected`, the values that they stand for.
+tensors of one module by the last part of their names, and `expected`, the values that they encode.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Layers that leave what devices have of a sum to the norm behind it, against layers that add it up themselves."""
+"""Layers that leave partial sums to the next norm, against layers that add them up themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_wi
     got = run(batch.replace(peers=peers))
     assert sums.count("all_reduce_add_rms_norm") == num_with_norm
     assert sums.count("all_reduce") == num_alone + 1  # that of the tokens' vectors
-    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # of bfloat16, rounded at other places
+    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # bfloat16, rounded at different points
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_shared_blocks_stay_until_the_last_holder_goes(pool, cache):
     assert pool.is_held(blocks[0])
     pool.release(blocks[:1])
     assert pool.num_free == 6
-    pool.share(blocks)  # both are cached, though nobody held them
+    pool.share(blocks)  # both are cached, though no request held them
     assert pool.num_free == 4
     pool.check_integrity([blocks])
 

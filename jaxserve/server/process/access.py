@@ -1,4 +1,4 @@
-"""Check who may use a server before anything is started: keys, certificates, and if there are none."""
+"""Check who may use a server before anything is started: read keys and certificates, and warn if there are no keys."""
 
 import ipaddress
 import logging

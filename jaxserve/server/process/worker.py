@@ -1,8 +1,8 @@
 """An API worker: a process that serves HTTP and text, over an engine in another one. Started by `supervisor`.
 
-Workers that start together open when the parent says so: whoever sees that the server is healthy may stop it, and the
-parent must know by then that it has started. A worker drains when the parent says so, or on a signal of its own; it
-ends at once when the parent has gone.
+Workers that start together open when the parent tells them to: a client that sees a healthy server may stop it, and the
+parent must know by then that it has started. A worker drains when the parent tells it to, or on a signal; it
+ends at once when the parent is gone.
 """
 
 import asyncio
