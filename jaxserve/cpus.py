@@ -6,8 +6,10 @@ import pathlib
 import sys
 import threading
 
-LOWEST_PRIORITY = 19
-"""A niceness: threads that have it get 1% of a processor that one with the usual priority wants, too."""
+BACKGROUND_NICENESS = 10
+"""A thread of this niceness gets a tenth of a processor that a thread of the usual priority wants, too: work in the
+background still comes to an end on a machine that is always busy.
+"""
 
 
 def num_usable_cpus() -> int:
@@ -59,8 +61,8 @@ def _quota_v1(folder: pathlib.Path) -> float:
 
 
 def yield_processors(task: int | None = None) -> None:
-    """Let a process, or this thread, run where no other one wants the processor, for as long as it lives. Threads have
+    """Let other processes and threads go first, before a process or this thread, for as long as it lives. Threads have
     a priority of their own on Linux only.
     """
     if task is not None or sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id() if task is None else task, LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id() if task is None else task, BACKGROUND_NICENESS)

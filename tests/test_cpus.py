@@ -2,6 +2,8 @@
 
 import math
 import os
+import sys
+import threading
 
 import pytest
 
@@ -47,3 +49,19 @@ def test_cpus_follow_affinity_and_quota(monkeypatch):
     for quota, expected in ((math.inf, 3), (1.5, 2), (0.1, 1), (8, 3)):
         monkeypatch.setattr(cpus, "cgroup_cpus", lambda quota=quota: quota)
         assert num_usable_cpus() == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own on this system")
+def test_a_thread_lets_others_go_first_and_no_other_thread_does():
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    seen = []
+
+    def work():
+        cpus.yield_processors()
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [max(before, cpus.BACKGROUND_NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

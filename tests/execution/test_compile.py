@@ -54,6 +54,7 @@ def test_no_compile_after_warm_up():
         max_num_batched_tokens=16,
         block_size=4,
         kv_cache_memory=24 * 4 * 4 * 12 * 2 * 2 * 4,
+        warmup="full",
         compilation_cache_dir="",
     )
     engine, info = start_engine(config, mesh=None, progress=False)

@@ -89,13 +89,14 @@ class CompiledSteps:
         """All that are compiled by now."""
         return self._executables.items()
 
-    def _compile(self, key: Any, lowered: Lowered) -> Compiled:
+    def _compile(self, key: Any, lowered: Lowered, on_compiled: Callable[[Any], object] = lambda _: None) -> Compiled:
         start = time.perf_counter()
         executable = lowered.compile(self._compiler_options(key))
         logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             self._executables[key] = executable
             self.num_compiles += 1
+        on_compiled(key)
         return executable
 
     def warm_up(
@@ -146,14 +147,10 @@ class CompiledSteps:
                 raise concurrent.futures.CancelledError from None
             return future
 
-        def compile_and_tell(key: Any, lowered: Lowered) -> None:
-            self._compile(key, lowered)
-            on_compiled(key)
-
         with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
 
             def compile_later(key: Any, lowered: Lowered) -> concurrent.futures.Future[Any]:
-                future = submit(compiling, compile_and_tell, key, lowered)
+                future = submit(compiling, self._compile, key, lowered, on_compiled)
                 future.add_done_callback(lambda _: bar.update())
                 return future
 
