@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +17,16 @@ from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
-from jaxserve.layers.params import abstract_params, shard_bytes
+from jaxserve.layers.held import why_not_held
+from jaxserve.layers.params import Params, abstract_params, rounded_to, schemes_of, shard_bytes, with_schemes
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
-from jaxserve.loading.weights import load_config, naming_config
+from jaxserve.loading.orbax_store import is_store
+from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.models.family import Family
+from jaxserve.quantization.scheme import SCHEMES, Scheme
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
@@ -48,6 +53,8 @@ FEATURES = {
     "logits_scaling": (OTHER, "scaled logits"),
     "swiglu_limit": (OTHER, "clamped SwiGLU"),
 }
+BYTES_PER_MILLISECOND = 4.3e9
+"""What an H200 reads of its memory, as measured."""
 MAX_CHUNK = 8192
 """Default token budget of a step on a GPU. All tokens of a step's chunk are in every window while it runs."""
 
@@ -93,6 +100,12 @@ class Needs:
     """Bytes per token in all layers with the same window (None: without one), while the token is in it."""
     context: int
     """The model's context length in tokens."""
+    held_bytes: int
+    """Weight bytes in `dtype` with the codes that an H100 or H200 holds as the checkpoint has them."""
+    rounded_bytes: dict[str, int]
+    """Weight bytes by what `--quantization` may round matrices to, others being in `dtype`."""
+    floors: dict[str, float]
+    """Milliseconds that an H200 needs to read the weights of a token, as held and as rounded."""
     kv_memory: int
     """Bytes that weights in `dtype` leave for KV; negative if they do not fit."""
     max_context: int
@@ -127,14 +140,19 @@ def needs(
         config = family.Config.from_hf(fields)
         served = resolve_dtype(dtype, fields, is_cpu=False)
     specs, kv_specs = family.param_specs(config), family.kv_specs(config)
-    weight_bytes = {
-        name: sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=np.dtype(kind), mesh=mesh))))
-        for name, kind in DTYPES.items()
-    }
+
+    def bytes_of(specs: Params, dtype: np.dtype = served) -> int:
+        return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
+
+    held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, num_devices=tensor_parallel_size)
+    rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
+    held_bytes = bytes_of(held)
+    routing = getattr(config, "routing", None)
+    read_share = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
     context = config.max_position_embeddings
     layout = kv_layout(kv_specs, max_model_len=context)
     per_block = block_bytes(layout.pool_specs, block_size=block_size, dtype=served, mesh=mesh) // tensor_parallel_size
-    kv_memory = memory - weight_bytes[str(served)]
+    kv_memory = memory - held_bytes
     num_blocks = max(0, kv_memory) // per_block
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
     return Needs(
@@ -144,7 +162,13 @@ def needs(
         is_tied="lm_head" not in specs,
         num_devices=tensor_parallel_size,
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
-        weight_bytes=weight_bytes,
+        weight_bytes={name: bytes_of(specs, np.dtype(kind)) for name, kind in DTYPES.items()},
+        held_bytes=held_bytes,
+        rounded_bytes={name: bytes_of(specs) for name, specs in rounded.items()},
+        floors={
+            name: _bytes_read(specs, bytes_of, read_share) / BYTES_PER_MILLISECOND
+            for name, specs in ({"as held": held} | rounded).items()
+        },
         dtype=str(served),
         block_size=block_size,
         kv_bytes_per_token={
@@ -154,11 +178,28 @@ def needs(
         kv_memory=kv_memory,
         max_context=blocks.longest(num_blocks, limit=context),
         max_batch=blocks.num_requests(num_blocks, num_tokens=context),
-        paths=_paths(fields, dtype=str(served), block_size=block_size, context=context, mesh=mesh),
+        paths=_paths(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh),
     )
 
 
-def _paths(fields: dict[str, Any], *, dtype: str, block_size: int, context: int, mesh: AbstractMesh) -> tuple[str, ...]:
+def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devices: int) -> Params:
+    """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
+    if not (path.is_file() or is_store(path) or any(path.glob("*.safetensors"))):
+        return specs
+    policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, num_devices=num_devices)
+    return stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy)
+
+
+def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_share: float) -> float:
+    """Return the bytes of weights that a token reads: of an embedding a row, of experts those that it is routed to."""
+    used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
+    experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
+    return bytes_of(used) - (1 - read_share) * bytes_of(experts)
+
+
+def _paths(
+    fields: dict[str, Any], schemes: dict[str, Scheme], *, dtype: str, block_size: int, context: int, mesh: AbstractMesh
+) -> tuple[str, ...]:
     """Return how layers run on Hopper GPUs in the steps that `serve` would compile there without further options."""
     spec = StepSpec(
         model=fields,
@@ -170,6 +211,7 @@ def _paths(fields: dict[str, Any], *, dtype: str, block_size: int, context: int,
         max_num_batched_tokens=MAX_CHUNK,
         traits=ON_GPU,
         has_peers=True,
+        schemes=schemes,
     )
     return tuple(StepBuilder(spec, mesh).describe_paths())
 
@@ -221,6 +263,19 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["parameters", f"{found.num_parameters:,}"],
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
+        ["  rounded", ", ".join(f"{_size(size)} in {name}" for name, size in found.rounded_bytes.items())],
+        *(
+            [["  as codes", f"{_size(found.held_bytes)} in {found.dtype} and the checkpoint's codes"]]
+            if found.held_bytes != found.weight_bytes[found.dtype]
+            else []
+        ),
+        [
+            "  floor",
+            "a token reads them on an H200 in "
+            + ", ".join(
+                f"{time:.2f} ms {name if name == 'as held' else f'in {name}'}" for name, time in found.floors.items()
+            ),
+        ],
         ["KV", f"{_kv(found)} in {found.dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]

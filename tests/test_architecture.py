@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "llm": f"{PLAIN} interrupts progress tokenizer engine loading",
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
-    "overview": f"{PLAIN} scheduling execution models loading layers",
+    "overview": f"{PLAIN} scheduling execution models loading layers quantization",
     "engine": f"{PLAIN} interrupts logs tokenizer metrics scheduling execution models structured loading layers "
     "pallas_kernels",
     "execution": f"{PLAIN} cpus scheduling models sampling speculative loading layers quantization pallas_kernels",

@@ -6,13 +6,13 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
-from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import Parser, add_config_flags, given, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
@@ -70,6 +70,14 @@ def add_commands(parser: Parser) -> None:
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
+    text.add_flag(
+        "workload",
+        "--beside",
+        nargs="*",
+        default=(),
+        choices=get_args(Quantization),
+        help="round matrices so, too, and print the difference",
+    )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
@@ -248,7 +256,8 @@ def _load(args: argparse.Namespace) -> None:
 
 
 def _bits_per_byte(args: argparse.Namespace) -> None:
-    print(bits_per_byte.run(EngineConfig(**given(args, _ENGINE_FIELDS)), text_path=args.text))
+    config = EngineConfig(**given(args, _ENGINE_FIELDS))
+    print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside))
 
 
 def _serving(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import statistics
 import threading
 import types
@@ -255,6 +256,19 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
     bits = float(ours.split("|")[2])
     assert bits == pytest.approx(math.log2(vocab_size) * 297 / 300, rel=0.01)
     assert 0 < float(xz.split("|")[2]) < bits
+
+
+def test_bits_per_byte_beside_rounded_matrices(tmp_path):
+    folder = byte_level(tmp_path / "model")
+    write_config(folder, TINY | {"vocab_size": 300})
+    text_path = tmp_path / "text.txt"
+    text_path.write_text("xyz" * 100)
+    config = EngineConfig(
+        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup="none"
+    )
+    report = bits_per_byte.run(config, text_path=text_path, quantizations=("int8",))
+    [ours] = [line for line in report.splitlines() if "in int8" in line]
+    assert re.fullmatch(r"[+-]\d\.\d{4} \+- \d\.\d{4}", ours.split("|")[3].strip())
 
 
 def test_bits_per_byte_names_a_text_that_is_not_there(tmp_path):
