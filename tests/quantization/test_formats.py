@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stored_matrices as stored
-from golden_models import GOLDENS, full_logits, load_golden
+from golden_models import GOLDENS, full_logits, load_golden, paged_chunk_logits, relative_error
 
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import schemes_of
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.loading.weights import load_weights, stored_specs
 from jaxserve.models import get_family
@@ -263,6 +263,26 @@ def test_a_store_keeps_codes_and_loads_as_floats_too(tmp_path, name):
     dense = stored_specs(tmp_path / "store", specs, dtype=float32, quantization=None, dequantizes=True)
     values = load_weights(tmp_path / "store", dense, dtype=float32, mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, values_of(values), values_of(codes))
+
+
+TRUE = ["fp8 blocks", "packed zeros", "gptq dynamic", "awq", "nvfp4", "mxfp4", "nf4 nested", "llm.int8"]
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_logits_of_held_codes_are_those_of_their_values(tmp_path, name):
+    """Prompts and decode steps over paged KV, in float32: differences are of the order of sums, nothing else."""
+    quantized, floats = write_models(tmp_path, *CASES[name])
+    _, config, family, arrays, mesh = load_golden(floats)
+    specs = stored_specs(quantized, family.param_specs(config), dtype=np.dtype(np.float32), quantization=None)
+    codes = load_weights(quantized, specs, dtype=np.dtype(np.float32), mesh=mesh, progress=False)
+    is_weight = {"is_leaf": lambda node: isinstance(node, Weight)}
+    values = jax.tree.map(lambda node: Dense(node.array()) if isinstance(node, Weight) else node, codes, **is_weight)
+    expected = full_logits((values, config, family, arrays, mesh))
+    held = codes, config, family, arrays, mesh
+    assert relative_error(full_logits(held), expected) < 1e-5
+    prompt_then_decode, decode_then_prompt = paged_chunk_logits(held)
+    assert relative_error(prompt_then_decode, expected) < 1e-5
+    assert relative_error(prompt_then_decode, decode_then_prompt) < 1e-5
 
 
 def test_a_store_of_values(tmp_path):

@@ -114,7 +114,7 @@ def nvfp4(rng, outputs, inputs, *, package):
 def mxfp4(rng, outputs, inputs):
     codes = rng.integers(0, 16, size=(outputs, inputs))
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
-    exponents = rng.integers(-4, 5, size=(outputs, inputs // 32))
+    exponents = rng.integers(-8, -4, size=(outputs, inputs // 32))
     packed_codes = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
     tensors = {"weight_packed": packed_codes, "weight_scale": (exponents + 127).astype(np.uint8)}
     return tensors, (values * np.repeat(2.0**exponents, 32, axis=1)).astype(BF16)
