@@ -20,7 +20,7 @@ class _Costs(NamedTuple):
     """What the tokens of a text cost a model."""
 
     bits: list[float]
-    """Of each run of the text."""
+    """Bits of each run of the text."""
     num_tokens: int
     num_free: int
     """Tokens that cost nothing, because nothing stands before them."""

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from depths import quick_only
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.request import SamplingParams
@@ -128,7 +127,8 @@ def assert_entry(entry, token, row, num_top):
     assert entry.top_logprobs == pytest.approx(row[order[:num_top]].tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("overlap", quick_only([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_a_corrupted_request_fails_alone(overlap):
     """A token whose embedding is NaN fails its request; its blocks, with NaN in them, are then used by others
     unharmed.

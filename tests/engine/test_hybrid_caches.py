@@ -129,6 +129,7 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     gemma.runner.allocate()
 
 
+@pytest.mark.slow
 def test_two_devices():
     """Block tables are whole on every device, along all axes of the mesh."""
     one_device, model = (Model("gemma2_caps", tensor_parallel_size=size) for size in (1, 2))

@@ -266,6 +266,7 @@ def test_where_no_worker_starts_this_process_lowers(monkeypatch, caplog, executa
     assert "lowered in this process: no worker can be started" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_prepared_step_is_waited_for(tmp_path):
     builder = make_builder()
     lowering = Lowering(builder, folder=tmp_path, num_workers=1)
@@ -325,6 +326,7 @@ def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog,
     assert not captured.out
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_lowered_is_an_error_here():
     """With the error of this process, whatever the worker has said."""
     spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits

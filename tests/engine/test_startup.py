@@ -202,6 +202,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     assert len(list((tmp_path / "steps").iterdir())) == num_programs
 
 
+@pytest.mark.slow
 def test_what_steps_take():
     """Slots, the results of a forward pass, and the temporary memory needed to compute or use them."""
     runner = Model("llama_untied", num_blocks=24).runner  # as small a pool as it is measured with

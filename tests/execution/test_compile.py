@@ -45,6 +45,7 @@ def test_the_counter_counts():
     assert events
 
 
+@pytest.mark.slow
 def test_no_compile_after_warm_up():
     """Every kind of request, in batches of every size, with preemption and prefix hits."""
     config = EngineConfig(

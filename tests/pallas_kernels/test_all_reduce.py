@@ -144,7 +144,11 @@ def test_what_it_takes():
 
 @pytest.mark.parametrize(
     ("implementation", "size"),
-    [("xla", 896), pytest.param("sm90", 896, marks=needs_two_gpus), pytest.param("sm90", 4096, marks=needs_two_gpus)],
+    [
+        pytest.param("xla", 896, marks=pytest.mark.slow),
+        pytest.param("sm90", 896, marks=needs_two_gpus),
+        pytest.param("sm90", 4096, marks=needs_two_gpus),
+    ],
 )
 def test_whole_numbers(implementation, size):
     """Integers, whose sums are exact: in calls of one row up to all that fit, again and again."""
