@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from engine_harness import request, run
+from golden_models import GOLDENS
 from naive import naive_greedy
 from safetensors.numpy import save_file
 
@@ -189,3 +190,22 @@ def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
     assert greedy_tokens(tmp_path, None, dequantize=True) == expected
     for num_devices in (1, 4):
         assert greedy_tokens(tmp_path, None, num_devices, dequantize=False) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_experts_that_stay_mxfp4(num_devices):
+    """Codes of experts on one device, and whole experts apart on two, compute what their values do."""
+    path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
+    expected = greedy_tokens(path, None, dequantize=True)
+    assert len(set().union(*expected)) > 5
+    assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
+    assert greedy_tokens(path, None, num_devices) == expected  # by default as values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int4"], indirect=True)
+def test_a_store_of_codes_is_served_as_values(checkpoint, store):
+    expected = naive_tokens(checkpoint, "int4")
+    assert greedy_tokens(store, None, dequantize=True) == expected
+    assert greedy_tokens(store, None, 2, dequantize=True) == expected
