@@ -114,6 +114,8 @@ class Needs:
     """Number of requests of `context` tokens that fit together."""
     paths: tuple[str, ...]
     """How the layers of each kind of step run on an H100 or H200, and the reasons against faster paths."""
+    programs: tuple[str, ...]
+    """The programs that are compiled for those steps, in the order in which they are with `--warmup background`."""
 
 
 def needs(
@@ -155,6 +157,7 @@ def needs(
     kv_memory = memory - held_bytes
     num_blocks = max(0, kv_memory) // per_block
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
+    steps = _steps(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh)
     return Needs(
         model_type=fields["model_type"],
         layers=_layers(kv_specs),
@@ -178,7 +181,8 @@ def needs(
         kv_memory=kv_memory,
         max_context=blocks.longest(num_blocks, limit=context),
         max_batch=blocks.num_requests(num_blocks, num_tokens=context),
-        paths=_paths(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh),
+        paths=tuple(steps.describe_paths()),
+        programs=tuple(map(str, steps.order())),
     )
 
 
@@ -197,10 +201,10 @@ def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_share: fl
     return bytes_of(used) - (1 - read_share) * bytes_of(experts)
 
 
-def _paths(
+def _steps(
     fields: dict[str, Any], schemes: dict[str, Scheme], *, dtype: str, block_size: int, context: int, mesh: AbstractMesh
-) -> tuple[str, ...]:
-    """Return how layers run on Hopper GPUs in the steps that `serve` would compile there without further options."""
+) -> StepBuilder:
+    """Return what builds the steps that `serve` would compile on Hopper GPUs without further options."""
     spec = StepSpec(
         model=fields,
         dtype=dtype,
@@ -213,7 +217,7 @@ def _paths(
         has_peers=True,
         schemes=schemes,
     )
-    return tuple(StepBuilder(spec, mesh).describe_paths())
+    return StepBuilder(spec, mesh)
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
@@ -289,6 +293,7 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]
     rows += [["on H100/H200" if index == 0 else "", line] for index, line in enumerate(found.paths)]
+    rows += [["compiled" if index == 0 else "", line] for index, line in enumerate(found.programs)]
     return _aligned([*rows, *more])
 
 

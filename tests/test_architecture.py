@@ -83,6 +83,7 @@ NO_JAX = (
     "jaxserve.engine.process",
     "jaxserve.engine.prompts",
     "jaxserve.engine.remote",
+    "jaxserve.engine.sizing",
     "jaxserve.engine.stream",
     "jaxserve.engine.subprocesses",
     "jaxserve.engine.wire",
@@ -221,6 +222,30 @@ def test_arrows_point_down():
         and _room(found.target) not in MAY_IMPORT[_room(found.importer)].split()
     ]
     assert not upward, "against the table MAY_IMPORT:\n" + "\n".join(upward)
+
+
+def test_programs_are_made_below_the_runner():
+    """Of `execution`, only the runner knows programs; what they are made of does not know them."""
+    programs = "jaxserve.execution.programs"
+    importers = {
+        found.importer
+        for found in IMPORTS
+        if found.target.startswith(programs) and _room(found.importer) == "execution"
+    }
+    assert {module for module in importers if not module.startswith(programs)} == {"jaxserve.execution.runner"}
+    assert not [found for found in IMPORTS if found.importer.startswith(programs) and "runner" in found.target]
+
+
+def test_a_start_goes_down_only():
+    """The steps of a start do not know each other's order, nor who asks for it."""
+    order = ["startup", "report", "checkpoint", "device", "sizing"]
+    steps = {f"jaxserve.engine.{name}": index for index, name in enumerate(order)}
+    upward = [
+        f"{found.importer}:{found.line} imports {found.target}"
+        for found in IMPORTS
+        if found.importer in steps and steps.get(found.target, len(order)) < steps[found.importer]
+    ]
+    assert not upward
 
 
 def test_jax_is_named_in_no_module_that_must_not_load_it():

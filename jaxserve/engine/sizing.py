@@ -3,8 +3,13 @@
 import dataclasses
 
 from jaxserve.errors import OutOfMemory
-from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.scheduling.block_needs import BlockNeeds
+
+CPU_KV_CACHE_MEMORY = 2**30
+"""Bytes for KV blocks on CPU, unless configured."""
+
+MAX_POSITIONS = 2**30
+"""Most positions in a pool: they are int32, and so are those beyond its end that padding tokens get."""
 
 GPU_MEMORY_RESERVE = 512 * 2**20
 """Bytes left to what XLA's plan does not show: library workspaces, fragmentation."""
@@ -74,3 +79,19 @@ class Sizing:
             left = free - step_memory - self.trial_bytes - GPU_MEMORY_RESERVE
             memory = max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * self.num_shards
         return choose_num_blocks(memory, self.bytes_per_block, max_model_len=self.max_model_len, needs=self.needs)
+
+
+def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
+    """Return the number of blocks that fit into `memory` bytes.
+
+    Raises OutOfMemory if a single request of `max_model_len` tokens would not fit.
+    """
+    num_blocks = memory // bytes_per_block
+    needed = needs.peak(max_model_len)
+    if num_blocks < needed:
+        raise OutOfMemory(
+            f"{memory / 2**20:.0f} MiB for the KV cache hold {needs.longest(num_blocks, limit=max_model_len)} tokens, "
+            f"but max_model_len is {max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
+            "lower --max-model-len or raise --kv-cache-memory"
+        )
+    return min(num_blocks, MAX_POSITIONS // needs.block_size)

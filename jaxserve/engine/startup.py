@@ -17,9 +17,8 @@ from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
-from jaxserve.engine.sizing import Sizing
+from jaxserve.engine.sizing import CPU_KV_CACHE_MEMORY, Sizing
 from jaxserve.errors import ConfigError, OutOfMemory
-from jaxserve.execution.kv_cache import CPU_KV_CACHE_MEMORY
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
 from jaxserve.execution.programs.lowering import Lowering

@@ -1,4 +1,4 @@
-"""Choose how many KV blocks there are, and describe and allocate the device arrays of all that layers keep."""
+"""Describe and allocate the device arrays of all that layers keep."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.errors import OutOfMemory
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import CacheSizes, CacheSpec
 from jaxserve.layers.params import shard_bytes
-from jaxserve.scheduling.block_needs import BlockNeeds
-
-CPU_KV_CACHE_MEMORY = 2**30
-"""Bytes for KV blocks on CPU, unless configured."""
-
-MAX_POSITIONS = 2**30
-"""Most positions in a pool: they are int32, and so are those beyond its end that padding tokens get."""
 
 
 def block_bytes(
@@ -43,22 +35,6 @@ def _bytes_on_a_device(
 ) -> int:
     pools = [spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs]
     return sum(map(shard_bytes, jax.tree.leaves(pools)))
-
-
-def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
-    """Return the number of blocks that fit into `memory` bytes.
-
-    Raises OutOfMemory if a single request of `max_model_len` tokens would not fit.
-    """
-    num_blocks = memory // bytes_per_block
-    needed = needs.peak(max_model_len)
-    if num_blocks < needed:
-        raise OutOfMemory(
-            f"{memory / 2**20:.0f} MiB for the KV cache hold {needs.longest(num_blocks, limit=max_model_len)} tokens, "
-            f"but max_model_len is {max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
-            "lower --max-model-len or raise --kv-cache-memory"
-        )
-    return min(num_blocks, MAX_POSITIONS // needs.block_size)
 
 
 def abstract_kv_cache(

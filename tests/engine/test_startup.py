@@ -17,8 +17,8 @@ from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import device, report, sizing, startup
 from jaxserve.engine.client import EngineInfo
+from jaxserve.engine.sizing import choose_num_blocks
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
-from jaxserve.execution.kv_cache import choose_num_blocks
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Draw, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering

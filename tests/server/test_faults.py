@@ -49,6 +49,7 @@ def serving(tmp_path_factory):
         "receive-timeout": RECEIVE_TIMEOUT,
         "max-body-size": BODY_LIMIT,
         "compilation-cache-dir": ".pytest_cache/xla",
+        "warmup": "full",  # what is compiled while it serves has threads and a process that come and go
     }
     command = [sys.executable, "-m", "jaxserve", "serve", str(folder)]
     command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
