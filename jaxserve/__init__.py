@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AsyncLLM": "jaxserve.async_llm",
     "LLM": "jaxserve.llm",
     "generate": "jaxserve.llm",
     "SamplingParams": "jaxserve.request",
@@ -15,9 +16,10 @@ _EXPORTS = {
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
 
 if TYPE_CHECKING:
+    from jaxserve.async_llm import AsyncLLM
     from jaxserve.llm import LLM, generate
     from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from jaxserve import vllm_flags
 from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, WarmUp, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
@@ -54,7 +55,7 @@ class LLM:
     The same `seed` and the same calls give the same texts; parallel calls from several threads have no fixed order.
     """
 
-    @names_options("LLM")
+    @names_options("LLM", advice=vllm_flags.verdict)
     def __init__(
         self,
         model: str = DEFAULT_MODEL,
@@ -138,21 +139,26 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue one prompt or many, all together; results are in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}. `sampling_params` apply to all prompts,
-        or there is one per prompt; None uses the model's defaults and 16 tokens. A max_tokens beyond the context is
-        reduced to what fits. Interrupting the call aborts its requests.
+        A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}; `prompt_token_ids` takes the place of
+        `prompts` for token ids. `sampling_params` apply to all prompts, or there is one per prompt; None uses the
+        model's defaults and 16 tokens. A max_tokens beyond the context is reduced to what fits. Interrupting the call
+        aborts its requests.
 
         A prompt that the engine could not finish has finish_reason "error" and is logged; the others are complete.
         Raises InvalidRequest (before anything runs) and EngineDead.
         """
-        return self._run(self._prepare(as_prompt_list(prompts), sampling_params), use_tqdm=use_tqdm)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise InvalidRequest("give either prompts or prompt_token_ids", param="prompts")
+        given: Any = prompt_token_ids if prompts is None else prompts
+        return self._run(self._prepare(as_prompt_list(given), sampling_params), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -258,6 +264,39 @@ class LLM:
                 )
             )
         return outputs
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", use_tqdm: bool = True
+    ) -> list[EmbeddingOutput]:
+        """Return the hidden state of each prompt as the model has it: `embed` without scaling to length 1."""
+        return self.embed(prompts, pooling=pooling, normalize=False, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        pooling: Pooling = "last",
+        use_tqdm: bool = True,
+    ) -> list[float]:
+        """Return the cosine between the vectors of two texts, for each text of `text_2`.
+
+        `text_1` is one text for all, or one for each. Useful with models that were trained for embeddings. Raises as
+        `embed` does.
+        """
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"text_1 must have one text, or as many as text_2: {len(first)} and {len(second)}", param="text_1"
+            )
+        texts = list(dict.fromkeys([*first, *second]))
+        vectors = dict(zip(texts, self.embed(texts, pooling=pooling, use_tqdm=use_tqdm), strict=True))
+        first *= len(second) if len(first) == 1 else 1
+        return [float(vectors[a].embedding @ vectors[b].embedding) for a, b in zip(first, second, strict=True)]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the SamplingParams that the model's authors recommend, by its generation_config.json."""
+        return self._frontend.sampling_params()
 
     def sampling_params(
         self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None

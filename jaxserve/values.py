@@ -33,24 +33,41 @@ class FieldNames(msgspec.StructMeta):
             raise
 
 
-def check_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind: str = "field") -> None:
-    """Raise TypeError if one of `names` is not among `known`, the names that `owner` takes."""
+def check_names(
+    owner: str,
+    names: Iterable[str],
+    *,
+    known: Sequence[str],
+    kind: str = "field",
+    advice: Callable[[str], str | None] = lambda _: None,
+) -> None:
+    """Raise TypeError if one of `names` is not among `known`, the names that `owner` takes.
+
+    The message has what `advice` says of the name, else the closest name that there is.
+    """
     for name in names:
         if name not in known:
+            if (word := advice(name)) is not None:
+                raise TypeError(f"{owner} has no {kind} {name!r}; {word}")
             close = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-            raise TypeError(f"{owner} has no {kind} {name!r}; {advice}")
+            word = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise TypeError(f"{owner} has no {kind} {name!r}; {word}")
 
 
-def names_options[**P, R](owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the constructor of the class `owner`: like FieldNames, for a class that is not a struct."""
+def names_options[**P, R](
+    owner: str, *, advice: Callable[[str], str | None] = lambda _: None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate the constructor of the class `owner`: like FieldNames, for a class that is not a struct.
+
+    `advice` says what to do about some names that it does not take.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = list(inspect.signature(function).parameters)[1:]
 
         @functools.wraps(function)
         def checked(*args: P.args, **options: P.kwargs) -> R:
-            check_names(owner, options, known=known, kind="option")
+            check_names(owner, options, known=known, kind="option", advice=advice)
             return function(*args, **options)
 
         return checked

@@ -29,13 +29,14 @@ MAY_IMPORT = {
     "parse": f"{PLAIN} server loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} cpus flags vllm_flags llm server convert engine structured models loading layers tokenizer",
-    "jaxserve": "llm request",
+    "jaxserve": "llm async_llm request",
+    "async_llm": f"{PLAIN} llm tokenizer engine",
     "flags": f"{PLAIN} vllm_flags",
     "vllm_flags": "",
     "vllm_page": "vllm_flags cli",
     "logs": "",
     "server": f"{PLAIN} jaxserve logs tokenizer metrics engine structured",
-    "llm": f"{PLAIN} interrupts progress tokenizer engine loading",
+    "llm": f"{PLAIN} vllm_flags interrupts progress tokenizer engine loading",
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
     "overview": f"{PLAIN} scheduling execution models loading layers quantization",
@@ -298,7 +299,7 @@ def test_import_is_cheap(command):
 
 
 def test_exported_names():
-    names = ["CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
+    names = ["AsyncLLM", "CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
     assert sorted(jaxserve.__all__) == names
     for name in jaxserve.__all__:
         assert getattr(jaxserve, name).__name__ == name

@@ -480,7 +480,7 @@ class TestModuleGenerate:
         assert isinstance(output, RequestOutput)
         assert str(output) == "bcbc"
         assert texts(jaxserve.generate(["abc"], max_tokens=2, temperature=0)) == ["bc"]
-        assert started == [""], "the engine is kept"
+        assert started == ["scribe-15m"], "the engine is kept"
 
     def test_one_engine_a_model(self, started):
         for model in ("a", "b", "a"):
@@ -497,7 +497,7 @@ class TestModuleGenerate:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        assert started == [""]
+        assert started == ["scribe-15m"]
 
     def test_wrong_sampling_starts_no_engine(self, started):
         with pytest.raises(TypeError, match="temprature"):

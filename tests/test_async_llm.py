@@ -1,0 +1,131 @@
+"""AsyncLLM: `async for` over a scripted engine; and what LLM has under vLLM's names."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import tiny_tokenizer
+from fake_client import FakeEngineClient, Script, echo
+
+from jaxserve import AsyncLLM, SamplingParams
+from jaxserve.engine.frontend import Frontend
+from jaxserve.errors import InvalidRequest
+from jaxserve.llm import LLM
+from jaxserve.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.load(tiny_tokenizer.byte_level(tmp_path_factory.mktemp("byte_level")))
+
+
+@pytest.fixture
+def client():
+    return FakeEngineClient(echo)
+
+
+@pytest.fixture
+def llm(client, tokenizer):
+    llm = LLM.from_frontend(Frontend(client, tokenizer, seed=0, default_sampling={"temperature": 0.25}))
+    yield llm
+    llm.close()
+
+
+def run(client, tokenizer, work):
+    async def main():
+        async with AsyncLLM.from_frontend(Frontend(client, tokenizer, seed=0)) as llm:
+            return await work(llm)
+
+    return asyncio.run(main())
+
+
+async def text_of(outputs):
+    return "".join([output.outputs[0].text async for output in outputs])
+
+
+def test_requests_stream_side_by_side(client, tokenizer):
+    async def work(llm):
+        params = SamplingParams(max_tokens=6)
+        return await asyncio.gather(*(text_of(llm.generate(prompt, params)) for prompt in ("abc", "xy", "q")))
+
+    assert run(client, tokenizer, work) == ["bcbcbc", "yyyyyy", "qqqqqq"]  # without the first token
+
+
+def test_chats_and_vectors(client, tokenizer):
+    async def work(llm):
+        text = await text_of(llm.chat([USER], SamplingParams(max_tokens=3)))
+        vector = await llm.embed("abc", normalize=False)
+        return text, vector, llm.get_default_sampling_params(), llm.get_tokenizer()
+
+    text, vector, params, same = run(client, tokenizer, work)
+    assert len(text) == 3
+    assert vector.embedding.shape == (4,)
+    assert params == SamplingParams()
+    assert same is tokenizer
+
+
+def test_leaving_a_stream_aborts_its_request(tokenizer):
+    client = FakeEngineClient(lambda request: Script(token_ids=[65], hangs=True))
+
+    async def work(llm):
+        outputs = llm.generate("a", SamplingParams(max_tokens=9))
+        async for _ in outputs:
+            break
+        await outputs.aclose()
+        return list(client.aborted)
+
+    assert len(run(client, tokenizer, work)) == 1
+
+
+def test_mistakes_are_raised_where_they_are_awaited(client, tokenizer):
+    async def work(llm):
+        with pytest.raises(InvalidRequest, match="context"):
+            await text_of(llm.generate([65] * 10**5))
+        return await text_of(llm.generate("ab", SamplingParams(max_tokens=2)))
+
+    assert run(client, tokenizer, work) == "bb"
+
+
+def test_token_ids_may_be_given_by_name(llm):
+    params = SamplingParams(max_tokens=2)
+    many = llm.generate(prompt_token_ids=[[65, 66], [67]], sampling_params=params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in many] == [[65, 66], [67]]
+    (one,) = llm.generate(prompt_token_ids=[65, 66], sampling_params=params, use_tqdm=False)
+    assert one.outputs[0].token_ids == many[0].outputs[0].token_ids
+    for wrong in ({}, {"prompts": "a", "prompt_token_ids": [1]}):
+        with pytest.raises(InvalidRequest, match="either prompts or prompt_token_ids"):
+            llm.generate(**wrong)
+
+
+def test_scores_are_cosines(llm):
+    vectors = [np.asarray(output.embedding) for output in llm.embed(["a", "b", "c"], use_tqdm=False)]
+    scores = llm.score("a", ["a", "b", "c"], use_tqdm=False)
+    np.testing.assert_allclose(scores, [vectors[0] @ vector for vector in vectors], rtol=1e-5)
+    np.testing.assert_allclose(llm.score(["a", "b"], ["b", "b"], use_tqdm=False)[1], 1, rtol=1e-5)
+    with pytest.raises(InvalidRequest, match="as many as text_2: 2 and 3"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+
+
+def test_encoding_is_an_embedding_of_any_length(llm):
+    (raw,) = llm.encode("abc", use_tqdm=False)
+    (same,) = llm.embed("abc", normalize=False, use_tqdm=False)
+    np.testing.assert_array_equal(raw.embedding, same.embedding)
+
+
+def test_the_models_own_sampling_parameters(llm):
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("trust_remote_code", "nothing is needed: no code of a checkpoint is ever run"),
+        ("speculative_config", "not supported"),
+        ("max_num_seq", "did you mean 'max_num_seqs'"),
+    ],
+)
+def test_options_of_vllm_and_misspelt_ones_are_explained(option, message):
+    with pytest.raises(TypeError, match=message):
+        LLM(**{"model": "scribe-2m", option: 1})
