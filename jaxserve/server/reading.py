@@ -1,5 +1,7 @@
 """The first step of a route: a body that passes the table of fields, for a model that is served."""
 
+import uuid
+
 import msgspec
 from starlette.requests import Request
 
@@ -33,3 +35,11 @@ async def read_struct[T: msgspec.Struct](state: ServerState, request: Request, k
         state.unknown_fields.count(each, route=route)
     state.check_model(getattr(body, "model", None))
     return body
+
+
+def unique(answer_id: str) -> str:
+    """Return the engine's id for the request behind an answer: clients may send the same id twice.
+
+    The playground finds the answer's id in it again (`answerId` in static/dom.js).
+    """
+    return f"{answer_id}.{uuid.uuid4().hex}"

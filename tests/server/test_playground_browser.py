@@ -254,3 +254,43 @@ def test_a_model_without_a_chat_template_is_met_with_a_page_to_continue(browser)
         browser.click("#send")
         browser.wait_until("document.getElementById('continuation').textContent === ' more'")
     browser.log()  # the 400 that reported it is logged
+
+
+def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    server.says(f"# Title\n\nA *word*, <script>bad()</script> $x^2$\n\n```python\nprint(1)\n```\n\n{table}")
+    _say(page, "hello")
+    page.wait_until(f"document.querySelector('{LAST} .markdown')")
+    assert page.text(f"{LAST} .markdown h1") == "Title"
+    assert page.text(f"{LAST} .markdown pre code").strip() == "print(1)"
+    assert page.count(f"{LAST} .markdown td") == 2
+    assert page.count(f"{LAST} .markdown script") == 0
+    assert "<script>bad()</script> $x^2$" in page.text(f"{LAST} .markdown p")
+    assert page.is_shown(f"{LAST} .markdown .copy")
+    assert not page.is_shown(f"{LAST} .prose")
+    page.click("#colour")
+    assert page.is_shown(f"{LAST} .prose"), "tokens have their colours"
+    assert page.is_shown("#doubt-legend")
+    page.click("#colour")
+
+
+def test_chats_are_kept_in_the_browser(page, server):
+    server.says("First answer.")
+    _say(page, "one question")
+    assert _answer(page) == "First answer."
+    page.click("#clear")
+    server.says("Second answer.")
+    _say(page, "another question")
+    assert _answer(page) == "Second answer."
+    page.open(server.url)
+    page.wait_until("document.body.dataset.mode === 'chat'")
+    page.click("#chats-button")
+    names = page.run("return [...document.querySelectorAll('#chat-list input')].map((field) => field.value)")
+    assert names == ["another question", "one question"]
+    page.run("document.querySelectorAll('#chat-list .open')[1].click()")
+    assert page.text(f"{LAST} .prose") == "First answer."
+    page.click("#chats-button")
+    page.run("document.querySelectorAll('#chat-list li:nth-child(1) button')[1].click()")
+    assert page.count("#chat-list li") == 1
+    page.click("#new-chat")
+    assert page.is_shown(".empty")

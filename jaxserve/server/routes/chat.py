@@ -2,7 +2,6 @@
 
 import functools
 import time
-import uuid
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -34,7 +33,7 @@ from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
 from jaxserve.server.protocol.tools import callable_tools, is_chosen, must_call
 from jaxserve.server.protocol.usage import Usage
-from jaxserve.server.reading import read_request
+from jaxserve.server.reading import read_request, unique
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
 from jaxserve.server.template import render_chat, thinks_first
@@ -45,9 +44,9 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, ChatRequest)
     size = len(await request.body())
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    group = await prepare(state, body, request_id=request_id, size=size, receive=request.receive)
-    chat = Chat(state, body, group, answer_id=f"chatcmpl-{body.request_id or request.scope['request_id']}")
+    answer_id = f"chatcmpl-{body.request_id or request.scope['request_id']}"
+    group = await prepare(state, body, request_id=unique(answer_id), size=size, receive=request.receive)
+    chat = Chat(state, body, group, answer_id=answer_id)
     if body.stream:
         return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.stopping)
     answer = await while_wanted(chat.answer(), receive=request.receive, stopping=state.stopping)

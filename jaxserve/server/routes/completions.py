@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
@@ -26,7 +25,7 @@ from jaxserve.server.protocol.completions import (
 )
 from jaxserve.server.protocol.structured import structured_outputs
 from jaxserve.server.protocol.usage import Usage
-from jaxserve.server.reading import read_request
+from jaxserve.server.reading import read_request, unique
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
 
@@ -40,10 +39,11 @@ async def create(request: Request) -> Response:
     grammar = ""
     if wish is not None and not body.is_score_only:  # once, for all prompts
         grammar = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=request.receive)
-    groups = await generation.prepare(
-        state, lambda gone: _prepare(state, body, grammar, gone), size=size, receive=request.receive
-    )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
+    request_id = unique(answer_id)
+    groups = await generation.prepare(
+        state, lambda gone: _prepare(state, body, grammar, gone, request_id), size=size, receive=request.receive
+    )
     completion = _Completion(state, body, groups, answer_id=answer_id)
     if body.stream:
         return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.stopping)
@@ -51,19 +51,23 @@ async def create(request: Request) -> Response:
     return json_response(answer)
 
 
-def _prepare(state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event) -> list[RequestGroup]:
+def _prepare(
+    state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
+) -> list[RequestGroup]:
     """Validate and tokenize the prompts, whose answers follow `grammar`.
 
     Raises InvalidRequest, naming fields as they were sent.
     """
     try:
-        return _checked(state, body, grammar, gone)
+        return _checked(state, body, grammar, gone, request_id)
     except InvalidRequest as error:
         rename(error, "max_tokens", body.token_limit_field)
         raise
 
 
-def _checked(state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event) -> list[RequestGroup]:
+def _checked(
+    state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
+) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
     num_prompt_logprobs = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
@@ -76,7 +80,6 @@ def _checked(state: ServerState, body: CompletionRequest, grammar: str, gone: th
         logprobs=body.logprobs,
         prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
     )
-    request_id = f"cmpl-{uuid.uuid4().hex}"
     groups = []
     for index, prompt in enumerate(generation.while_wanted_by_client(prompts, gone)):
         if isinstance(prompt, str):

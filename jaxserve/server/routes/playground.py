@@ -1,15 +1,20 @@
-"""GET /, its files, and GET /engine/state: a page to chat with the model, and to watch the engine at work.
+"""GET /, its files, and what it asks for: a page to chat with the model, and to watch the engine at work.
 
 The page is static, self-contained, and asks for the API key itself.
 """
 
+import asyncio
 import hashlib
 import pathlib
 
+import msgspec
+from markdown_it import MarkdownIt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.body import json_response
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.body import json_response, read_json
+from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.state import server_state
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[1] / "static"
@@ -18,6 +23,11 @@ _FILES = {f"/static/{path.name}": path for path in sorted(_FOLDER.iterdir()) if 
 PAGE = "/"
 FILES = frozenset({PAGE, *_FILES})
 """Paths that are answered without a key, as their content is public."""
+
+MAX_MARKDOWN = 2**18
+"""Maximum characters of a text that is rendered: a fifth of a second."""
+
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
 
 _HEADERS = {
     "cache-control": "no-cache",
@@ -40,6 +50,26 @@ async def show(request: Request) -> Response:
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=_MEDIA_TYPES[path.suffix], headers=headers)
+
+
+class MarkdownRequest(msgspec.Struct):
+    """The body of POST /playground/markdown."""
+
+    text: str
+
+
+class MarkdownResponse(msgspec.Struct):
+    """The text as HTML. Markup that is in the text itself is escaped."""
+
+    html: str
+
+
+async def markdown(request: Request) -> Response:
+    """Render Markdown, with tables and without raw HTML or images. Raises InvalidRequest."""
+    body = await read_json(request, lambda content: decoded(content, MarkdownRequest))
+    if len(body.text) > MAX_MARKDOWN:
+        raise InvalidRequest(f"text has more than {MAX_MARKDOWN} characters", param="text")
+    return json_response(MarkdownResponse(await asyncio.to_thread(_MARKDOWN.render, body.text)))
 
 
 async def engine_state(request: Request) -> Response:

@@ -1,6 +1,7 @@
 // Where the page begins: what the server is, which mode and look, and the keys of the keyboard.
 
 import { ApiError, call, key } from "./api.js";
+import { Chats } from "./chats.js";
 import { $, answerId, recall, remember } from "./dom.js";
 import { EngineView } from "./engine.js";
 import { setUpParameters } from "./parameters.js";
@@ -14,7 +15,13 @@ let isAsking = false;
 const isMine = (id) => mine.has(answerId(id));
 setUpParameters();
 setUpTheme();
-const talk = new Talk({ model: () => model, onRequest: (id) => mine.add(id), onUnauthorized: askForKey });
+const talk = new Talk({
+  model: () => model,
+  onRequest: (id) => mine.add(id),
+  onUnauthorized: askForKey,
+  onChange: (messages) => chats.keep(messages),
+});
+const chats = new Chats({ open: (messages) => talk.open(messages) });
 const engine = new EngineView({ isMine, onUnauthorized: askForKey });
 watchTokens($("scroll"));
 setUpChoices();

@@ -20,8 +20,8 @@ export function grow(field) {
   field.style.height = `${field.scrollHeight}px`;
 }
 
-/** The id of the API's answer that a sequence of the engine belongs to: it adds the numbers of prompt and choice. */
-export const answerId = (requestId) => requestId.replace(/(-\d+)+$/, "");
+/** The id of the API's answer that a sequence of the engine belongs to: without what made it unique, prompt and choice. */
+export const answerId = (requestId) => requestId.replace(/(\.[0-9a-f]{32})?(-\d+)*$/, "");
 
 /** What is stored of this browser's choices, or `fallback`. */
 export function recall(name, fallback) {

@@ -35,5 +35,20 @@ export function parameters() {
   return body;
 }
 
+/** The tools that a chat offers: a JSON list of functions, or of OpenAI's `{"type": "function", ...}`. */
+export function tools() {
+  const field = $("parameters").elements.tools;
+  field.setCustomValidity("");
+  if (!field.value.trim()) return {};
+  try {
+    const given = JSON.parse(field.value);
+    const list = (Array.isArray(given) ? given : [given]).map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+    return list.length ? { tools: list } : {};
+  } catch {
+    field.setCustomValidity("not a JSON list");
+    return {};
+  }
+}
+
 export const systemPrompt = () => $("parameters").elements.system.value.trim();
 export const numAlternatives = () => Number($("parameters").elements.alternatives.value || 0);

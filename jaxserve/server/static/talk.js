@@ -2,19 +2,24 @@
 
 import { ApiError, stream } from "./api.js";
 import { $, grow, make } from "./dom.js";
-import { numAlternatives, parameters, systemPrompt } from "./parameters.js";
+import { markdown } from "./markdown.js";
+import { numAlternatives, parameters, systemPrompt, tools } from "./parameters.js";
 import { TokenText, chatTokens, completionTokens } from "./tokens.js";
 
-/** `onRequest(id)` hears the ids of this page's requests, `onUnauthorized()` of a key that is wrong. */
+/**
+ * `onRequest(id)` hears the ids of this page's requests, `onUnauthorized()` of a key that is wrong, `onChange(messages)`
+ * what a chat has come to.
+ */
 export class Talk {
-  #messages = []; // {role, text, element, note}
+  #messages = []; // {role, text, thoughts, calls, element}
   #abort = null;
   #continuation = null; // {text, element} of the completion
 
-  constructor({ model, onRequest, onUnauthorized }) {
+  constructor({ model, onRequest, onUnauthorized, onChange }) {
     this.model = model;
     this.onRequest = onRequest;
     this.onUnauthorized = onUnauthorized;
+    this.onChange = onChange;
     this.mode = "chat";
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -62,6 +67,15 @@ export class Talk {
     this.#showEmpty();
   }
 
+  /** Show the messages of a chat that was kept; none is a new chat. */
+  open(messages) {
+    this.stop();
+    this.#messages = [];
+    $("chat").replaceChildren();
+    for (const { role, text, thoughts, calls } of messages) this.#show(Object.assign(this.#add(role, text), { thoughts, calls }));
+    this.#showEmpty();
+  }
+
   // Chat
 
   say() {
@@ -70,6 +84,7 @@ export class Talk {
     $("input").value = "";
     grow($("input"));
     this.#add("user", text);
+    this.#changed();
     this.#answer();
   }
 
@@ -86,23 +101,64 @@ export class Talk {
   }
 
   async #answer() {
-    const history = this.#messages.map(({ role, text }) => ({ role, content: text }));
+    const history = this.#messages.map(asSent);
     if (systemPrompt()) history.unshift({ role: "system", content: systemPrompt() });
     const message = this.#add("assistant", "");
-    const body = { model: this.model(), messages: history, stream: true, stream_options: { include_usage: true }, ...parameters() };
+    const body = { model: this.model(), messages: history, stream: true, stream_options: { include_usage: true }, ...parameters(), ...tools() };
     if (numAlternatives()) Object.assign(body, { logprobs: true, top_logprobs: numAlternatives() });
     const prose = message.element.querySelector(".prose");
     const content = new TokenText(prose);
     let reasoning = null;
+    message.calls = [];
     await this.#run("v1/chat/completions", body, message.element, prose, (choice) => {
       const thought = choice.delta.reasoning ?? choice.delta.reasoning_content;
       if (thought) {
-        reasoning ??= prose.parentElement.insertBefore(make("div", { class: "reasoning prose" }), prose);
+        reasoning ??= this.#addThoughts(message, "");
         reasoning.append(thought);
+        message.thoughts = (message.thoughts ?? "") + thought;
+      }
+      for (const call of choice.delta.tool_calls ?? []) {
+        const whole = (message.calls[call.index] ??= { id: call.id, name: call.function.name, arguments: "" });
+        whole.arguments += call.function.arguments ?? "";
       }
       content.push(choice.delta.content ?? "", chatTokens(choice.logprobs));
       message.text = content.text;
     });
+    reasoning?.parentElement.removeAttribute("open");
+    this.#show(message);
+    this.#changed();
+  }
+
+  /** What a message has beside its text: folded thoughts, calls, and the text with its markup. */
+  #show(message) {
+    const prose = message.element.querySelector(".prose:not(.reasoning)");
+    if (message.thoughts && !message.element.querySelector("details")) this.#addThoughts(message, message.thoughts).parentElement.removeAttribute("open");
+    for (const call of message.calls ?? []) {
+      prose.after(make("pre", { class: "call" }, make("b", {}, call.name), ` ${indented(call.arguments)}`));
+    }
+    if (message.role !== "assistant" || !message.text) return;
+    const text = message.text;
+    markdown(text).then(
+      (element) => {
+        if (!element || message.text !== text) return;
+        message.element.querySelector(".markdown")?.remove();
+        prose.after(element);
+        prose.classList.add("raw");
+      },
+      (error) => {
+        if (!(error instanceof ApiError)) throw error; // the text stays as it is
+      },
+    );
+  }
+
+  #addThoughts(message, text) {
+    const thoughts = make("div", { class: "reasoning prose" }, text);
+    message.element.insertBefore(make("details", { open: true }, make("summary", {}, "Thoughts"), thoughts), message.element.querySelector(".prose"));
+    return thoughts;
+  }
+
+  #changed() {
+    this.onChange(this.#messages.map(({ role, text, thoughts, calls }) => ({ role, text, thoughts, calls })));
   }
 
   #add(role, text) {
@@ -139,7 +195,10 @@ export class Talk {
     const leave = (text) => {
       message.text = text;
       prose.textContent = text;
+      prose.classList.remove("raw");
+      message.element.querySelector(".markdown")?.remove();
       field.replaceWith(prose);
+      this.#changed();
       $("input").focus();
     };
     field.addEventListener("input", () => grow(field));
@@ -158,7 +217,7 @@ export class Talk {
         }
       }
     });
-    prose.replaceWith(field);
+    prose.replaceWith(field); // its markup stays below, as it was, until the edit is done
     grow(field);
     field.focus();
   }
@@ -294,4 +353,18 @@ function tell({ start, first, usage, ending }) {
   }
   if (ending) parts.push(ending);
   return parts.join(" · ");
+}
+
+/** A message as the API takes it. Calls are answered by nobody here: their text is kept, so that the chat goes on. */
+function asSent({ role, text, calls }) {
+  const told = (calls ?? []).map((call) => `${call.name}(${call.arguments})`).join("\n");
+  return { role, content: [text, told].filter(Boolean).join("\n") };
+}
+
+function indented(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json; // cut off
+  }
 }
