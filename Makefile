@@ -10,7 +10,7 @@ SEED ?= 0
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install deviceless serve test test-all lint goldens parity formats clients schemas bench clean
+.PHONY: docs install deviceless serve test test-all lint goldens parity formats clients schemas bench clean
 
 install: $(STAMP)
 
@@ -90,9 +90,19 @@ $(SCHEMA_SUITE)/.unpacked: constraints.txt | install
 	tar xzf $(@D)/jsonschema-*.tar.gz -C $(@D) --strip-components 1
 	@touch $@
 
+# The site of docs/, with the API reference from docstrings; a broken link is an error.
+DOCS := .venv-docs
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --site-dir .site
+
+$(DOCS)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r docs/requirements.txt
+	@touch $@
+
 bench: install
 	$(BIN)/jaxserve bench throughput
 	$(BIN)/jaxserve bench host
 
 clean:
-	rm -rf $(VENV) .venv-goldens .venv-clients $(SCHEMA_SUITE)
+	rm -rf $(VENV) .venv-goldens .venv-clients .venv-docs .site $(SCHEMA_SUITE)
