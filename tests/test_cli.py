@@ -165,7 +165,7 @@ def test_only_the_shapes_that_are_needed_are_compiled_unless_asked_for(llm, caps
     assert llm.options == {"warmup": "full"}
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help", "execution"])
-    assert "compile every step shape at start-up; default: off" in " ".join(capsys.readouterr().out.split())
+    assert "what is compiled before the first request is taken" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
