@@ -22,7 +22,6 @@ from jaxserve.layers.params import Params, abstract_params, rounded_to, schemes_
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
-from jaxserve.loading.orbax_store import is_store
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.models.family import Family
@@ -188,8 +187,6 @@ def needs(
 
 def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devices: int) -> Params:
     """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
-    if not (path.is_file() or is_store(path) or any(path.glob("*.safetensors"))):
-        return specs
     policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, num_devices=num_devices)
     return stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy)
 

@@ -79,7 +79,9 @@ def stored_specs(
 
 def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotHeld) -> dict[str, Scheme]:
     """Return the schemes of the weights whose codes are held, by path in the tree, and log why others are not."""
-    if pathlib.Path(path).is_dir() and not huggingface.is_quantized(path):
+    directory = pathlib.Path(path)
+    has_weights = not directory.is_dir() or any(directory.glob("*.safetensors"))  # not if they are to be random
+    if not has_weights or (directory.is_dir() and not huggingface.is_quantized(directory)):
         return {}
     held: dict[str, Scheme] = {}
     reasons: collections.Counter[str] = collections.Counter()
