@@ -15,7 +15,7 @@ _LABEL = re.compile(r"^(\$\w+):")
 _BRANCH = re.compile(r"^(@!?%\w+ )?\s*bra(?:\.uni)?\s+(\$\w+);")
 _TARGETS = re.compile(r"\.branchtargets([^;]*);")
 _WGMMA = re.compile(r"wgmma\.mma_async\S* \{([^}]*)\}(.*)")
-_WAIT = re.compile(r"wgmma\.wait_group\S* (\d+)")
+_WAIT = re.compile(r"wgmma\.wait_group\S*\s+(\d+)")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
 MAX_GROUPS = 8

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.registers import written
+from pallas_kernels.device.registers import written
 
 UNITS = 2
 """Computing warpgroups."""

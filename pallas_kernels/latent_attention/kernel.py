@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import written
 from pallas_kernels.latent_attention.device import mask_after, store_first_rows
 from pallas_kernels.latent_attention.plan import BLOCK_COST, ROWS
-from pallas_kernels.registers import written
 
 LOG2E = math.log2(math.e)
 # Maxima begin here and not at -inf, so that a row whose keys are all masked so far has weights of 0, not of NaN.

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import device
 from pallas_kernels.paged_attention import device as parts_device
@@ -26,7 +27,6 @@ from pallas_kernels.paged_attention.tiles import (
     normalize,
     put_together,
 )
-from pallas_kernels.registers import written
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)

@@ -1,5 +1,5 @@
-"""Device operations of the Hopper kernel that Pallas lacks: counters that CTAs wait for, and columns of a few rows
-between global memory and registers.
+"""Device operations of the Hopper kernel that Pallas lacks: columns of a few rows between global memory and registers,
+beside the counters that CTAs wait for.
 
 Each is executed by one warpgroup. Matrices in registers are [64, columns] in WGMMA layout, of which only the first rows
 are meaningful. The interpreter supports none of the operations: `interpret` replaces them.
@@ -16,9 +16,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.counters import clear, signal, wait
+from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 from pallas_kernels.paged_attention.tiles import part_layout
-from pallas_kernels.registers import row_and_quarter
+
+__all__ = [
+    "ROWS",
+    "clear",
+    "load_columns",
+    "load_row_sums",
+    "signal",
+    "store_columns",
+    "store_heads",
+    "store_row_sums",
+    "store_vector",
+    "wait",
+]
 
 ROWS = 64
 """Rows of one wgmma."""
@@ -28,24 +42,6 @@ _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
 _GROUP = 8
 """Columns of a matrix that WGMMA layout is made of."""
-
-
-def signal(counter, *, interpret: bool) -> None:
-    """Add 1 to a counter in global memory, after whatever this warpgroup has written there."""
-    if not interpret:
-        _inline(_signal, _REF)(counter)
-
-
-def wait(counter, value, *, interpret: bool) -> None:
-    """Wait until a counter has reached `value`; earlier writes are visible then, to TMA too."""
-    if not interpret:  # the interpreter runs CTAs one after another
-        _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
-
-
-def clear(counter, *, interpret: bool) -> None:
-    """Set a counter to 0."""
-    if not interpret:
-        _inline(_clear, _REF)(counter)
 
 
 def load_columns(ref, first, num_columns: int, *, interpret: bool):
@@ -136,28 +132,6 @@ def _load_columns_interpreted(ref, first, num_columns: int):
         place = jnp.minimum(first + start, ref.shape[1] - _GROUP)
         groups.append(jnp.where(first + start < ref.shape[1], ref[:, pl.ds(place, _GROUP)], 0))
     return _pad_rows(jnp.concatenate(groups, axis=1))
-
-
-def _signal(_, counter) -> None:
-    mgpu.warpgroup_barrier()
-    _semaphore(counter).signal(1, memory_scope="gpu")
-
-
-def _wait(_, counter, value) -> None:
-    [value] = value.registers.flat
-    _semaphore(counter).wait(value, decrement=False, memory_scope="gpu")
-    mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-
-
-def _clear(_, counter) -> None:
-    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-        mgpu.utils.inline_ptx(
-            "st.relaxed.gpu.global.u32 [$0], $1;", mgpu.utils.memref_ptr(counter), _i32(0), has_side_effects=True
-        )
-
-
-def _semaphore(counter):
-    return mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
 
 
 def _load_columns(ref, first, num_columns: int):

@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, memref, vector
-from pallas_kernels.registers import row_and_quarter
 
 # pyright takes them for abstract classes.
 SWIZZLED = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)

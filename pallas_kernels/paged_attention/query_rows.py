@@ -5,9 +5,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import written
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.tiles import LOWEST, ROWS
-from pallas_kernels.registers import written
 
 LAYOUT = plgpu.Layout.WGMMA
 VECTOR_LAYOUT = LAYOUT.reduce(1)

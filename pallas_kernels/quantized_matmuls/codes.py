@@ -25,14 +25,19 @@ _NIBBLES = {
     "e2m1": "and.b32 a, a, 0x000f000f; shl.b32 s, a, 12; and.b32 s, s, 0x80008000; shl.b32 a, a, 6; "
     "lop3.b32 a, a, 0x01c001c0, s, 0xea; mov.b32 m, 0x7e807e80; mul.bf16x2 $0, a, m; }",
 }
-# PTX that makes a pair of bfloat16 of the first or the last two bytes of $1.
+# PTX that makes a pair of bfloat16, $0, of two bytes of a: the odd ones for fp8, the even ones for int8.
 _BYTES = {
-    # Into the high bytes of two halves: sign and the other 7 bits, then times 2^120.
-    "fp8": "prmt.b32 a, $1, 0, {high}; and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea; "
-    "mov.b32 m, 0x7b807b80; mul.bf16x2 $0, a, m; }}",
-    # Into the low bytes: 128 + the lowest 7 bits, minus 128 or, if the sign is set, 256.
-    "int8": "prmt.b32 a, $1, 0, {low}; lop3.b32 m, a, 0x00800080, 0x43004300, 0xea; "
-    "lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea; sub.bf16x2 $0, a, m; }}",
+    # Sign and the other 7 bits, then times 2^120.
+    "fp8": "and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea; "
+    "mov.b32 m, 0x7b807b80; mul.bf16x2 $0, a, m; }",
+    # 128 + the lowest 7 bits, less 128 or, if the sign is set, 256.
+    "int8": "lop3.b32 m, a, 0x00800080, 0x43004300, 0xea; lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea; "
+    "sub.bf16x2 $0, a, m; }",
+}
+# What brings the even or the odd bytes of a word, $1, to where these are read.
+_BYTES_TO = {
+    "fp8": ("shl.b32 a, $1, 8; ", "mov.b32 a, $1; "),
+    "int8": ("mov.b32 a, $1; ", "shr.u32 a, $1, 8; "),
 }
 
 
@@ -59,9 +64,8 @@ def pair_of_nibbles(word: Any, index: int, code: Code, minus: Any = None) -> Any
 
 
 def pair_of_bytes(word: Any, index: int, code: Code) -> Any:
-    """Return in a register the values of codes `2 * index` and `2 * index + 1` of a word of four."""
-    high, low = (("0x1404", "0x4140"), ("0x3424", "0x4342"))[index]
-    return _asm([word], _REGISTERS + _BYTES[code].format(high=high, low=low))
+    """Return in a register the values of codes `index` and `index + 2` of a word of four."""
+    return _asm([word], _REGISTERS + _BYTES_TO[code][index] + _BYTES[code])
 
 
 def rearranged(first: Any, second: Any, selector: str) -> Any:

@@ -14,12 +14,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jax_internals import arith, ir, mlir_math, vector
+from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
 from pallas_kernels.quantized_matmuls.product import OUTPUTS
-from pallas_kernels.registers import row_and_quarter
 
 COLUMNS = 8
 """Rows of the product that are finished at a time."""
+
+EMPTY = 0xFFFFFFFF
+"""Word of a part that is not there yet: a NaN that no arithmetic of the GPU gives, whose NaN is 0x7FFFFFFF."""
+_STORE = "st.relaxed.gpu.global.v4.b32 [{}], {{{}, {}, {}, {}}};"
+_LOAD = "ld.relaxed.gpu.global.v4.b32 {{{}, {}, {}, {}}}, [{}];"
 
 _LAYOUT = plgpu.Layout.WGMMA
 _REF = plgpu.RefType()
@@ -28,44 +33,71 @@ _CHUNK = plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), jnp.float32, layout=_LAYOUT)
 
 
 def store_part(ref: Any, sums: Any, part: Any) -> None:
-    """Store sums [64, M] as parts[part], [M / 8, 128, 4] of float32, as the threads have them."""
+    """Store sums [64, M] as parts[part], [M / 8, 128, 4] words, as the threads have them; `load_sum` waits for them."""
 
     def run(_, ref, sums, part) -> None:
-        thread = _index(_thread())
+        i32 = ir.IntegerType.get_signless(32)
         for chunk in range(sums.shape[1] // COLUMNS):
             values = [vector.extract(sums.registers[_at(chunk, half)], [], [i]) for half in range(2) for i in range(2)]
-            vector.store(_vector(values), ref, [_index(_only(part)), _constant(chunk), thread, _constant(0)])
+            words = [utils.bitcast(value, i32) for value in values]
+            address = _address(ref, _only(part), _i32(chunk))
+            utils.inline_ptx(_STORE.format("$0", "$1", "$2", "$3", "$4"), address, *words, has_side_effects=True)
 
     _inline(run, _REF, _LAYOUT, _SCALAR)(ref, sums, _splat(part))
 
 
-def load_sum(ref: Any, first: Any, number: Any, chunk: Any, *, stride: int, most: int) -> Any:
-    """Return [64, 8], the sum of parts[first + i * stride] for i of 0 to number - 1, in their order; `most` is a bound.
+def load_sum(ref: Any, first: Any, second: Any, number: Any, chunk: Any, *, stride: int, most: int) -> Any:
+    """Return [64, 8], the sum of parts[first] and parts[second + i * stride], of `number` in all, in their order.
 
-    All of them are loaded before the first is added: the loads wait for memory together.
+    `most` is a bound of the number. A thread waits until each word is there that its counterparts store, and then makes
+    it EMPTY again. All parts are loaded before the first is added: the loads wait for memory together.
     """
 
-    def run(_, ref, first, number, chunk):
-        f32 = ir.F32Type.get()
-        four = ir.VectorType.get((4,), f32)
-        place = [_index(_only(chunk)), _index(_thread()), _constant(0)]
+    def run(_, ref, first, second, number, chunk):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         last = arith.subi(_only(number), _i32(1))
-        parts = []
+        addresses = []
         for i in range(most):
-            part = arith.addi(_only(first), arith.muli(arith.minsi(_i32(i), last), _i32(stride)))
-            parts.append(vector.load(four, ref, [_index(part), *place]))
+            index = arith.minsi(_i32(i), last)
+            is_first = arith.cmpi(arith.CmpIPredicate.eq, index, _i32(0))
+            following = arith.addi(_only(second), arith.muli(arith.subi(index, _i32(1)), _i32(stride)))
+            addresses.append(_address(ref, arith.select(is_first, _only(first), following), _only(chunk)))
+        num_words = 4 * most
+        loads = [_LOAD.format(*(f"${4 * i + j}" for j in range(4)), f"${num_words + i}") for i in range(most)]
+        largest = " ".join(f"max.u32 m, m, ${i};" for i in range(num_words))
+        text = f"{{ .reg .pred p; .reg .b32 m; again: {' '.join(loads)} mov.b32 m, 0; {largest} "
+        text += f"setp.eq.u32 p, m, {EMPTY}; @p bra again; }}"
+        constraints = ",".join(["=&r"] * num_words + ["l"] * most)
+        struct = llvm.StructType.get_literal([i32] * num_words)
+        found = llvm.inline_asm(struct, addresses, text, constraints, has_side_effects=True)
+        words = [llvm.extractvalue(i32, found, [i]) for i in range(num_words)]
+        for address in addresses:
+            utils.inline_ptx(_STORE.format("$0", *["$1"] * 4), address, _i32(-1), has_side_effects=True)
+        four = ir.VectorType.get((4,), f32)
+        parts = [_vector([utils.bitcast(word, f32) for word in words[4 * i : 4 * i + 4]]) for i in range(most)]
         total = parts[0]
         for i, part in enumerate(parts[1:], 1):
             is_there = arith.cmpi(arith.CmpIPredicate.slt, _i32(i), _only(number))
             total = arith.select(is_there, arith.addf(total, part), total)
+        assert total.type == four
         values = _elements(total, 4)
         return _chunk([_vector(values[:2]), _vector(values[2:])])
 
-    return _inline(run, _REF, _SCALAR, _SCALAR, _SCALAR, out=_CHUNK)(ref, _splat(first), _splat(number), _splat(chunk))
+    arguments = (_splat(first), _splat(second), _splat(number), _splat(chunk))
+    return _inline(run, _REF, *[_SCALAR] * 4, out=_CHUNK)(ref, *arguments)
+
+
+def _address(ref: Any, part: Any, chunk: Any) -> Any:
+    """Return where a thread's four words of a part's chunk are in global memory."""
+    i64 = ir.IntegerType.get_signless(64)
+    _, num_chunks, threads, words = ref.type.shape
+    index = arith.addi(arith.muli(arith.addi(arith.muli(part, _i32(num_chunks)), chunk), _i32(threads)), _thread())
+    offset = arith.muli(arith.extui(i64, index), mgpu.c(4 * words, i64))
+    return arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), offset)
 
 
 def outputs_vector(ref: Any, piece: Any, column: Any = 0, *, up: int | None = None) -> Any:
-    """Return [64, 8] whose every column is ref[outputs of a piece, column], as float32.
+    """Return [64, 8] whose every column is ref[outputs of a piece, column].
 
     The outputs are 64 in a row, or 32 of gate and the same of up in turns of eight, if `up` is where up begins.
     """
@@ -87,7 +119,7 @@ def outputs_vector(ref: Any, piece: Any, column: Any = 0, *, up: int | None = No
             registers.append(vector.broadcast(pair, value))
         return _chunk(registers)
 
-    return _inline(run, _REF, _SCALAR, _SCALAR, out=out)(ref, _splat(piece), _splat(column)).astype(jnp.float32)
+    return _inline(run, _REF, _SCALAR, _SCALAR, out=out)(ref, _splat(piece), _splat(column))
 
 
 def load_transposed(ref: Any, first: Any, chunk: Any) -> Any:

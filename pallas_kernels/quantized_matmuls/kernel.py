@@ -3,7 +3,8 @@
 The work of a matmul is divided into units: a tile of 256 outputs by a step of K. Each CTA takes an equal run of them,
 in the order of tiles and then of K, so that it has a fragment of one or two tiles and all units in between. CTAs that
 have added up a part of a tile store it in memory; one of them, or for many rows each of them for some rows, waits for
-all parts, adds them up in order and finishes that piece of the tile.
+all parts, adds them up in order and finishes that piece of the tile. A word that is not there yet has a value that no
+sum has, so that waiting for parts is nothing but loading them.
 
 In a CTA, one warpgroup streams the weights of all its units through a ring in shared memory and never waits for other
 CTAs; one copies rows, as soon as the matmul before has finished them all; four multiply, each 64 outputs of a tile.
@@ -17,20 +18,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layer_matmuls.device import clear, signal, wait
+from pallas_kernels.device import counters
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, add_product
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, add_product, interleave_rows
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""
 TILE = NUM_COMPUTE * OUTPUTS
-COMPUTE_REGISTERS, COPY_REGISTERS = 104, 32
-"""Registers per thread. A CTA of 768 threads is launched with 480 for its six warpgroups' threads together."""
+COMPUTE_REGISTERS, WEIGHT_REGISTERS, ROW_REGISTERS = 104, 24, 40
+"""Registers per thread of the warpgroups that multiply, copy weights and copy rows. A CTA of 768 threads is launched
+with 480 for its six warpgroups' threads together.
+"""
 MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
-PARTS_AT_A_TIME = 12
-"""Parts of a tile that are loaded before the first is added, as registers allow."""
+MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
+"""With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
+PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 7, 3
+"""Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
 _int = jnp.int32
 
@@ -105,18 +110,17 @@ class Matmul(NamedTuple):
         return -(-self.outputs // TILE)
 
     @property
+    def max_tiles(self) -> int:
+        """Number of tiles that a block has a part of, at most."""
+        return max(
+            -(-self.first_unit(cta + 1) // self.steps) - self.first_unit(cta) // self.steps
+            for cta in range(self.num_ctas)
+        )
+
+    @property
     def num_units(self) -> int:
         """Units of work of all CTAs."""
         return self.num_tiles * self.steps
-
-    @property
-    def max_parts(self) -> int:
-        """Maximum number of CTAs that have a part of the same tile."""
-
-        def parts(tile: int) -> int:
-            return self.owner((tile + 1) * self.steps - 1) - self.owner(tile * self.steps) + 1
-
-        return max(map(parts, range(self.num_tiles)))
 
     def owner(self, unit: Any) -> Any:
         """Return the CTA that has a unit."""
@@ -147,13 +151,14 @@ class Problem(NamedTuple):
     eps: float
 
     @property
+    def max_tiles(self) -> int:
+        """Number of a matmul's tiles that a block has a part of, at most."""
+        return max(matmul.max_tiles for matmul in self.matmuls)
+
+    @property
     def num_chunks(self) -> int:
         """Groups of 8 rows."""
         return self.rows // device.COLUMNS
-
-    def counters_of(self, index: int) -> int:
-        """Return where the counters of a matmul's tiles begin: one for each of their pieces."""
-        return sum(matmul.num_tiles * NUM_COMPUTE * self.num_chunks for matmul in self.matmuls[:index])
 
 
 class Shared(NamedTuple):
@@ -167,6 +172,8 @@ class Shared(NamedTuple):
     w_full: Any
     w_free: Any
     x_full: Any
+    x_ready: Any
+    """Filled when the columns of rows are in the order of codes."""
     x_free: Any
     ready: Any
     """Barriers that signal that everything a matmul reads besides its weight and rows is available."""
@@ -191,7 +198,9 @@ class _Block(NamedTuple):
 
     def wait_for(self, index: int) -> None:
         """Wait until a matmul is finished."""
-        wait(self.finished(index), self.problem.matmuls[index].num_pieces(self.problem.num_chunks), interpret=False)
+        counters.wait(
+            self.finished(index), self.problem.matmuls[index].num_pieces(self.problem.num_chunks), interpret=False
+        )
 
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
@@ -208,7 +217,7 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
 
     @pl.when(warpgroup == NUM_COMPUTE)
     def _():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(WEIGHT_REGISTERS, action="decrease")
         first = _int(0)
         for matmul in problem.matmuls:
             first = _copy_weights(block, matmul, first)
@@ -216,13 +225,13 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
 
     @pl.when(warpgroup == NUM_COMPUTE + 1)
     def _():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(ROW_REGISTERS, action="decrease")
         first = _int(0)
         if len(problem.matmuls) > 1:
 
             @pl.when(block.cta == 0)
             def _():
-                clear(gmem["last_counter"].at[0], interpret=False)
+                counters.clear(gmem["last_counter"].at[0], interpret=False)
 
         for index, matmul in enumerate(problem.matmuls):
             first = _copy_rows(block, index, matmul, first)
@@ -272,6 +281,13 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
     problem, smem, x = block.problem, block.smem, block.gmem[matmul.x]
     start, end = _units(block, matmul)
 
+    ahead = problem.x_slots - 1
+    widest = smem.rows.shape[-1]
+
+    def ring(slot):
+        """Return the columns of a slot that the matmul uses; a slice of all would not be padded by TMA."""
+        return smem.rows.at[slot] if widest == matmul.block_k else smem.rows.at[slot, :, pl.ds(0, matmul.block_k)]
+
     def copy(unit, _):
         step = first + unit - start
         slot = lax.rem(step, _int(problem.x_slots))
@@ -279,68 +295,73 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
         k = pl.ds(lax.rem(unit, _int(matmul.steps)) * matmul.block_k, matmul.block_k)
         # A start that is not static makes TMA fill in the rows that pad x to a multiple of 8.
         rows = pl.ds(block.cta * 0, problem.rows)
-        plgpu.copy_gmem_to_smem(x.at[rows, k], smem.rows.at[slot], smem.x_full.at[slot])
+        plgpu.copy_gmem_to_smem(x.at[rows, k], ring(slot), smem.x_full.at[slot])
 
-    if not index:
-        lax.fori_loop(start, end, copy, None)
-        return first + end - start
+    def interleave(unit, _):
+        slot = lax.rem(first + unit - start, _int(problem.x_slots))
+        plgpu.barrier_wait(smem.x_full.at[slot])
+        interleave_rows(smem.rows, slot, matmul.code)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.x_ready.at[slot])
 
-    @pl.when(start < end)
-    def _():
-        block.wait_for(index - 1)
+        @pl.when(unit + ahead < end)
+        def _():
+            copy(unit + ahead, None)
 
-    middle = lax.min(start + problem.x_slots, end)
-    lax.fori_loop(start, middle, copy, None)
+    if index:
 
-    @pl.when(start < end)
-    def _():
-        if matmul.squares is not None:
-            squares = block.gmem[matmul.squares]
+        @pl.when(start < end)
+        def _():
+            block.wait_for(index - 1)
 
-            @pl.loop(0, problem.num_chunks)
-            def _(chunk):
-                device.store_reciprocal_roots(
-                    smem.factors.at[index],
-                    squares,
-                    chunk,
-                    smem.scratch.at[NUM_COMPUTE],
-                    size=matmul.depth,
-                    eps=problem.eps,
-                )
+    lax.fori_loop(start, lax.min(start + ahead, end), copy, None)
+    if index:
 
-        plgpu.barrier_arrive(smem.ready.at[index])
+        @pl.when(start < end)
+        def _():
+            if matmul.squares is not None:
+                squares = block.gmem[matmul.squares]
+
+                @pl.loop(0, problem.num_chunks)
+                def _(chunk):
+                    device.store_reciprocal_roots(
+                        smem.factors.at[index],
+                        squares,
+                        chunk,
+                        smem.scratch.at[NUM_COMPUTE],
+                        size=matmul.depth,
+                        eps=problem.eps,
+                    )
+
+            plgpu.barrier_arrive(smem.ready.at[index])
 
     if index > 1:
 
         @pl.when(block.cta == 0)
         def _():  # all that waited have seen it, or the matmul before this one would not be finished
-            clear(block.finished(index - 2), interpret=False)
+            counters.clear(block.finished(index - 2), interpret=False)
 
-    lax.fori_loop(middle, end, copy, None)
+    lax.fori_loop(start, end, interleave, None)
     return first + end - start
 
 
 def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
-    """Multiply a CTA's units and finish the pieces that it owns."""
+    """Multiply a block's units and finish the pieces that are its own."""
     start, end = _units(block, matmul)
     steps = _int(matmul.steps)
     first_tile = lax.div(start, steps)
     num_tiles = lax.div(end + (matmul.steps - 1), steps) - first_tile
-    max_parts, num_chunks = matmul.max_parts, block.problem.num_chunks
+    num_chunks = block.problem.num_chunks
     finishes_in_registers = block.problem.rows <= MAX_ROWS_IN_REGISTERS
-    fewest_parts = 1 if finishes_in_registers else 0
-    parts, counters = block.gmem[f"parts_{matmul.name}"], block.gmem["counters"]
+    parts = block.gmem["parts"]
 
-    def part_index(tile, part):
-        return (tile * max_parts + part) * NUM_COMPUTE + block.warpgroup
+    def finished(tile, number) -> None:
+        """Tell others of so many chunks, if the tile has outputs of this warpgroup."""
+        if index < len(block.problem.matmuls) - 1:
 
-    def counter(tile, chunk):
-        piece = (tile * NUM_COMPUTE + block.warpgroup) * num_chunks + chunk
-        return counters.at[block.problem.counters_of(index) + piece]
-
-    def owners(tile):
-        first_owner = matmul.owner(tile * steps)
-        return first_owner, matmul.owner((tile + 1) * steps - 1) - first_owner + 1
+            @pl.when((number > 0) & ((tile * NUM_COMPUTE + block.warpgroup) * OUTPUTS < matmul.outputs))
+            def _():
+                counters.add(block.finished(index), number)
 
     @pl.loop(0, num_tiles)
     def _(number):
@@ -353,8 +374,8 @@ def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
             def _():
                 plgpu.barrier_wait(block.smem.ready.at[index])
 
-        first_owner, num_parts = owners(tile)
-
+        _, num_parts = _owners(matmul, tile)
+        part = _part(block, matmul, block.cta, tile)
         if finishes_in_registers:
 
             @pl.when(num_parts == 1)
@@ -362,50 +383,72 @@ def _compute(block: _Block, index: int, matmul: Matmul, first: Any) -> Any:
                 for chunk in range(num_chunks):
                     columns = sums[:, chunk * device.COLUMNS : (chunk + 1) * device.COLUMNS]
                     operands = _load_operands(block, index, matmul, tile, _int(chunk))
-                    _finish(block, index, matmul, tile, _int(chunk), columns, operands)
+                    _finish(block, matmul, tile, _int(chunk), columns, operands)
+                finished(tile, num_chunks)
 
-        @pl.when(num_parts > fewest_parts)
-        def _():
-            device.store_part(parts, sums, part_index(tile, block.cta - first_owner))
-            for chunk in range(num_chunks):
-                signal(counter(tile, chunk), interpret=False)
+            @pl.when(num_parts > 1)
+            def _():
+                device.store_part(parts, sums, part)
+
+        else:
+            device.store_part(parts, sums, part)
 
     @pl.loop(0, num_tiles)
     def _(number):
         tile = first_tile + number
-        first_owner, num_parts = owners(tile)
+        first_owner, num_parts = _owners(matmul, tile)
         own = block.cta - first_owner
 
-        @pl.when(num_parts > fewest_parts)
+        @pl.when(num_parts > (1 if finishes_in_registers else 0))
         def _():
+            places = tuple(_part(block, matmul, first_owner + part, tile) for part in range(2))
+            most = PARTS_AT_A_TIME if finishes_in_registers else PARTS_OF_MANY_ROWS
+
             @pl.loop(0, num_chunks)
             def _(chunk):
                 @pl.when(own == lax.rem(chunk, num_parts))
                 def _():
                     operands = _load_operands(block, index, matmul, tile, chunk)
-                    _wait_and_clear(counter(tile, chunk), num_parts)
-                    total = _sum_of_parts(parts, part_index(tile, 0), num_parts, chunk)
-                    _finish(block, index, matmul, tile, chunk, total, operands)
+                    total = _sum_of_parts(block, places, num_parts, chunk, most=most)
+                    _finish(block, matmul, tile, chunk, total, operands)
+
+            finished(tile, lax.div(num_chunks - own + (num_parts - 1), num_parts))
 
     return first + end - start
 
 
-def _sum_of_parts(parts: Any, first: Any, number: Any, chunk: Any) -> Any:
-    """Return [64, 8], the sum of a tile's parts in their order."""
+def _owners(matmul: Matmul, tile: Any) -> tuple[Any, Any]:
+    """Return the first block that has a part of a tile, and how many have one."""
+    steps = _int(matmul.steps)
+    first_owner = matmul.owner(tile * steps)
+    return first_owner, matmul.owner((tile + 1) * steps - 1) - first_owner + 1
+
+
+def _part(block: _Block, matmul: Matmul, cta: Any, tile: Any) -> Any:
+    """Return the index of what a block has summed up of a tile; its tiles follow one another."""
+    own = tile - lax.div(matmul.first_unit(cta), _int(matmul.steps))
+    return (cta * block.problem.max_tiles + own) * NUM_COMPUTE + block.warpgroup
+
+
+def _sum_of_parts(block: _Block, places: tuple[Any, ...], number: Any, chunk: Any, *, most: int) -> Any:
+    """Return [64, 8], the sum of a tile's parts in their order, of which `most` are loaded at a time.
+
+    `places` are those of the first two parts. For all blocks but the first that has one it is their first tile, so that
+    parts are equally far apart from the second on.
+    """
+    first, second = places
+    stride = block.problem.max_tiles * NUM_COMPUTE
+    parts = block.gmem["parts"]
 
     def add(batch, total):
-        start = batch * PARTS_AT_A_TIME
-        own = lax.min(number - start, _int(PARTS_AT_A_TIME))
-        place = first + start * NUM_COMPUTE
-        return total + device.load_sum(parts, place, own, chunk, stride=NUM_COMPUTE, most=PARTS_AT_A_TIME)
+        start = batch * most
+        own = lax.min(number - start, _int(most))
+        following = second + start * stride
+        place = lax.select(batch == 0, first, following - stride)
+        return total + device.load_sum(parts, place, following, own, chunk, stride=stride, most=most)
 
     zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, device.COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_int(0), lax.div(number + (PARTS_AT_A_TIME - 1), _int(PARTS_AT_A_TIME)), add, zeros)
-
-
-def _wait_and_clear(counter: Any, value: Any) -> None:
-    wait(counter, value, interpret=False)
-    clear(counter, interpret=False)
+    return lax.fori_loop(_int(0), lax.div(number + (most - 1), _int(most)), add, zeros)
 
 
 def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any, num_steps: Any) -> Any:
@@ -422,24 +465,35 @@ def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any
         has_zeros=has_zeros,
     )
 
-    def step(number, sums):
+    num_vectors = num_scales * (1 + has_zeros)
+    loads_ahead = problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_vectors <= MAX_VECTORS_TO_LOAD_AHEAD
+
+    def vectors_of(number):
+        """Load the scales and zero points of a step, in the types that they are stored in."""
         vectors = []
         for name in (matmul.scales, *((matmul.zero_points,) if has_zeros else ())):
             for index in range(num_scales):
                 column = lax.min((first_k + number) * num_scales + index, _int(matmul.num_scales - 1))
                 vectors.append(device.outputs_vector(gmem[name], piece, column, up=matmul.up))
+        return tuple(vectors)
+
+    def step(number, carry):
+        sums, *vectors = carry
+        following = vectors_of(number + 1) if loads_ahead else ()
+        vectors = vectors if loads_ahead else vectors_of(number)
         position = first + number
         w_slot, x_slot = lax.rem(position, _int(problem.w_slots)), lax.rem(position, _int(problem.x_slots))
         plgpu.barrier_wait(smem.w_full.at[w_slot])
-        plgpu.barrier_wait(smem.x_full.at[x_slot])
+        plgpu.barrier_wait(smem.x_ready.at[x_slot])
         slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
+        vectors = [vector.astype(jnp.float32) for vector in vectors]
         sums = add(sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *vectors)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
-        return sums
+        return sums, *following
 
     zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, problem.rows), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_int(0), num_steps, step, zeros)
+    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(vectors_of(0) if loads_ahead else ())))[0]
 
 
 def _piece(block: _Block, matmul: Matmul, tile: Any) -> Any:
@@ -462,16 +516,20 @@ def _load_operands(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: 
     gmem, norm = block.gmem, matmul.norm
     piece = _piece(block, matmul, tile)
     has_scale = not matmul.scales_of_block
+
+    def vector(name: str, up: int | None = None) -> Any:
+        return device.outputs_vector(gmem[name], piece, up=up).astype(jnp.float32)
+
     return _Operands(
-        scale=device.outputs_vector(gmem[matmul.scales], piece, up=matmul.up) if has_scale else None,
+        scale=vector(matmul.scales, matmul.up) if has_scale else None,
         factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
-        bias=None if matmul.bias is None else device.outputs_vector(gmem[matmul.bias], piece, up=matmul.up),
+        bias=None if matmul.bias is None else vector(matmul.bias, matmul.up),
         residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * OUTPUTS, chunk),
-        gain=None if norm is None else device.outputs_vector(gmem[norm.gain], piece),
+        gain=None if norm is None else vector(norm.gain),
     )
 
 
-def _finish(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any, sums: Any, operands: _Operands) -> None:
+def _finish(block: _Block, matmul: Matmul, tile: Any, chunk: Any, sums: Any, operands: _Operands) -> None:
     """Compute 64 outputs of 8 rows from their sums: everything after the product."""
     gmem, norm = block.gmem, matmul.norm
     piece = tile * NUM_COMPUTE + block.warpgroup
@@ -496,5 +554,3 @@ def _finish(block: _Block, index: int, matmul: Matmul, tile: Any, chunk: Any, su
             device.store_transposed(gmem[matmul.y], y, lax.div(first, _int(2)), chunk, half=0)
         else:
             device.store_transposed(gmem[matmul.y], y, first, chunk)
-        if index < len(block.problem.matmuls) - 1:
-            signal(block.finished(index), interpret=False)

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.layer_matmuls.op import Weights as DenseWeights
-from pallas_kernels.layer_matmuls.op import layer_matmuls
+from pallas_kernels.layer_matmuls import Weights as DenseWeights
+from pallas_kernels.layer_matmuls import layer_matmuls
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
 from pallas_kernels.quantized_matmuls.sm90 import layer_sm90, matmul_sm90, why_not_matrix, why_not_rows
 from pallas_kernels.small_matmul import matmul

@@ -1,7 +1,7 @@
 """Matmuls of quantized weights and few rows for Hopper (sm_90a), in Mosaic GPU, in sequence in one kernel.
 
-Weights are operand A of mma.sync, converted to bfloat16 in registers; rows, in shared memory, are operand B. So the
-product is [outputs, rows], and rows are only padded to a multiple of 8.
+Weights are operand A of wgmma, converted to bfloat16 in registers; rows, which lie in shared memory, are operand B. So
+the product is [outputs, rows], and rows are padded to a multiple of 8 only.
 """
 
 import functools
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -68,12 +69,15 @@ def run_products(
     eps: float,
     output_dtype: Any = jnp.bfloat16,
 ) -> dict[str, Array]:
-    """Run one kernel for the products on the named arrays `values`, and return its outputs by name."""
+    """Run one kernel for the products on the named arrays `values`, and return its outputs by name.
+
+    `num_rows` of each array of rows are at most 8, or a multiple of it.
+    """
     rows = -(-num_rows // 8) * 8
     matmuls = tuple(cut(product) for product in products)
     block_k = max(matmul.block_k for matmul in matmuls)
     x_bytes = rows * block_k * 2
-    x_slots = max(2, min(MAX_X_SLOTS, 64 * 1024 // x_bytes))
+    x_slots = max(3, min(MAX_X_SLOTS, 64 * 1024 // x_bytes))
     w_slots = (SHARED_MEMORY - 2048 - x_slots * x_bytes) // (TILE * BYTES)
     problem = Problem(matmuls=matmuls, rows=rows, w_slots=w_slots, x_slots=x_slots, activation=activation, eps=eps)
 
@@ -96,9 +100,9 @@ def run_products(
         if matmul.norm is not None:
             outputs[matmul.norm.normed] = jax.ShapeDtypeStruct((num_rows, width), jnp.bfloat16)
             outputs[matmul.norm.squares] = jax.ShapeDtypeStruct((matmul.outputs // OUTPUTS, rows), jnp.float32)
-        num_parts = matmul.num_tiles * matmul.max_parts * NUM_COMPUTE
-        outputs[f"parts_{matmul.name}"] = jax.ShapeDtypeStruct((num_parts, problem.num_chunks, 128, 4), jnp.float32)
-    inputs["counters"] = jnp.zeros((problem.counters_of(len(matmuls)),), jnp.int32)
+    # As the counters: equal before and after each kernel, which is why all of a program's have the same ones.
+    shape = (NUM_SMS * problem.max_tiles * NUM_COMPUTE, problem.num_chunks, 128, 4)
+    inputs["parts"] = jnp.full(shape, np.uint32(device.EMPTY).astype(np.int32), jnp.int32)
     if len(matmuls) > 1:
         inputs["finished"] = jnp.zeros((len(matmuls),), jnp.int32)
         outputs["last_counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -115,6 +119,7 @@ def run_products(
             *_shared_memory(problem, block_k),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=2),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),
+            plgpu.Barrier(num_barriers=x_slots),
             plgpu.Barrier(num_barriers=x_slots),
             plgpu.Barrier(num_barriers=x_slots, num_arrivals=NUM_COMPUTE),
             plgpu.Barrier(num_barriers=len(matmuls)),
@@ -173,12 +178,14 @@ def layer_sm90(
     ]
     if qkv is not None:
         products.append(Product("qkv", "normed", "y", qkv, squares="squares"))
-    results = run_products(products, values, num_rows=len(residual), activation=activation, eps=eps)
+    num_rows = len(residual)
+    results = run_products(products, values, num_rows=len(values["stream"]), activation=activation, eps=eps)
+    stream = results["residual"][:num_rows]
     if qkv is not None:
-        return results["residual"], results["y"]
-    normed, squares = results["normed"].astype(jnp.float32), results["squares"][:, : len(residual)]
+        return stream, results["y"][:num_rows]
+    normed, squares = results["normed"][:num_rows].astype(jnp.float32), results["squares"][:, :num_rows]
     mean_square = jnp.sum(squares, axis=0)[:, None] / normed.shape[1]
-    return results["residual"], (normed * jax.lax.rsqrt(mean_square + eps)).astype(jnp.bfloat16)
+    return stream, (normed * jax.lax.rsqrt(mean_square + eps)).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "output_dtype"))
@@ -196,9 +203,9 @@ def matmul_sm90(
         values["bias"] = bias.reshape(-1, 1)
     product = Product("w", "x", "y", weight, bias=None if bias is None else "bias")
     results = run_products(
-        [product], values, num_rows=len(x), activation=activation, eps=0.0, output_dtype=output_dtype
+        [product], values, num_rows=len(values["x"]), activation=activation, eps=0.0, output_dtype=output_dtype
     )
-    return results["y"]
+    return results["y"][: len(x)]
 
 
 def why_not_rows(x: Any) -> str | None:

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
-from pallas_kernels.registers import row_and_quarter
 
 _REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.registers import written
 from pallas_kernels.ragged_prefill_attention.device import (
     clear_rows,
     mask_after,
@@ -28,7 +29,6 @@ from pallas_kernels.ragged_prefill_attention.device import (
     store_rows,
     widen,
 )
-from pallas_kernels.registers import written
 
 ROWS = 64  # of a compute warpgroup: what one wgmma instruction multiplies
 LOG2E = math.log2(math.e)

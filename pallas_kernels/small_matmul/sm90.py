@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
-from pallas_kernels.registers import written
 
 MAX_ROWS = 64  # of one wgmma
 MAX_TILE = 256  # weight rows of one wgmma

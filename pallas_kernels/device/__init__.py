@@ -1,0 +1,1 @@
+"""Code that several kernels run on the device and Pallas does not offer."""
