@@ -142,6 +142,12 @@ class EngineConfig:
         "hold the weights of a quantized checkpoint as floats; default: experts, and on GPUs what no kernel multiplies "
         "by as codes",
     )
+    quantize_activations: bool | None = _option(
+        None,
+        "execution",
+        "round activations to 8 bits, each token by itself, where more than 64 tokens are multiplied by weights of 8 "
+        "bits; default: for FP8 weights, on GPUs with kernels for it; off: 16 bits everywhere",
+    )
     warmup: WarmUp | None = _option(
         None,
         "execution",

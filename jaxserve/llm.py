@@ -82,6 +82,7 @@ class LLM:
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
         dequantize: bool | None = None,
+        quantize_activations: bool | None = None,
         warmup: WarmUp = "full",
         compilation_cache_dir: str | None = None,
     ):
@@ -110,6 +111,7 @@ class LLM:
             kernels=kernels,
             overlap=overlap,
             dequantize=dequantize,
+            quantize_activations=quantize_activations,
             warmup=warmup,
             compilation_cache_dir=compilation_cache_dir,
         )

@@ -12,7 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.held import why_not_held
-from jaxserve.layers.params import Params
+from jaxserve.layers.params import Params, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
@@ -77,6 +77,8 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
+    if kernels == "sm90" and config.quantize_activations is not False:
+        specs = with_rounded_activations(specs, {"fp8", "int8"} if config.quantize_activations else {"fp8"})
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
     check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     return specs

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Weight, multiply_rounded
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
 
@@ -137,16 +137,19 @@ def _gated_linear_unit(
     *,
     kernels: Kernels,
 ) -> Float[Array, "T F"]:
+    function = ACTIVATIONS[activation] if isinstance(activation, str) and activation in FUSED_ACTIVATIONS else None
+    function = None if bias is not None else function
+    if function is not None and (matrix := weight.matrix_of_rounded(len(x), 1)) is not None:
+        return multiply_rounded(x, matrix, activation=function, output_dtype=x.dtype)
     if (
         kernels == "xla"
-        or not (isinstance(activation, str) and activation in FUSED_ACTIVATIONS)
-        or bias is not None
+        or function is None
         or weight.why_not_plain() is not None
         or fused.why_not(x, weight.shard) is not None
     ):
         gate_up = linear(x, weight, bias)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
-    run = functools.partial(fused.gated_linear_unit, activation=ACTIVATIONS[activation], implementation=kernels)
+    run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
         out_spec = PartitionSpec(None, weight.spec[1])
         run = jax.shard_map(run, in_specs=(PartitionSpec(), weight.spec), out_specs=out_spec, check_vma=False)

@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -387,6 +388,17 @@ def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtyp
         return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
 
     return jax.tree_util.tree_map_with_path(apply, specs)
+
+
+def with_rounded_activations(specs: Params, codes: Collection[str]) -> Params:
+    """Return specs of which those with such kinds of codes round activations, too, where many are multiplied."""
+
+    def apply(spec: ParamSpec) -> ParamSpec:
+        if spec.scheme is None or spec.scheme.codes not in codes or spec.expert_size is not None:
+            return spec
+        return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=True))
+
+    return jax.tree.map(apply, specs)
 
 
 def schemes_of(specs: Params) -> dict[str, Scheme]:

@@ -6,7 +6,9 @@ host, partition specs. Layers call its methods, such as `multiply` and `take`, a
 
 import abc
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, override
 
 import jax
@@ -17,7 +19,13 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.tiled_product import multiply_in_tiles
 from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
 from jaxserve.quantization.values import dequantize
+from pallas_kernels import scaled_matmul
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
+
+MAX_ROWS_NOT_ROUNDED = 64
+"""Most rows that are multiplied in 16 bits by weights whose matmuls of more rows round these: reading the weight takes
+longer than multiplying so few, in any precision.
+"""
 
 
 class Weight(abc.ABC):
@@ -60,6 +68,13 @@ class Weight(abc.ABC):
         """Return codes and scales as kernels for quantized matrices take them, or None if no kernel does.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
+        """
+
+    @abc.abstractmethod
+    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:
+        """Return what `quantized_matrix` does if so many rows are rounded to 8 bits before they are multiplied.
+
+        None if they are multiplied as they are.
         """
 
     @property
@@ -170,6 +185,10 @@ class Dense(Weight):
     def quantized_matrix(self, num_inputs: int) -> None:
         return None
 
+    @override
+    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> None:
+        return None
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +234,12 @@ class Quantized(Weight):
     def multiply(
         self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_shares: bool = False
     ) -> Float[Array, " T *outputs"]:
-        """Multiply as other weights do; on a CPU in tiles, if devices have no shards of it."""
+        """Multiply as other weights do; on a CPU in tiles, if devices have no shards of it.
+
+        Many rows are rounded to 8 bits first where the scheme says so.
+        """
+        if (matrix := self.matrix_of_rounded(len(x), x.ndim - 1)) is not None:
+            return self._multiply_rounded(x, matrix, output_dtype=output_dtype)
         if self.is_split:
             return super().multiply(x, output_dtype=output_dtype, leaves_shares=leaves_shares)
         outputs = self.shape[: self.ndim - (x.ndim - 1)]
@@ -249,6 +273,44 @@ class Quantized(Weight):
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
         codes, scales, zeros, *_ = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
         return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
+
+    @override
+    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:
+        if not self.scheme.rounds_activations or num_rows <= MAX_ROWS_NOT_ROUNDED or self.is_split:
+            return None
+        matrix = self.quantized_matrix(num_inputs)
+        return None if matrix is None or scaled_matmul.why_not(matrix) is not None else matrix
+
+    def _multiply_rounded(
+        self, x: Float[Array, " T *inputs"], matrix: QuantizedMatrix, *, output_dtype: jnp.dtype
+    ) -> Float[Array, " T *outputs"]:
+        flat = dataclasses.replace(
+            matrix,
+            codes=matrix.codes.reshape(matrix.num_outputs, -1),
+            scales=matrix.scales.reshape(matrix.num_outputs, -1),
+        )
+        y = multiply_rounded(x.reshape(len(x), -1), flat, output_dtype=output_dtype)
+        return y.reshape(len(x), *self.shape[: self.ndim - (x.ndim - 1)])
+
+
+def multiply_rounded(
+    x: Float[Array, "T K"],
+    matrix: QuantizedMatrix,
+    *,
+    activation: Callable[[Array], Array] | None = None,
+    output_dtype: jnp.dtype,
+) -> Float[Array, "T N"]:
+    """Multiply rows, rounded to 8 bits, by what `Weight.matrix_of_rounded` gives; each device has all of it."""
+    run = functools.partial(
+        scaled_matmul.scaled_matmul,
+        activation=activation,
+        output_dtype=output_dtype,
+        implementation=scaled_matmul.best_implementation(matrix),
+    )
+    if not jax.typeof(x).sharding.mesh.empty:
+        everywhere = PartitionSpec()
+        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return run(x, matrix)
 
 
 def partition_specs(tree: Any) -> Any:

@@ -178,8 +178,8 @@ class SourceWeight:
 
         Sources are read one by one, and cast before they are put together, which only moves values.
         """
-        if self.spec.scheme is not None and self.spec.scheme == self.stored_scheme():
-            return self.spec.encode_parts(self.read_source_parts(self.spec.scheme))
+        if self.spec.scheme is not None and self.spec.scheme.stored == self.stored_scheme():
+            return self.spec.encode_parts(self.read_source_parts(self.spec.scheme.stored))
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
         values = self.spec.assemble(sources).astype(dtype, copy=False)

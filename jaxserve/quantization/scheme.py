@@ -102,6 +102,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         has_minimums: whether there are minimums.
         factor_dtype: dtype of the factors of scales and minimums; None if there are none.
         factor_size: number of inputs with a common factor; None means all inputs of an output.
+        rounds_activations: whether matmuls of many rows round these to codes of the same kind, with a scale a row.
     """
 
     codes: CodeName
@@ -111,6 +112,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     has_minimums: bool = False
     factor_dtype: Literal["float32", "float16"] | None = None
     factor_size: int | None = None
+    rounds_activations: bool = False
 
     def __str__(self) -> str:
         return self.codes if self.group_size is None else f"{self.codes} in groups of {self.group_size}"
@@ -119,6 +121,11 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     def kind(self) -> CodeKind:
         """The properties of the codes."""
         return KINDS[self.codes]
+
+    @property
+    def stored(self) -> "Scheme":
+        """The scheme as a checkpoint has it, whatever is done to activations."""
+        return msgspec.structs.replace(self, rounds_activations=False)
 
     def num_groups(self, num_inputs: int) -> int:
         """Return the number of scales of an output with `num_inputs` inputs."""

@@ -16,6 +16,7 @@ NUM_TOKENS = 24
 SHAPES = {
     "llama": {},
     "many heads": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 64},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 80},
     "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40, "head_dim": 64},
     "caps and windows": {
@@ -113,7 +114,8 @@ def compare_with_xla(
     prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]
     prompts += [shared + prompt for prompt in prompts[:10]]
     options = {"load_format": "dummy", "max_num_batched_tokens": max_num_batched_tokens, "warmup": "none"}
-    options |= {"quantization": quantization}
+    # Plain XLA does not round activations.
+    options |= {"quantization": quantization, "quantize_activations": False}
     options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 
     with LLM(folder, kernels="sm90", tensor_parallel_size=tensor_parallel_size, **options) as llm:

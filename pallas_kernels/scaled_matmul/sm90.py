@@ -1,0 +1,156 @@
+"""The scaled matmul for Hopper (sm_90a), in Mosaic GPU: many rows at the speed of the tensor cores for 8 bits.
+
+Persistent thread blocks take one tile after the other. Rows are operand A of wgmma and weights, which lie [outputs, K]
+as in a checkpoint, operand B. One warpgroup streams both operands through a ring in shared memory and goes on with the
+next tile while the two that multiply store this one. The thread blocks of a cluster have rows of their own and the same
+weights: each fetches a part and TMA writes it to all.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.scaled_matmul.kernel import (
+    COLUMNS,
+    PIECE,
+    PIECES_HELD,
+    ROWS,
+    STAGES,
+    UNITS,
+    Global,
+    Problem,
+    Shared,
+    kernel,
+)
+
+TILE = UNITS * ROWS
+"""Rows of a tile. With fewer rows a tile would be larger than the operand."""
+CODES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is cut; `heuristic` picks one."""
+
+    outputs: int
+    """Outputs of a half of a tile: a multiple of 32, at most 128."""
+    cluster: int
+    """Thread blocks that have weights in common: 1 or 2."""
+    band: int = 16
+    """Tiles of rows that are taken together before the next ones, counted as a thread block has them."""
+    num_blocks: int = NUM_SMS
+    """Thread blocks."""
+
+
+def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
+    """Return the best measured way to cut such a number of rows, see NOTES.md."""
+    if weight.code == "int8" or weight.group_size != weight.depth:
+        return Config(outputs=128, cluster=1 if num_rows <= 512 else 2)
+    return Config(outputs=96 if num_rows > 512 else 64, cluster=1)
+
+
+def why_not_matrix(weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply quantized rows by such a weight, or None if it can: arrays, or shapes."""
+    if weight.code not in CODES:
+        return f"codes of 8 bits, got {weight.code}"
+    if weight.depth % COLUMNS or weight.shape[-2] % 16 or weight.shape[-2] < 256:
+        return (
+            f"K in multiples of {COLUMNS} and outputs in multiples of 16, at least 256, got a weight of shape "
+            f"{weight.shape}"
+        )
+    if weight.group_size % COLUMNS:
+        return f"scales of all columns or of multiples of {COLUMNS}, got {weight.group_size}"
+    if weight.code == "int8" and weight.group_size != weight.depth:
+        return f"int8 with a scale for each output, got one for {weight.group_size} of {weight.depth} columns"
+    return None
+
+
+# Jitted: the layers of a model share one trace and one compilation.
+@functools.partial(jax.jit, static_argnames=("activation", "output_dtype", "config", "interpret"))
+def scaled_matmul_sm90(
+    x: Shaped[Array, "M K"],
+    x_scales: Float[Array, " M"],
+    weight: QuantizedMatrix,
+    *,
+    activation: Callable[[Array], Array] | None,
+    output_dtype: Any = jnp.bfloat16,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """See `scaled_matmul`. `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks."""
+    num_rows, depth = x.shape
+    is_gated, num_outputs = weight.is_gated, weight.shape[-2]
+    config = config or heuristic(num_rows, weight)
+    num_scales = weight.scales.shape[-1]
+    problem = Problem(
+        outputs=config.outputs,
+        is_gated=is_gated,
+        cluster=config.cluster,
+        band=max(1, config.band // config.cluster),
+        piece=math.gcd(config.outputs, PIECE),
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        depth=depth,
+        steps_of_scale=weight.group_size // COLUMNS,
+        num_groups=config.num_blocks // config.cluster,
+        activation=activation,
+        interpret=interpret,
+    )
+    halves = 1 + is_gated
+    padded_rows = problem.row_tiles * TILE * problem.cluster
+    padded_outputs = problem.output_tiles * problem.tile
+    x_scales = jnp.pad(x_scales.astype(jnp.float32), (0, padded_rows - num_rows))
+    scales = jnp.moveaxis(weight.scales.astype(jnp.float32).reshape(halves, num_outputs, num_scales), 2, 0)
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, padded_outputs - num_outputs)))
+
+    def array(*shape, dtype, has_tiles: bool):
+        # Any: pyright takes them for abstract classes.
+        size = jnp.dtype(dtype).itemsize
+        tiling = cast(Any, plgpu.TilingTransform)((8, shape[-1]))
+        swizzle = cast(Any, plgpu.SwizzleTransform)(size * shape[-1])
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle) if has_tiles else (swizzle,))
+
+    def views(*shape, dtype):
+        return plgpu.RefUnion(array(*shape, dtype=dtype, has_tiles=True), array(*shape, dtype=dtype, has_tiles=False))
+
+    def body(x, x_scales, weight, scales, y, rows, weights, step_scales, results, full, free):
+        (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
+        if interpret:  # where each view has bytes of its own
+            x_boxes, out_boxes = x_smem, out_smem
+        gmem = Global(x, x_scales, weight, scales, y)
+        kernel(problem, gmem, Shared(x_smem, x_boxes, weights, step_scales, out_smem, out_boxes, full, free))
+
+    num_arrivals = UNITS + 2 * (1 + problem.has_scales_of_steps)
+    return plgpu.kernel(
+        body,
+        kernel_name="scaled_matmul",
+        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), output_dtype),
+        scratch_types=(
+            views(STAGES, UNITS, ROWS, COLUMNS, dtype=x.dtype),
+            array(STAGES, 2 * problem.outputs, COLUMNS, dtype=x.dtype, has_tiles=True),
+            plgpu.SMEM((STAGES if problem.has_scales_of_steps else 1, 2, problem.outputs), jnp.float32),
+            views(UNITS, PIECES_HELD, ROWS, problem.piece, dtype=output_dtype),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=num_arrivals),
+            plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),
+        ),
+        grid=(problem.num_groups,),
+        grid_names=("group",),
+        cluster=(problem.cluster,),
+        cluster_names=("rank",),
+        num_threads=UNITS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # nothing is reduced
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(x, x_scales, weight.codes.reshape(halves, num_outputs, depth), scales)

@@ -1,0 +1,154 @@
+"""Rows and weights of 8 bits: rounding of rows, XLA's matmul against float64, the Hopper kernel compiled for an H200
+that is not there, and run where there is one.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.scaled_matmul import best_implementation, quantize_rows, scaled_matmul, why_not
+from pallas_kernels.scaled_matmul.sm90 import CODES, Config, scaled_matmul_sm90
+
+TOLERANCE = 3e-3
+"""Of the norm of the result, which is rounded to 8 bits."""
+
+
+def make_matrix(outputs, depth, code, group=None):
+    rng = np.random.default_rng(depth)
+    values = rng.standard_normal((*outputs, depth)).astype(np.float32)
+    codes = jnp.asarray(values if code == "fp8" else np.round(values * 30), CODES[code])
+    scales = rng.uniform(0.5, 1.5, (*outputs, depth // group if group else 1)) / (1 if code == "fp8" else 30)
+    return QuantizedMatrix(codes=codes, scales=jnp.asarray(scales * depth**-0.5, jnp.float32), code=code)
+
+
+def shape_of(outputs, depth, code, group=None):
+    of = jax.ShapeDtypeStruct
+    scales = of((*outputs, depth // group if group else 1), jnp.float32)
+    return QuantizedMatrix(codes=of((*outputs, depth), CODES[code]), scales=scales, code=code)
+
+
+def in_float(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def want(codes, scales, weight):
+    """The product of rounded rows and a matrix in float64, gate and up with SiLU."""
+    y = np.einsum(
+        "mk,...k->...m", in_float(codes) * in_float(scales)[:, None], np.asarray(weight.dequantize(), np.float64)
+    )
+    if weight.is_gated:
+        gate, up = np.moveaxis(y, 0, 1)[:, 0], np.moveaxis(y, 0, 1)[:, 1]
+        y = gate / (1 + np.exp(-gate)) * up
+    return y.T
+
+
+def check(got, wanted):
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(in_float(got) - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(("code", "step"), [("fp8", 2**-4), ("int8", 1 / 127)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rows_are_rounded_each_to_its_own_largest_value(code, step, dtype):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 64)) * [[1e-3], [1], [1e3], [1e-20], [7]], dtype)
+    x = x.at[3].set(0)
+    codes, scales = quantize_rows(x, code)
+    assert codes.dtype == CODES[code]
+    rounded, largest = in_float(codes) * in_float(scales)[:, None], np.abs(in_float(x)).max(axis=1, keepdims=True)
+    assert (np.abs(rounded - in_float(x)) <= largest * step).all()
+    np.testing.assert_allclose(np.abs(rounded).max(axis=1), largest[:, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("outputs", [(256,), (2, 256)])
+@pytest.mark.parametrize("code", ["fp8", "int8"])
+def test_xla_matches_the_definition(code, outputs):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((70, 256)), jnp.bfloat16)
+    weight = make_matrix(outputs, 256, code)
+    got = scaled_matmul(x, weight, activation=jax.nn.silu if len(outputs) == 2 else None)
+    wanted = want(*quantize_rows(x, code), weight)
+    assert got.dtype == jnp.bfloat16
+    assert np.linalg.norm(in_float(got) - wanted) <= 2 * TOLERANCE * np.linalg.norm(wanted)  # rounded twice
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (shape_of((256,), 256, "fp8"), None),
+        (shape_of((256,), 256, "fp8", 128), None),
+        (shape_of((256,), 256, "int8"), None),
+        (shape_of((256,), 256, "fp8", 64), "multiples of 128, got 64"),
+        (shape_of((256,), 256, "int8", 128), "int8 with a scale for each output"),
+        (shape_of((264,), 256, "fp8", 128), "multiples of 16"),
+        (shape_of((264,), 264, "fp8"), None),
+    ],
+)
+def test_what_cannot_be_multiplied_is_said(weight, reason):
+    found = why_not(weight)
+    assert found is None if reason is None else reason in found
+
+
+def test_weights_with_one_fp8_scale_an_output_are_left_to_cublas():
+    assert best_implementation(shape_of((256,), 256, "fp8")) == "xla"
+    assert best_implementation(shape_of((256,), 256, "fp8", 128)) == "sm90"
+    assert best_implementation(shape_of((2, 256), 256, "int8")) == "sm90"
+    assert best_implementation(shape_of((100,), 256, "int8")) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("weight", "error"),
+    [
+        (make_matrix((256,), 256, "fp8", 128), "one scale an output"),
+        (make_matrix((2, 256), 256, "fp8"), "go together"),
+        (make_matrix((256,), 128, "fp8"), "does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused(weight, error):
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        scaled_matmul(jnp.ones((70, 256), jnp.bfloat16), weight)
+
+
+# Each has tiles of its own.
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "code", "group"),
+    [(8192, (2, 1536), "fp8", 128), (256, (2, 1536), "int8", None), (8192, (1536,), "fp8", None)],
+)
+def test_compiles_without_spilling(num_rows, outputs, code, group):
+    x, scales = jax.ShapeDtypeStruct((num_rows, 1024), CODES[code]), jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+
+    def run(x, scales, weight):
+        return scaled_matmul_sm90(x, scales, weight, activation=jax.nn.silu if len(outputs) == 2 else None)
+
+    [kernel] = compile_for_h200(run, x, scales, shape_of(outputs, 1024, code, group)).kernels
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "code", "group", "config"),
+    [
+        (300, (2, 320), "fp8", None, Config(outputs=96, cluster=2)),
+        (300, (2, 320), "fp8", 128, None),
+        (300, (2, 320), "fp8", 256, Config(outputs=64, cluster=1)),
+        (1000, (528,), "fp8", None, None),
+        (300, (2, 320), "int8", None, None),
+        (1000, (528,), "int8", None, Config(outputs=64, cluster=1)),
+    ],
+)
+def test_matches_the_definition_on_a_gpu(num_rows, outputs, code, group, config):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((num_rows, 1024)), jnp.bfloat16)
+    weight, (codes, scales) = make_matrix(outputs, 1024, code, group), quantize_rows(x, code)
+    activation = jax.nn.silu if len(outputs) == 2 else None
+    check(scaled_matmul_sm90(codes, scales, weight, activation=activation, config=config), want(codes, scales, weight))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_sums_of_many_products_lose_nothing_on_a_gpu():
+    """Without promotion those of as many positive products are 20% too small."""
+    x = jnp.abs(jnp.asarray(np.random.default_rng(3).standard_normal((256, 14_336)), jnp.bfloat16))
+    weight = make_matrix((512,), 14_336, "fp8")
+    weight = QuantizedMatrix(codes=jnp.abs(weight.codes), scales=weight.scales, code="fp8")
+    for implementation in ("xla", "sm90"):
+        check(scaled_matmul(x, weight, implementation=implementation), want(*quantize_rows(x, "fp8"), weight))
