@@ -226,7 +226,7 @@ def test_arrows_point_down():
 
 
 def test_programs_are_made_below_the_runner():
-    """Of `execution`, only the runner knows programs; what they are made of does not know them."""
+    """Only the runner in `execution` imports programs; the modules that programs are built from do not import them."""
     programs = "jaxserve.execution.programs"
     importers = {
         found.importer
