@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import tiny_model
 from waiting import PATIENCE
 
@@ -20,6 +21,7 @@ print(*counts)
 """
 
 
+@pytest.mark.slow
 def test_programs_end_with_their_engine(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tiny_model.write(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)

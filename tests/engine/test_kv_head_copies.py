@@ -97,6 +97,7 @@ def greedy_tokens(path, num_devices):
     return {name: result.token_ids for name, result in results.items()}
 
 
+@pytest.mark.slow
 def test_tokens_of_one_device(checkpoint, store):
     expected = greedy_tokens(checkpoint, 1)
     assert len(set().union(*expected.values())) > 5
