@@ -76,7 +76,7 @@ class Problem(NamedTuple):
 
     @property
     def has_scales_of_steps(self) -> bool:
-        """Whether scales change along K."""
+        """True if scales change along K."""
         return self.steps_of_scale < self.steps
 
 

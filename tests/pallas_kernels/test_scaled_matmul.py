@@ -13,7 +13,7 @@ from pallas_kernels.scaled_matmul import best_implementation, quantize_rows, sca
 from pallas_kernels.scaled_matmul.sm90 import CODES, Config, scaled_matmul_sm90
 
 TOLERANCE = 3e-3
-"""Of the norm of the result, which is rounded to 8 bits."""
+"""Largest error relative to the norm of the result, which is rounded to 8 bits."""
 
 
 def make_matrix(outputs, depth, code, group=None):

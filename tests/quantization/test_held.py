@@ -229,7 +229,7 @@ def test_what_is_held_where_nobody_has_said_it():
 
 
 def test_a_quantized_config_without_weights_has_no_schemes(tmp_path):
-    """As where weights are random, or only the config was downloaded."""
+    """Weights may be random, or only the config was downloaded."""
     path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     fields = load_config(tmp_path)
