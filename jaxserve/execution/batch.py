@@ -13,7 +13,6 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.batch import Batch, Kernels, Launch, Tables
 from jaxserve.scheduling.plan import StepPlan
-from pallas_kernels.peers import PeerBuffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +189,6 @@ def make_batch(
     is_decode_only: bool,
     launch: Launch,
     kernels: Kernels,
-    peers: PeerBuffers | None,
 ) -> Batch:
     """Return the Batch of a step, from its uploaded pieces and the slots' last tokens and block tables. Runs inside a
     program.
@@ -229,7 +227,6 @@ def make_batch(
         is_decode_only=is_decode_only,
         launch=launch,
         kernels=kernels,
-        peers=peers,
     )
     if len(groups) == 1:
         return batch

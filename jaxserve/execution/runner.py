@@ -20,11 +20,10 @@ from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
-from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
-from jaxserve.execution.programs.parts import Compiled, Lowered, parts_of
 from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
@@ -162,11 +161,15 @@ class Runner:
             has_prompt_logprobs=True,
             has_embeddings=True,
         )
+        programs = [program for program in step if program is not None]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            forward, *rest = map(_memory, pool.map(self.steps.__getitem__, filter(None, step)))
+            memory = dict(zip(programs, map(_memory, pool.map(self.steps.__getitem__, programs)), strict=True))
+        forward = [memory.pop(program) for program in (step.forward, step.finish) if program is not None]
         # Logits and hidden states are there until the others have run, one after the other.
-        used = max(forward.temporary, *(memory.temporary + memory.made for memory in rest))
-        return self.model.state_bytes + forward.made + used
+        used = max(
+            *(program.temporary for program in forward), *(rest.temporary + rest.made for rest in memory.values())
+        )
+        return self.model.state_bytes + sum(program.made for program in forward) + used
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """Set how many blocks the KV pools will have, for which steps are compiled. To be called before `allocate`."""
@@ -294,6 +297,8 @@ class Runner:
         packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
         built = time.perf_counter()
         forwarded = self._run(step.forward, packed, *admissions)
+        if step.finish is not None:
+            forwarded = self._run(step.finish, forwarded)
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
@@ -341,8 +346,10 @@ class Runner:
         """Start a program with the state and these arguments, update the state, and return the other results."""
         executable = self.steps[program]
         with _LAUNCHING if self.mesh.size > 1 else contextlib.nullcontext():
-            *state, made = executable(*(self.state[name] for name in program.takes), *arguments)
-        self.state.update(zip(program.gives, state, strict=True))
+            taken = [program.part(self.model, name, self.state[name]) for name in program.takes]
+            *state, made = executable(*taken, *arguments)
+        for name, part in zip(program.gives, state, strict=True):
+            self.state[name] = program.put(name, self.state[name], part)
         return made
 
     def close(self) -> None:
@@ -359,7 +366,7 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward) -> tuple[Any, ...]:
+    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
         """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
         those.
         """
@@ -383,23 +390,23 @@ class Runner:
         program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)
         self._run(program, pack_masks(masks, num_rows=program.num_rows, num_slots=self.model.max_num_seqs))
 
-    def _lower(self, program: Program) -> Lowered:
+    def _lower(self, program: Program) -> jax.stages.Lowered:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
-    def _kernels_of(self, lowering: Lowering | None, lowered: Lowered) -> Set[MosaicKernel]:
+    def _kernels_of(self, lowering: Lowering | None, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
         """Return the kernels to compile before a program; none if programs were found lowered, since they are found
         compiled, too.
         """
         if not self.model.has_kernels or (lowering is not None and not lowering.num_made):
             return frozenset()
-        return frozenset().union(*map(kernels_of, parts_of(lowered)))
+        return kernels_of(lowered)
 
 
 def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
     return None if logprobs is None else HostLogprobs(logprobs)
 
 
-def _memory(compiled: Compiled) -> _Memory:
+def _memory(compiled: jax.stages.Compiled) -> _Memory:
     memory = compiled.memory_analysis()
     assert memory is not None
     return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)

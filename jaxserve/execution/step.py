@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots, admit
-from jaxserve.layers.batch import Kernels, KVCache, Launch
+from jaxserve.layers.batch import Batch, Kernels, KVCache, Launch
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
 from jaxserve.models.family import Family
@@ -45,6 +45,18 @@ class DrawingRows:
     """Generated before this step."""
     features: Int[Array, ""]
     """The bits of `Feature` that some row needs."""
+
+
+@no_type_check
+@flax.struct.dataclass
+class Begun:
+    """What the first layers of a forward pass leave for the others."""
+
+    x: Float[Array, "T E"]
+    """The residual stream; behind the last layer, the hidden states."""
+    batch: Batch
+    """Without peers."""
+    rows: DrawingRows
 
 
 @no_type_check
@@ -134,8 +146,93 @@ def forward(
 
     `is_decode_only` leaves out what rows of several tokens need, for steps without any. `launch`: see `layers.launch`.
     """
+    kv_cache, slots, begun = begin(
+        params,
+        kv_cache,
+        slots,
+        peers,
+        packed,
+        admissions,
+        family=family,
+        config=config,
+        kernels=kernels,
+        group_of_layer=group_of_layer,
+        bucket=bucket,
+        is_decode_only=is_decode_only,
+        launch=launch,
+        span=range(config.num_layers),
+    )
+    kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
+    return kv_cache, slots, forwarded
+
+
+def begin(
+    params: Any,
+    kv_cache: KVCache,
+    slots: Slots,
+    peers: Peers | None,
+    packed: Int[Array, " packed"],
+    admissions: Int[Array, "rows width"] | None = None,
+    *,
+    family: Family,
+    config: Any,
+    kernels: Kernels,
+    group_of_layer: tuple[int, ...],
+    bucket: Bucket,
+    is_decode_only: bool,
+    launch: Launch,
+    span: range,
+) -> tuple[KVCache, Slots, Begun]:
+    """Begin what `forward` does: with the layers of `span`, which are the first ones. Weights and pools of other layers
+    may be missing.
+    """
     if admissions is not None:
         slots = admit(slots, admissions)
+    slots, batch, rows = read_plan(
+        slots,
+        packed,
+        group_of_layer=group_of_layer,
+        bucket=bucket,
+        block_size=kv_cache.block_size,
+        num_blocks=kv_cache.num_blocks,
+        is_decode_only=is_decode_only,
+        launch=launch,
+        kernels=kernels,
+    )
+    own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
+    x = family.embed(params, config, own)
+    x, kv_cache = family.layers(params, config, x, own, kv_cache, span)
+    return kv_cache, slots, Begun(x, batch, rows)
+
+
+def finish(
+    params: Any, kv_cache: KVCache, peers: Peers | None, begun: Begun, *, family: Family, config: Any, span: range
+) -> tuple[KVCache, Forwarded]:
+    """Finish what `begin` has begun: the layers of `span`, all that remain, then the head. `kv_cache` is donated."""
+    x, batch = begun.x, begun.batch
+    if span:
+        own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
+        x, kv_cache = family.layers(params, config, x, own, kv_cache, span)
+    last_tokens = x if batch.is_decode_only else x[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+    with jax.named_scope("lm_head"):
+        logits = family.head(params, config, last_tokens, batch.kernels)
+        logits = gathered(logits, None if peers is None else peers.logits, kernels=batch.kernels)
+    return kv_cache, Forwarded(logits, begun.rows, None if batch.is_decode_only else x)
+
+
+def read_plan(
+    slots: Slots,
+    packed: Int[Array, " packed"],
+    *,
+    group_of_layer: tuple[int, ...],
+    bucket: Bucket,
+    block_size: int,
+    num_blocks: int,
+    is_decode_only: bool,
+    launch: Launch,
+    kernels: Kernels,
+) -> tuple[Slots, Batch, DrawingRows]:
+    """Return the slots with the plan's new blocks, its Batch, without peers, and what `draw` must know of its rows."""
     pieces = unpack(packed, bucket)
     block_tables = (
         slots.block_tables.reshape(-1)
@@ -148,28 +245,19 @@ def forward(
         slots.last_tokens,
         block_tables,
         group_of_layer=group_of_layer,
-        block_size=kv_cache.block_size,
-        num_blocks=kv_cache.num_blocks,
+        block_size=block_size,
+        num_blocks=num_blocks,
         is_decode_only=is_decode_only,
         launch=launch,
         kernels=kernels,
-        peers=None if peers is None else peers.sums,
     )
-
-    hidden, kv_cache = family.forward(params, config, batch, kv_cache)
-    last_tokens = hidden if is_decode_only else hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-    with jax.named_scope("lm_head"):
-        logits = family.head(params, config, last_tokens, kernels)
-        logits = gathered(logits, None if peers is None else peers.logits, kernels=kernels)
-
     rows = DrawingRows(
         slots=pieces["slots"],
         draws=pieces["samples"] > 0,
         num_output_tokens=pieces["num_output_tokens"],
         features=pieces["header"][2],
     )
-    slots = dataclasses.replace(slots, block_tables=block_tables)
-    return kv_cache, slots, Forwarded(logits, rows, None if is_decode_only else hidden)
+    return dataclasses.replace(slots, block_tables=block_tables), batch, rows
 
 
 def draw(

@@ -5,8 +5,6 @@ that takes a millisecond for 32 layers, out of seven that a lone prompt of 128 t
 that, for each program, takes as long again. Where steps overlap all of this is hidden.
 """
 
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float
 
@@ -15,10 +13,21 @@ from jaxserve.layers.batch import Batch, Launch
 MIN_LAYERS = 16
 """Models of fewer layers are launched at once."""
 
-CUTS: dict[Launch, tuple[float, ...]] = {"at once": (), "in parts": (8, 2), "in programs": (5, 1.75)}
-"""The launch is cut after num_layers / d layers, for each of these divisors d. The first part is short, since the GPU
-waits for it; the next ones are launched while it runs.
+FIRST_PROGRAM = 5
+"""A launch in two programs begins with num_layers / d layers, for this divisor d. The first program is short, since the
+GPU waits for it.
 """
+
+CUTS: dict[Launch, tuple[float, ...]] = {"at once": (), "in parts": (8, 2), "in programs": (1.75,)}
+"""The launch of a program is cut after num_layers / d layers, for each of these divisors d. The first part is short for
+the same reason; the next ones are launched while it runs.
+"""
+
+
+def spans_of_programs(num_layers: int) -> tuple[range, range]:
+    """Return the layers of both programs of a launch in programs."""
+    first = int(num_layers / FIRST_PROGRAM)
+    return range(first), range(first, num_layers)
 
 
 def cut_launch(x: Float[Array, "T E"], batch: Batch, *, index: int, num_layers: int) -> Float[Array, "T E"]:
@@ -26,28 +35,10 @@ def cut_launch(x: Float[Array, "T E"], batch: Batch, *, index: int, num_layers: 
     it.
 
     A cut is a loop that does nothing, with a fixed number of iterations: XLA leaves it out of command buffers, and the
-    host does not wait for it. The first cut of a launch in programs is a boundary for `execution.programs.parts`
-    instead.
+    host does not wait for it.
     """
-    cuts = [int(num_layers / share) for share in CUTS[batch.launch]]
-    if num_layers < MIN_LAYERS or index + 1 not in cuts:
+    if num_layers < MIN_LAYERS or index + 1 not in [int(num_layers / share) for share in CUTS[batch.launch]]:
         return x
-    if batch.launch == "in programs" and index + 1 == cuts[0]:
-        return launch_boundary(x)
     one = (batch.num_rows >= 0).astype(x.dtype)  # which XLA cannot know
     corner = jax.lax.fori_loop(0, 2, lambda _, corner: corner * one, x[:1, :1])
     return x.at[:1, :1].set(corner)
-
-
-def launch_boundary(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `x`, marked as a boundary in the traced function."""
-    return jax.jit(_boundary_of_programs)(x)
-
-
-def _boundary_of_programs(x: Array) -> Array:
-    return x
-
-
-def is_boundary(equation: Any) -> bool:
-    """Return true if this equation of a jaxpr is such a boundary."""
-    return equation.params.get("name") == _boundary_of_programs.__name__

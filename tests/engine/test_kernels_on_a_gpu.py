@@ -7,7 +7,7 @@ import pytest
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench.workloads import LLAMA_100M, write_config
-from jaxserve.execution.programs import builder
+from jaxserve.execution.programs import model
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -77,8 +77,9 @@ SMALL = LLAMA_100M | {
 def _prompts_are_two_programs(monkeypatch):
     """Cut the forward passes of this small model into two programs, as those of larger models are."""
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
-    monkeypatch.setitem(launch.CUTS, "in programs", (2, 1.3))
-    monkeypatch.setattr(builder, "MIN_BYTES_IN_PROGRAMS", 0)
+    monkeypatch.setattr(launch, "FIRST_PROGRAM", 2)
+    monkeypatch.setitem(launch.CUTS, "in programs", (1.3,))
+    monkeypatch.setattr(model, "MIN_BYTES_IN_PROGRAMS", 0)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -15,9 +15,9 @@ from waiting import PATIENCE
 
 from jaxserve.execution.programs import lowering as lowering_module
 from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.kinds import Forward
+from jaxserve.execution.programs.kinds import Begin, Finish
 from jaxserve.execution.programs.lowering import Lowering
-from jaxserve.execution.programs.parts import CompiledInTwo
+from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.layers import launch
@@ -101,16 +101,16 @@ def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
     """From the bytes that a worker would send."""
     num_devices = 2
     expected = answers(make_engine(num_devices)[0])
-    monkeypatch.setattr(Forward, "launch", lambda *_: "in programs")
+    monkeypatch.setattr(StepModel, "may_be_two_programs", True)
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
-    monkeypatch.setitem(launch.CUTS, "in programs", (2, 1))
+    monkeypatch.setattr(launch, "FIRST_PROGRAM", 2)
+    monkeypatch.setitem(launch.CUTS, "in programs", (1,))
     builder = make_builder(num_devices=num_devices)
 
     monkeypatch.setattr(Lowering, "_make", lambda _, job: builder.export(job.program, job.num_blocks))
     engine, runner = make_engine(num_devices, Lowering(builder, folder=None, num_workers=1))
-    in_two = [isinstance(executable, CompiledInTwo) for _, executable in runner.steps.items()]
-    assert any(in_two)
-    assert not all(in_two)
+    programs = {type(program) for program, _ in runner.steps.items()}
+    assert {Begin, Finish} <= programs
     assert answers(engine) == expected
 
 

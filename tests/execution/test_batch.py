@@ -144,7 +144,6 @@ def test_a_mixed_step():
         is_decode_only=False,
         launch="at once",
         kernels="xla",
-        peers=None,
     )
     assert batch.token_ids.tolist()[:8] == [104, 3, 43, 44, 45, 46, 47, 48]
     assert batch.positions.tolist() == [5, 2, 3, 4, 5, 6, 7, 8] + [0] * 8

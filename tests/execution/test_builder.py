@@ -10,7 +10,7 @@ from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.kinds import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
@@ -79,14 +79,14 @@ def test_xla_tries_out_matmuls_of_few_tokens_only():
 @pytest.mark.parametrize(
     ("fields", "num_devices", "num_tokens", "is_decode_only", "expected"),
     [
-        ({}, 1, 512, False, "in programs"),
-        ({}, 2, 128, False, "in programs"),
-        ({}, 1, 768, False, "in parts"),
-        ({}, 1, 64, True, "in parts"),
-        ({}, 4, 64, False, "in parts"),  # 4 GB of weights a device
-        ({"num_hidden_layers": 15, "intermediate_size": 3 * 14336}, 1, 64, False, "in parts"),
+        ({}, 1, 512, False, (Begin, Finish)),
+        ({}, 2, 128, False, (Begin, Finish)),
+        ({}, 1, 768, False, (Forward, None)),
+        ({}, 1, 64, True, (Forward, None)),
+        ({}, 4, 64, False, (Forward, None)),  # 4 GB of weights a device
+        ({"num_hidden_layers": 15, "intermediate_size": 3 * 14336}, 1, 64, False, (Forward, None)),
         # Its layers have pools in common: both programs would write some of them, and one of them a copy.
-        ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, 1, 64, False, "in parts"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, 1, 64, False, (Forward, None)),
     ],
 )
 def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_only, expected):
@@ -94,5 +94,7 @@ def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_onl
     spec = make_spec(model | fields)
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
     builder = StepBuilder(spec, with_explicit_axes(mesh))
-    bucket = next(bucket for bucket in builder.model.buckets if bucket.num_tokens == num_tokens)
-    assert Forward(bucket, is_decode_only=is_decode_only).launch(builder.model) == expected
+    more = {"has_logprobs": True, "has_prompt_logprobs": False, "has_embeddings": False}
+    step = builder.shapes.step_for(num_tokens, is_plain=False, is_decode_only=is_decode_only, **more)
+    assert step.forward.bucket.num_tokens == num_tokens
+    assert tuple(program and type(program) for program in (step.forward, step.finish)) == expected

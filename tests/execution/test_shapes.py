@@ -9,14 +9,16 @@ from jaxserve.execution.programs.kinds import (
     Admit,
     AdmitExtras,
     Allow,
+    Begin,
     Draw,
     Embed,
+    Finish,
     Forward,
     PlainDecode,
     PromptLogprobs,
 )
 from jaxserve.execution.programs.lowering import MAX_WORKERS
-from jaxserve.execution.programs.shapes import Step, StepShapes
+from jaxserve.execution.programs.shapes import MAX_TOKENS_IN_PROGRAMS, Step, StepShapes
 
 NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
 
@@ -28,7 +30,28 @@ def make_shapes(budget, max_num_seqs, *, has_lean_programs=True):
         block_size=16,
         has_finer_sizes=has_lean_programs,
     )
-    return StepShapes(buckets, has_lean_programs=has_lean_programs)
+    return StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False)
+
+
+@pytest.mark.parametrize("budget", [64, 8192])
+def test_both_programs_of_a_prompt_are_compiled_and_used_together(budget):
+    buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=64, block_size=16, has_finer_sizes=True)
+    shapes = StepShapes(buckets, has_lean_programs=True, may_be_two_programs=True)
+    phases = shapes.order(lambda _: False)
+    in_order = [program for phase in phases for program in phase.programs]
+    assert sorted(map(str, in_order)) == sorted(map(str, shapes.programs))
+    first = {program for phase in phases if phase.is_first for program in phase.programs}
+    for num_tokens in (1, 17, budget):
+        needs = dict.fromkeys(NEEDS, False)
+        small, ready = (
+            shapes.step_for(num_tokens, **needs),
+            shapes.step_for(num_tokens, **needs, is_ready=first.__contains__),
+        )
+        for step in (small, ready):
+            is_short = step.forward.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
+            expected = (Begin, Finish) if is_short else (Forward, type(None))
+            assert (type(step.forward), type(step.finish)) == expected
+        assert first.issuperset(program for program in ready if program is not None)
 
 
 def sizes(shapes, kind, **fields):
@@ -95,7 +118,7 @@ def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
         step = shapes.step_for(3, **needs, has_prompt_logprobs=False, has_embeddings=False)
         bucket = shapes.programs[6].bucket
         assert bucket.num_tokens == 4
-        assert step == Step(Forward(bucket, is_decode_only=False), Draw(4, has_logprobs=True))
+        assert step == Step(Forward(bucket, is_decode_only=False), draw=Draw(4, has_logprobs=True))
 
 
 @pytest.mark.parametrize("has_lean_programs", [True, False])

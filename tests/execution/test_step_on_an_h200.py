@@ -10,11 +10,10 @@ from depths import quick_first
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
-from jaxserve.execution.programs import builder as builder_module
+from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.kinds import Draw, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
-from jaxserve.execution.programs.parts import parts_of
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
@@ -122,12 +121,12 @@ def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
     assert_no_matmul_is_tried_out(program)
 
 
-def compile_parts(builder, program):
-    """Compile both programs of a forward pass that is cut in two, as the engine does."""
-    parts = parts_of(builder.lower(program, NUM_BLOCKS))
-    assert len(parts) == 2
-    options = program.compiler_options(builder.model)
-    return [compile_lowered(lambda part=part: part, compiler_options=options) for part in parts]
+def compile_both(builder, num_tokens):
+    """Compile both programs of a forward pass of prompts, as the engine does."""
+    bucket = bucket_of(builder, num_tokens)
+    programs = Begin(bucket), Finish(bucket)
+    assert set(programs) <= set(builder.shapes.programs)
+    return [compile_program(builder, program) for program in programs]
 
 
 def assert_launched_in_three(first, second, pool):
@@ -144,8 +143,9 @@ def assert_launched_in_three(first, second, pool):
 def _few_layers_in_programs(monkeypatch):
     """Cut after the first of four layers and after the second."""
     monkeypatch.setattr(launch, "MIN_LAYERS", 4)
-    monkeypatch.setitem(launch.CUTS, "in programs", (4, 2))
-    monkeypatch.setattr(builder_module, "MIN_BYTES_IN_PROGRAMS", 0)
+    monkeypatch.setattr(launch, "FIRST_PROGRAM", 4)
+    monkeypatch.setitem(launch.CUTS, "in programs", (2,))
+    monkeypatch.setattr(model_module, "MIN_BYTES_IN_PROGRAMS", 0)
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def _few_layers_in_programs(monkeypatch):
 def test_short_prompts_have_the_layers_of_decode_steps():
     num_layers = 4
     builder = llama(num_layers)
-    first, second = parts = compile_parts(builder, Forward(bucket_of(builder, 64), is_decode_only=False))
+    first, second = parts = compile_both(builder, 64)
     assert_launched_in_three(first, second, POOL)
     for program in parts:
         assert_no_matmul_is_tried_out(program)
@@ -168,7 +168,7 @@ def test_prompts_on_two():
     """No device waits for the host of the other one, in steps of few tokens or of all that there may be."""
     builder = llama(4, num_devices=2)
     pool = (NUM_BLOCKS, 4, 16, 128)
-    assert_launched_in_three(*compile_parts(builder, Forward(bucket_of(builder, 128), is_decode_only=False)), pool)
+    assert_launched_in_three(*compile_both(builder, 128), pool)
     program = compile_llama(lambda builder: builder.shapes.largest, 1, num_devices=2)
     assert program.thunks == {"kCommandBuffer": 1}
     assert program.spill_bytes == 0

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.launch import MIN_LAYERS, cut_launch, is_boundary
+from jaxserve.layers.launch import MIN_LAYERS, cut_launch, spans_of_programs
 from jaxserve.layers.sharding import with_explicit_axes
 
 
@@ -35,20 +35,15 @@ def test_where():
     assert cuts(batch, MIN_LAYERS - 1) == []
     assert cuts(make_batch(), 32) == []
     batch = make_batch(launch="in programs")
-    assert cuts(batch, 80) == [15, 44]
-    assert cuts(batch, 32) == [5, 17]
-    assert cuts(batch, MIN_LAYERS) == [2, 8]
+    assert cuts(batch, 80) == [44]
+    assert cuts(batch, 32) == [17]
+    assert cuts(batch, MIN_LAYERS) == [8]
     assert cuts(batch, MIN_LAYERS - 1) == []
 
 
-def test_the_first_cut_of_a_launch_in_programs_is_a_boundary():
-    batch, x = make_batch(launch="in programs"), jnp.ones((2, 8))
-
-    def equations(index):
-        return jax.make_jaxpr(lambda x: cut_launch(x, batch, index=index, num_layers=32))(x).eqns
-
-    assert list(map(is_boundary, equations(5))) == [True]
-    assert not any(map(is_boundary, equations(17)))
+def test_the_first_program_is_short():
+    assert spans_of_programs(80) == (range(16), range(16, 80))
+    assert spans_of_programs(MIN_LAYERS) == (range(3), range(3, MIN_LAYERS))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.execution.programs.compile import CompiledSteps
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.mosaic import MosaicKernel
-from jaxserve.execution.programs.parts import Lowered
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class BackgroundWarmUp:
         *,
         num_blocks: int,
         lowering: Lowering,
-        kernels_of: Callable[[Lowered], Set[MosaicKernel]],
+        kernels_of: Callable[[jax.stages.Lowered], Set[MosaicKernel]],
         mesh: Mesh,
         on_compiled: Callable[[Program], object],
         on_end: Callable[[], object],

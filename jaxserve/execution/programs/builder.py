@@ -3,19 +3,16 @@
 What is exported is a function of flat lists of arrays; its caller assembles the pytrees.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import msgspec
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.execution.programs.kinds import Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.model import StepModel
-from jaxserve.execution.programs.parts import Cut, Halves, Lowered, LoweredInTwo, cut_in_two
 from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
@@ -47,13 +44,6 @@ class _Declaration(NamedTuple):
     """A tree like the one that the function returns."""
 
 
-class _Exported(msgspec.Struct, frozen=True):
-    """A program as a worker returns it: one function of flat arguments, or two, and how they make up the program."""
-
-    functions: tuple[bytes, ...]
-    cut: Cut | None = None
-
-
 class StepBuilder:
     """The steps of a model: which programs there are, and how they are lowered."""
 
@@ -63,7 +53,11 @@ class StepBuilder:
         """
         self.spec = spec
         self.model = StepModel(spec, mesh)
-        self.shapes = StepShapes(self.model.buckets, has_lean_programs=spec.traits.has_lean_programs)
+        self.shapes = StepShapes(
+            self.model.buckets,
+            has_lean_programs=spec.traits.has_lean_programs,
+            may_be_two_programs=self.model.may_be_two_programs,
+        )
 
     @property
     def expected_step_memory(self) -> int:
@@ -90,8 +84,10 @@ class StepBuilder:
         """Return how the layers of the programs run, and why not faster: lines for people."""
         model, steps = self.model, []
         for program in self.shapes.programs:
-            if isinstance(program, PlainDecode | Forward):
-                is_decode_only = isinstance(program, PlainDecode) or program.is_decode_only
+            if isinstance(program, PlainDecode | Forward | Begin):
+                is_decode_only = isinstance(program, PlainDecode) or (
+                    isinstance(program, Forward) and program.is_decode_only
+                )
                 steps.append(
                     StepShape(
                         num_rows=program.bucket.num_tokens,
@@ -106,39 +102,34 @@ class StepBuilder:
         with model.on_mesh():
             return describe_paths(model.family, model.config, model.params["layers"], caches, steps)
 
-    def lower(self, program: Program, num_blocks: int) -> Lowered:
+    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.
 
         Raises NotImplementedError for what a kernel does not support.
         """
         declared = self._declare(program, num_blocks)
-        if (halves := self._halves(program, declared)) is not None:
-            return self._lower_in_two(declared, halves.functions, halves.cut)
         with self.model.on_mesh():
             return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
 
     def export(self, program: Program, num_blocks: int) -> bytes:
         """Return the lowered program as bytes, for `lower_exported` in another process of the same version."""
         declared = self._declare(program, num_blocks)
-        leaves = jax.tree.leaves(declared.arguments)
-        if (halves := self._halves(program, declared)) is None:
-            tree = jax.tree.structure(declared.arguments)
+        tree = jax.tree.structure(declared.arguments)
 
-            def flat(*leaves: jax.Array) -> list[jax.Array]:
-                return jax.tree.leaves(declared.function(*jax.tree.unflatten(tree, leaves)))
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(declared.function(*jax.tree.unflatten(tree, leaves)))
 
-            return msgspec.msgpack.encode(_Exported((self._export(flat, leaves),)))
-        functions = map(self._export, halves.functions, halves.cut.inputs(leaves, self.model.mesh))
-        return msgspec.msgpack.encode(_Exported(tuple(functions), halves.cut))
+        platform = self.model.mesh.abstract_mesh.abstract_device.platform
+        with self.model.on_mesh():
+            exported = jax.export.export(
+                jax.jit(flat), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
+            )(*jax.tree.leaves(declared.arguments))
+        return bytes(exported.serialize())
 
-    def lower_exported(self, program: Program, num_blocks: int, exported: bytes) -> Lowered:
+    def lower_exported(self, program: Program, num_blocks: int, exported: bytes) -> jax.stages.Lowered:
         """Return what `lower` would, from what `export` has returned, in a moment."""
         declared = self._declare(program, num_blocks)
-        decoded = msgspec.msgpack.decode(exported, type=_Exported)
-        functions = [jax.export.deserialize(bytearray(function)) for function in decoded.functions]
-        if decoded.cut is not None:
-            return self._lower_in_two(declared, [function.call for function in functions], decoded.cut)
-        [flat] = functions
+        flat = jax.export.deserialize(bytearray(exported))
 
         def call(*arguments: Any) -> Any:
             return jax.tree.unflatten(jax.tree.structure(declared.results), flat.call(*jax.tree.leaves(arguments)))
@@ -146,38 +137,9 @@ class StepBuilder:
         with self.model.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
-    def _export(self, function: Callable[..., list[jax.Array]], leaves: Sequence[Any]) -> bytes:
-        platform = self.model.mesh.abstract_mesh.abstract_device.platform
-        with self.model.on_mesh():
-            exported = jax.export.export(
-                jax.jit(function), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
-            )(*leaves)
-        return bytes(exported.serialize())
-
-    def _halves(self, program: Program, declared: _Declaration) -> Halves | None:
-        """Return both parts of a program that is two, where the trace of the whole says so."""
-        if not (isinstance(program, Forward) and program.launch(self.model) == "in programs"):
-            return None
-        places = itertools.accumulate((jax.tree.structure(x).num_leaves for x in declared.arguments), initial=0)
-        starts = list(places)
-        donated = [leaf for index in declared.donated for leaf in range(starts[index], starts[index + 1])]
-        with self.model.on_mesh():
-            traced = jax.jit(declared.function).trace(*declared.arguments)
-        return cut_in_two(traced.jaxpr, donated=donated)
-
-    def _lower_in_two(self, declared: _Declaration, functions: Sequence[Callable[..., Any]], cut: Cut) -> LoweredInTwo:
-        leaves = jax.tree.leaves(declared.arguments)
-        with self.model.on_mesh():
-            first, second = (
-                jax.jit(function, donate_argnums=donated).lower(*inputs)
-                for function, donated, inputs in zip(
-                    functions, cut.donated, cut.inputs(leaves, self.model.mesh), strict=True
-                )
-            )
-        return LoweredInTwo(first, second, cut, jax.tree.structure(declared.results))
-
     def _declare(self, program: Program, num_blocks: int) -> _Declaration:
-        state = {name: self.model.state(name, num_blocks) for name in program.takes}
+        model = self.model
+        state = {name: program.part(model, name, model.state(name, num_blocks)) for name in program.takes}
         return _Declaration(
             program.function(self.model),
             (*state.values(), *program.arguments(self.model)),

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from jaxserve.cpus import num_usable_cpus, yield_processors
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.mosaic import MosaicKernel, compile_kernel
-from jaxserve.execution.programs.parts import Compiled, Lowered
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +46,13 @@ class CompiledSteps:
 
     def __init__(
         self,
-        lower: Callable[[Any], Lowered],
+        lower: Callable[[Any], jax.stages.Lowered],
         *,
         compiler_options: Callable[[Any], dict[str, Any]] = lambda _: {},
     ):
         self._lower = lower
         self._compiler_options = compiler_options
-        self._executables: dict[Any, Compiled] = {}
+        self._executables: dict[Any, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._is_warm = False
         self._is_stopped = False
@@ -61,7 +60,7 @@ class CompiledSteps:
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
 
-    def __getitem__(self, key: Any) -> Compiled:
+    def __getitem__(self, key: Any) -> jax.stages.Compiled:
         executable = self._executables.get(key)
         if executable is None:
             if self._is_warm:
@@ -85,11 +84,13 @@ class CompiledSteps:
             for pool in self._pools:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def items(self) -> ItemsView[Any, Compiled]:
+    def items(self) -> ItemsView[Any, jax.stages.Compiled]:
         """All that are compiled by now."""
         return self._executables.items()
 
-    def _compile(self, key: Any, lowered: Lowered, on_compiled: Callable[[Any], object] = lambda _: None) -> Compiled:
+    def _compile(
+        self, key: Any, lowered: jax.stages.Lowered, on_compiled: Callable[[Any], object] = lambda _: None
+    ) -> jax.stages.Compiled:
         start = time.perf_counter()
         executable = lowered.compile(self._compiler_options(key))
         logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
@@ -103,11 +104,11 @@ class CompiledSteps:
         self,
         keys: Iterable[Any],
         *,
-        lower: Callable[[Any], Lowered] | None = None,
+        lower: Callable[[Any], jax.stages.Lowered] | None = None,
         num_lowered_elsewhere: int = 0,
         is_background: bool = False,
         on_compiled: Callable[[Any], object] = lambda _: None,
-        kernels_of: Callable[[Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
+        kernels_of: Callable[[jax.stages.Lowered], Set[MosaicKernel]] = lambda _: frozenset(),
         mesh: Mesh | None = None,
         progress: bool,
     ) -> WarmUp:
@@ -149,14 +150,14 @@ class CompiledSteps:
 
         with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
 
-            def compile_later(key: Any, lowered: Lowered) -> concurrent.futures.Future[Any]:
+            def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
                 future = submit(compiling, self._compile, key, lowered, on_compiled)
                 future.add_done_callback(lambda _: bar.update())
                 return future
 
             try:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
-                waiting: dict[Any, Lowered] = {}
+                waiting: dict[Any, jax.stages.Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
                 futures = {submit(lowering, lower or self._lower, key): key for key in missing}
                 for future in concurrent.futures.as_completed(futures):

@@ -4,9 +4,10 @@ An instance is plain data that identifies a program among those of one model: it
 programs, and is part of the keys of what is kept on disk.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, override
 
 import jax
@@ -17,8 +18,22 @@ import numpy as np
 from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, allow, pack_admissions, pack_masks
-from jaxserve.execution.step import DrawingRows, Drawn, Forwarded, draw, embed, forward, prompt_logprobs, step
+from jaxserve.execution.step import (
+    Begun,
+    DrawingRows,
+    Drawn,
+    Forwarded,
+    begin,
+    draw,
+    embed,
+    finish,
+    forward,
+    prompt_logprobs,
+    read_plan,
+    step,
+)
 from jaxserve.layers.batch import Launch
+from jaxserve.layers.launch import spans_of_programs
 from jaxserve.sampling.logprobs import Logprobs
 
 CUBLAS_TOKENS = 128
@@ -26,10 +41,8 @@ CUBLAS_TOKENS = 128
 also generates kernels and tries out all, which takes seconds, and with this many rows finds nothing better.
 """
 
-MAX_TOKENS_IN_PROGRAMS = 512
-"""Tokens of the largest forward pass of prompts that is launched as two programs: larger ones keep the GPU longer than
-the host.
-"""
+NOWHERE = 2**30
+"""Position behind the end of every pool: `engine.sizing` makes none larger."""
 
 _LEAF: Any = 0
 """Takes the place of an array where only the structure of a tree matters."""
@@ -54,6 +67,14 @@ class Kind(msgspec.Struct, frozen=True, tag=True):
         results.
         """
         raise NotImplementedError
+
+    def part(self, model: StepModel, name: State, whole: Any) -> Any:  # noqa: ARG002
+        """Return the part of a state that the program takes."""
+        return whole
+
+    def put(self, name: State, whole: Any, part: Any) -> Any:  # noqa: ARG002
+        """Return the state with what the program has made of its part."""
+        return part
 
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         """Return the shapes of the program's own arguments."""
@@ -145,31 +166,97 @@ class Forward(_WithLayers, frozen=True, tag=True):
     def carries_admissions(self, model: StepModel) -> bool:
         return model.traits.admits_in_forward and not self.is_decode_only
 
-    def launch(self, model: StepModel) -> Launch:
-        """Return how the program is launched: in parts if other programs wait for it, as for steps of prompts and those
-        that sample in a program of their own.
-        """
-        if not model.has_kernels:
-            return "at once"
-        is_short = not self.is_decode_only and self.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
-        return "in programs" if is_short and model.may_be_two_programs else "in parts"
-
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
+        # In parts, since others wait for it: steps of prompts, and those that draw by a program of their own.
+        launch = "in parts" if model.has_kernels else "at once"
         return functools.partial(
             forward,
             family=model.family,
             config=model.config,
-            kernels=model.kernels,
-            group_of_layer=model.layout.group_of_layer,
-            bucket=self.bucket,
-            is_decode_only=self.is_decode_only,
-            launch=self.launch(model),
+            **_of_plan(model, self.bucket, is_decode_only=self.is_decode_only, launch=launch),
         )
 
     @override
     def made(self, model: StepModel) -> Forwarded:
         return Forwarded(logits=_LEAF, rows=_ROWS, hidden=None if self.is_decode_only else _LEAF)
+
+
+class _SomeLayers(_WithLayers, frozen=True):
+    """A program of some layers, which takes their weights and pools only."""
+
+    def span(self, model: StepModel) -> range:
+        """Return which layers."""
+        raise NotImplementedError
+
+    @override
+    def part(self, model: StepModel, name: State, whole: Any) -> Any:
+        span = self.span(model)
+        if name == "params":
+            return whole | {"layers": _only(span, whole["layers"])}
+        return dataclasses.replace(whole, pools=_only(span, whole.pools)) if name == "kv_cache" else whole
+
+    @override
+    def put(self, name: State, whole: Any, part: Any) -> Any:
+        if name != "kv_cache":
+            return part
+        pools = zip(whole.pools, part.pools, strict=True)
+        return dataclasses.replace(whole, pools=tuple(old if new is None else new for old, new in pools))
+
+
+class Begin(_SomeLayers, frozen=True, tag=True):
+    """`step.begin`: the first of two programs of a forward pass in which rows may have several tokens."""
+
+    @override
+    def carries_admissions(self, model: StepModel) -> bool:
+        return model.traits.admits_in_forward
+
+    @override
+    def span(self, model: StepModel) -> range:
+        return spans_of_programs(model.config.num_layers)[0]
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(
+            begin,
+            family=model.family,
+            config=model.config,
+            span=self.span(model),
+            **_of_plan(model, self.bucket, is_decode_only=False, launch="in programs"),
+        )
+
+    @override
+    def made(self, model: StepModel) -> Begun:
+        return _begun(model, self.bucket)
+
+
+class Finish(_SomeLayers, frozen=True, tag=True):
+    """`step.finish`: the second of them, which takes what the first has made."""
+
+    takes: ClassVar[tuple[State, ...]] = ("params", "kv_cache", "peers")
+    gives: ClassVar[tuple[State, ...]] = ("kv_cache",)
+
+    @override
+    def span(self, model: StepModel) -> range:
+        return spans_of_programs(model.config.num_layers)[1]
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(finish, family=model.family, config=model.config, span=self.span(model))
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        return (_begun(model, self.bucket),)
+
+    @override
+    def made(self, model: StepModel) -> Forwarded:
+        return Forwarded(logits=_LEAF, rows=_ROWS, hidden=_LEAF)
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        [begun] = Kind.nothing(self, model)
+        nowhere = NOWHERE + np.arange(self.bucket.num_tokens, dtype=np.int32)
+        return (dataclasses.replace(begun, batch=dataclasses.replace(begun.batch, write_index=nowhere)),)
 
 
 class Draw(Kind, frozen=True, tag=True):
@@ -324,8 +411,36 @@ class Allow(_WritesSlots, frozen=True, tag=True):
         return (pack_masks(masks, num_rows=self.num_rows, num_slots=model.max_num_seqs),)
 
 
-Program = PlainDecode | Forward | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | Allow
+Program = PlainDecode | Forward | Begin | Finish | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | Allow
 """One compiled program: a function, its shapes and its static arguments."""
+
+
+def _of_plan(model: StepModel, bucket: Bucket, *, is_decode_only: bool, launch: Launch) -> dict[str, Any]:
+    """Return what tells a program how to read a plan."""
+    return {
+        "kernels": model.kernels,
+        "group_of_layer": model.layout.group_of_layer,
+        "bucket": bucket,
+        "is_decode_only": is_decode_only,
+        "launch": launch,
+    }
+
+
+def _begun(model: StepModel, bucket: Bucket) -> Begun:
+    """Return the shapes of what the first program of a forward pass leaves for the second."""
+    read = functools.partial(
+        read_plan,
+        **_of_plan(model, bucket, is_decode_only=False, launch="in programs"),
+        block_size=model.block_size,
+        num_blocks=1,
+    )
+    _, batch, rows = jax.eval_shape(read, model.slots, model.packed(bucket))
+    return Begun(model.hidden(bucket), *jax.tree.map(model.replicate, (batch, rows)))
+
+
+def _only(span: range, of_layers: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an entry a layer, None for those that are not in the span."""
+    return tuple(entry if index in span else None for index, entry in enumerate(of_layers))
 
 
 def _drawn(*, has_logprobs: bool) -> Drawn:

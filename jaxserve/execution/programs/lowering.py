@@ -29,7 +29,6 @@ from jax.sharding import Mesh
 from jaxserve.cpus import num_usable_cpus, yield_processors
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Program
-from jaxserve.execution.programs.parts import Lowered
 from jaxserve.execution.programs.spec import MeshSpec, StepSpec
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class Lowering:
         self._has_kept = False
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
-    def lower(self, program: Program, num_blocks: int) -> Lowered:
+    def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises."""
         if self.num_workers == 0 and self._folder is None:
             return self._builder.lower(program, num_blocks)

@@ -104,6 +104,8 @@ class StepModel:
         """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
         """
+        if not self.has_kernels:
+            return False
         pools = self.layout.pool_of_layer
         weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
         return len(pools) >= launch.MIN_LAYERS and len(set(pools)) == len(pools) and weights >= MIN_BYTES_IN_PROGRAMS

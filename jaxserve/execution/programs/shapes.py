@@ -15,8 +15,10 @@ from jaxserve.execution.programs.kinds import (
     Admit,
     AdmitExtras,
     Allow,
+    Begin,
     Draw,
     Embed,
+    Finish,
     Forward,
     PlainDecode,
     Program,
@@ -32,10 +34,17 @@ those between powers of two that have fewer rows than there may be: they would n
 """
 
 
+MAX_TOKENS_IN_PROGRAMS = 512
+"""Tokens of the largest forward pass of prompts that is launched as two programs: larger ones keep the GPU longer than
+the host.
+"""
+
+
 class Step(NamedTuple):
     """The programs of one step, in the order in which they run. Without a `draw` the first one draws too."""
 
-    forward: PlainDecode | Forward
+    forward: PlainDecode | Forward | Begin
+    finish: Finish | None = None
     draw: Draw | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embed: Embed | None = None
@@ -59,7 +68,9 @@ class StepShapes:
     number of rows, for steps of all kinds: on a CPU branches and loops not taken cost nothing.
     """
 
-    def __init__(self, buckets: list[Bucket], *, has_lean_programs: bool):
+    def __init__(self, buckets: list[Bucket], *, has_lean_programs: bool, may_be_two_programs: bool):
+        """`may_be_two_programs`: forward passes of few tokens of prompts are launched so."""
+        self._max_tokens_of_two = MAX_TOKENS_IN_PROGRAMS if may_be_two_programs else 0
         self._has_lean_programs = has_lean_programs
         max_num_rows = buckets[-1].num_rows
         self._masks = [Allow(size) for size in (1, 8, 64) if size < max_num_rows] + [Allow(max_num_rows)]
@@ -88,9 +99,9 @@ class StepShapes:
         """Every program that a plan can ask for, those with layers first, and of these the longest to compile first."""
         plain = [PlainDecode(bucket) for bucket in self._plain]
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
-        mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
-        num_rows = sorted({forward.bucket.num_rows for forward in decode + mixed}, reverse=True)
-        with_layers: list[PlainDecode | Forward] = [*mixed, *plain, *decode]
+        mixed = self._programs_of_prompts(self._mixed)
+        num_rows = sorted({bucket.num_rows for bucket in self._decode + self._mixed}, reverse=True)
+        with_layers: list[PlainDecode | Forward | Begin | Finish] = [*mixed, *plain, *decode]
         with_layers.sort(key=lambda program: -program.bucket.num_tokens)
         return [
             *with_layers,
@@ -104,7 +115,7 @@ class StepShapes:
 
     @property
     def largest(self) -> Forward:
-        """The forward pass that needs the most memory."""
+        """The forward pass that needs the most memory, as one program."""
         return Forward(self._mixed[-1], is_decode_only=False)
 
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
@@ -117,12 +128,13 @@ class StepShapes:
         largest = self.largest.bucket
         plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
-        mixed = [Forward(bucket, is_decode_only=False) for bucket in self._mixed]
+        mixed = self._programs_of_prompts(self._mixed)
         tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*decode, *mixed]))]
         # If plain rows have no programs of their own, a single request decodes in a small forward pass.
-        small = [forward for forward in mixed if forward.size >= SMALLEST_GENERAL][:1]
+        general = [bucket for bucket in self._mixed if bucket.num_tokens >= SMALLEST_GENERAL]
+        small = self._programs_of_prompts(general[:1])
         phases = [
-            Phase("any step", self._with_draws([self.largest]), is_first=True),
+            Phase("any step", self._with_draws(self._programs_of_prompts([largest])), is_first=True),
             Phase("hidden states", [PromptLogprobs(largest), Embed(largest)], is_first=True),
             Phase("slots", [Admit(), AdmitExtras(), self._masks[-1]], is_first=True),
             Phase("decode", plain[-1:] or self._with_draws(small), is_first=True),
@@ -166,11 +178,11 @@ class StepShapes:
                     yield from (Step(PlainDecode(bucket)) for bucket in _from(self._plain, num_tokens))
                 for bucket in _from(self._decode, num_tokens):
                     for draw in self._draws(bucket.num_rows, has_logprobs):
-                        yield Step(Forward(bucket, is_decode_only=True), draw)
+                        yield Step(Forward(bucket, is_decode_only=True), draw=draw)
             for bucket in _from(self._with_hidden if needs_hidden else self._mixed, num_tokens):
                 for draw in self._draws(bucket.num_rows, has_logprobs):
                     yield Step(
-                        Forward(bucket, is_decode_only=False),
+                        *self._of_prompts(bucket),
                         draw,
                         PromptLogprobs(bucket) if has_prompt_logprobs else None,
                         Embed(bucket) if has_embeddings else None,
@@ -182,7 +194,7 @@ class StepShapes:
         """Return the program that writes the masks of `num_rows` rows."""
         return next(masks for masks in self._masks if masks.num_rows >= num_rows and is_ready(masks))
 
-    def _with_draws(self, forwards: Iterable[Forward]) -> list[Program]:
+    def _with_draws(self, forwards: Iterable[Forward | Begin | Finish]) -> list[Program]:
         """Return forward passes, each with the draws of its rows."""
         return [
             program
@@ -194,6 +206,15 @@ class StepShapes:
         """Return the draws that may follow a forward pass of `num_rows` rows, the one that does least first."""
         general = Draw(num_rows, has_logprobs=True)
         return [general] if has_logprobs or not self._has_lean_programs else [Draw(num_rows, False), general]
+
+    def _of_prompts(self, bucket: Bucket) -> tuple[Forward | Begin, Finish | None]:
+        """Return the forward pass in which rows may have several tokens: one program, or two."""
+        if bucket.num_tokens <= self._max_tokens_of_two:
+            return Begin(bucket), Finish(bucket)
+        return Forward(bucket, is_decode_only=False), None
+
+    def _programs_of_prompts(self, buckets: Iterable[Bucket]) -> list[Forward | Begin | Finish]:
+        return [program for bucket in buckets for program in self._of_prompts(bucket) if program is not None]
 
 
 def _from(buckets: list[Bucket], num_tokens: int) -> Iterator[Bucket]:
