@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
 from pallas_kernels.paged_attention import query_columns, query_rows, tiles
 from pallas_kernels.paged_attention import sm90 as paged_sm90
+from pallas_kernels.sampling import kernel as sampling_kernel
 from pallas_kernels.sampling import sm90 as sampling_sm90
 from pallas_kernels.sampling import thread_ops
 from pallas_kernels.small_matmul import sm90 as small_sm90
@@ -148,8 +149,9 @@ def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
     logits = test_sampling_sm90.make_logits(rng, len(rows), 1333, grid=0.25, masked=0.2)
     uniform = rng.random((len(rows), 2), np.float32)
     arguments = test_sampling_sm90.columns(rows) | {"uniform": jnp.asarray(uniform)}
-    grid = emulate(monkeypatch, sampling_sm90, seed=seed, of_jax=True)
-    monkeypatch.setattr(sampling_sm90, "jnp", jnp)  # which knows numbers that have no precision of their own
+    grid = emulate(monkeypatch, sampling_kernel, sampling_sm90, seed=seed, of_jax=True)
+    for module in (sampling_kernel, sampling_sm90):
+        monkeypatch.setattr(module, "jnp", jnp)  # which knows numbers that have no precision of their own
 
     def part():
         return int(grid.axis_index("part"))
