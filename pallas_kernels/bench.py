@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention.bench import paged_attention_rows
 from pallas_kernels.quantized_matmuls.bench import quantized_matmuls_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.sampling.bench import sampling_rows
+from pallas_kernels.scaled_matmul.bench import scaled_matmul_rows
 from pallas_kernels.small_matmul.bench import small_matmul_rows
 from pallas_kernels.sustained import sustained_rows
 from pallas_kernels.timing import Row, on_gpu
@@ -43,6 +44,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "quantized_matmuls": quantized_matmuls_rows,
     "ragged_prefill_attention": ragged_prefill_attention_rows,
     "sampling": sampling_rows,
+    "scaled_matmul": scaled_matmul_rows,
     "small_matmul": small_matmul_rows,
     "sustained": sustained_rows,
 }
