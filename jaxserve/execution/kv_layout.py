@@ -32,11 +32,6 @@ class KVLayout:
     """What the layers of each pool keep."""
 
     @property
-    def is_paged(self) -> bool:
-        """True if blocks hold everything that layers keep of a request, so that another may continue from them."""
-        return all(spec.is_paged for spec in self.pool_specs)
-
-    @property
     def layers_by_window(self) -> dict[int | None, int]:
         """The number of layers of each kind."""
         return dict(collections.Counter(self.windows[group] for group in self.group_of_layer))

@@ -34,13 +34,6 @@ class CacheSpec(Protocol):
         """Number of tokens, itself included, that a token attends to; None if all before it."""
         ...
 
-    @property
-    def is_paged(self) -> bool:
-        """True if blocks hold everything that is kept, so that a request may continue from blocks that another has
-        filled.
-        """
-        ...
-
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Any:
         """Return the LayerCache with the shapes and shardings of its arrays; `dtype` is that of activations."""
         ...

@@ -65,11 +65,6 @@ class LatentSpec:
         """A token attends to all tokens before it."""
         return None
 
-    @property
-    def is_paged(self) -> bool:
-        """True: blocks hold everything that is kept."""
-        return True
-
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "PagedLatent":
         """Return the shapes of the pools."""
         whole = NamedSharding(mesh, PartitionSpec(None, None, None, None))

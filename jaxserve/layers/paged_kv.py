@@ -82,11 +82,6 @@ class KVSpec:
     sliding_window: int | None = None
     """A token attends to this many tokens, itself included; None: to all before it."""
 
-    @property
-    def is_paged(self) -> bool:
-        """True: blocks hold everything that is kept."""
-        return True
-
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> PagedKV:
         """Return the shapes of the pools. Blocks are whole on every device; KV heads are split over the tensor axis,
         and several devices have the same head if there are more devices than heads.
