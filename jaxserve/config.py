@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.request import DEFAULT_MAX_LOGPROBS
 from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
@@ -121,6 +122,9 @@ class EngineConfig:
         "scheduling",
         "requests that may wait, each of n one, before new ones are refused; default: 4096 in serve, else no limit",
     )
+    max_logprobs: int = _option(
+        DEFAULT_MAX_LOGPROBS, "scheduling", "most likely tokens whose log probabilities requests may have; -1: all"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "scheduling", "who runs first")
     scheduler: Literal["continuous", "static"] = _option(
         "continuous", "scheduling", "static: fixed padded batches, a baseline to compare with"
@@ -174,6 +178,8 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two up to 512, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not -1 <= self.max_logprobs <= MAX_COUNT:
+            raise ConfigError(f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}")
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
 

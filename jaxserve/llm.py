@@ -25,7 +25,7 @@ from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
 from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.progress import Progress
-from jaxserve.request import Pooling, RequestOutput, SamplingParams
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import convert, names_options, rule
 
@@ -83,6 +83,7 @@ class LLM:
         overlap: bool = True,
         dequantize: bool | None = None,
         quantize_activations: bool | None = None,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         warmup: WarmUp = "full",
         compilation_cache_dir: str | None = None,
     ):
@@ -112,6 +113,7 @@ class LLM:
             overlap=overlap,
             dequantize=dequantize,
             quantize_activations=quantize_activations,
+            max_logprobs=max_logprobs,
             warmup=warmup,
             compilation_cache_dir=compilation_cache_dir,
         )

@@ -21,7 +21,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 Pooling = Literal["last", "mean"]
 TruncationSide = Literal["left", "right"]
 
-MAX_LOGPROBS = 20
+DEFAULT_MAX_LOGPROBS = 20
+"""Most likely tokens that a request may ask for, unless the engine is told otherwise."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 1024
@@ -39,7 +40,7 @@ SEED_LIMIT = 2**63
 MAX_INT32 = 2**31 - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT32)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]

@@ -341,7 +341,7 @@ class _Table(Rule):
 
 
 def _number_in(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+    return int(key) if isinstance(key, str) and key.removeprefix("-").isdecimal() and len(key) < 20 else key
 
 
 class _Json(Rule):

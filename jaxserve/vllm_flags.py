@@ -97,7 +97,6 @@ FLAGS: Mapping[str, Harmless | Refused] = {
     "--tokenizer-revision": Refused("give the tokenizer as org/name@REV with --tokenizer"),
     "--allowed-local-media-path": Harmless("no file is read for a client", 1),
     "--allowed-media-domains": Harmless("no URL is fetched for a client", "*"),
-    "--max-logprobs": Harmless("a request may ask for 20", 1, tuple(str(number) for number in range(21))),
     "--logprobs-mode": Harmless("log probabilities are those before temperature and filters", 1, ("raw_logprobs",)),
     "--disable-sliding-window": Refused("--max-model-len up to the window has the same effect", 0),
     "--disable-cascade-attn": Harmless(_COMPILED),

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors values",
-    "config": "errors values",
+    "config": "errors request values",
     "values": "errors",
     "cpus": "",
     "interrupts": "",

@@ -160,6 +160,7 @@ class TestOptions:
             "kernels": "xla",
             "overlap": False,
             "dequantize": True,
+            "max_logprobs": 50,
             "warmup": "none",
             "compilation_cache_dir": "",
         }

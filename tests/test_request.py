@@ -63,7 +63,7 @@ WRONG = [
     ("stop", ["a"] * 129),
     ("n", 0),
     ("max_tokens", 0),
-    ("logprobs", 21),
+    ("logprobs", 2**31),
     ("logprobs", -2),
     ("logprob_token_ids", [5] * 129),
     ("allowed_token_ids", []),

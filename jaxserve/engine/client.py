@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.request import EngineOutput, EngineRequest
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, EngineOutput, EngineRequest
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
 OutputSink = Callable[[list[EngineOutput]], None]
@@ -48,6 +48,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    """Most likely tokens that a request may ask for, -1 for all."""
     embedding_dimensions: tuple[int, ...] | None = None
     """Lengths to which an embedding may be cut, as the model was trained for them; () means any, None no other
     length.

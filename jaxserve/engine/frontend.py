@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
-from jaxserve.engine.client import EngineClient
+from jaxserve.engine.client import EngineClient, EngineInfo
 from jaxserve.engine.embedding import POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, Take
@@ -22,7 +22,6 @@ from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, 
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_LOGPROBS,
     SEED_LIMIT,
     EngineOutput,
     EngineRequest,
@@ -110,7 +109,7 @@ class Frontend:
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
         """
         _check_params(params, self.client.info.vocab_size)
-        params = _with_all_logprobs(params, self.client.info.vocab_size)
+        params = _with_num_logprobs(params, self.client.info)
         text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens, side=truncation_side)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
@@ -360,20 +359,24 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest("allowed_token_ids has more entries than the vocabulary", param="allowed_token_ids")
 
 
-def _with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Return the parameters with the number of all tokens where a field says -1. Raises InvalidRequest, naming it, for
-    too many.
+def _with_num_logprobs(params: SamplingParams, info: EngineInfo) -> SamplingParams:
+    """Return the parameters with the number of all tokens where a field says -1.
+
+    Raises InvalidRequest, naming the field, for more than the engine computes.
     """
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) != -1:
+        number = getattr(params, name)
+        if number is None:
             continue
-        if vocab_size > MAX_LOGPROBS:
+        wanted = info.vocab_size if number == -1 else number
+        if 0 <= info.max_logprobs < wanted:
+            asked = f" is {number}" if number != -1 else f"=-1 asks for all {wanted} tokens of the vocabulary"
             raise InvalidRequest(
-                f"{name}=-1 asks for all {vocab_size} tokens of the vocabulary, at most {MAX_LOGPROBS} are allowed: "
+                f"{name}{asked}, at most {info.max_logprobs} are allowed here (max_logprobs of the engine): "
                 "logprob_token_ids names those that are wanted",
                 param=name,
             )
-        params = msgspec.structs.replace(params, **{name: vocab_size})
+        params = msgspec.structs.replace(params, **{name: min(wanted, info.vocab_size)})
     return params
 
 

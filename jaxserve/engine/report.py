@@ -79,6 +79,7 @@ def make_info(
         num_blocks=num_blocks,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.buckets[-1].num_tokens,
+        max_logprobs=config.max_logprobs,
         eos_token_ids=checkpoint.eos,
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,

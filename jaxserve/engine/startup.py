@@ -90,6 +90,7 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_num_batched_tokens=devices.max_num_batched_tokens,
         traits=devices.traits,
         has_peers=kernels != "xla" and reaches_peers(mesh),
+        max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
     )
     builder = StepBuilder(spec, mesh)

@@ -20,7 +20,6 @@ from jaxserve.layers.batch import Batch, Kernels, KVCache, Launch
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
 from jaxserve.models.family import Family
-from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import record, sample
@@ -118,7 +117,7 @@ def step(
         forwarded.rows,
         kernels=kernels,
         is_plain=True,
-        has_logprobs=False,
+        num_top_logprobs=None,
         has_tokens_on_host=has_tokens_on_host,
     )
     return kv_cache, slots, drawn
@@ -267,13 +266,14 @@ def draw(
     *,
     kernels: Kernels,
     is_plain: bool,
-    has_logprobs: bool,
+    num_top_logprobs: int | None,
     has_tokens_on_host: bool,
 ) -> tuple[Slots, Drawn]:
     """Sample the next token of each row, and write it into its slot. `slots` is donated; the keyword arguments are
     static.
 
     `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features.
+    `num_top_logprobs` is the number of most likely tokens beside the drawn one; None leaves log probabilities out.
     `has_tokens_on_host` makes the copy of the tokens to pinned memory of the host a part of the program: a copy that is
     requested from outside begins only when the host has learned that the program is done, a third of a millisecond
     later.
@@ -291,11 +291,11 @@ def draw(
     sampling_state, logprobs = slots.sampling, None
     if not is_plain:
         sampling_state = record(sampling_state, rows.slots, sampled.token_ids, rows.draws, rows.features)
-    if has_logprobs:
+    if num_top_logprobs is not None:
         logprobs = jax.lax.cond(
             rows.features & Feature.LOGPROBS != 0,
-            lambda: _logprobs(logits, sampled.token_ids),
-            lambda: _no_logprobs(*logits.shape),
+            lambda: token_logprobs(logits, sampled.token_ids, num_top_logprobs),
+            lambda: _no_logprobs(logits.shape[0], num_top_logprobs),
         )
         asked_ids = slots.sampling.extras.logprob_ids.at[rows.slots].get(mode="clip")
         asked_logprobs, asked_ranks = jax.lax.cond(
@@ -324,9 +324,10 @@ def prompt_logprobs(
     family: Family,
     config: Any,
     bucket: Bucket,
+    num_top: int,
 ) -> Logprobs:
-    """Return, for each token of a forward pass, the log probability of the token that follows it in its prompt;
-    undefined if none does. The keyword arguments are static.
+    """Return, for each token of a forward pass, the log probability of the token that follows it in its prompt, and
+    those of the `num_top` most likely ones; undefined if none does. The keyword arguments are static.
     """
     pieces = unpack(packed, bucket)
     num_tokens = hidden.shape[0]
@@ -340,7 +341,7 @@ def prompt_logprobs(
 
     def of_chunk(xs: tuple[Array, Array]) -> Logprobs:
         hidden, following = xs
-        return _logprobs(gathered(family.head(params, config, hidden, "xla")), following)
+        return token_logprobs(gathered(family.head(params, config, hidden, "xla")), following, num_top)
 
     chunks = jax.lax.map(of_chunk, (hidden, following))
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:num_tokens], chunks)
@@ -365,12 +366,7 @@ def embed(
     return dataclasses.replace(slots, pooled_sums=pooled_sums), embeddings
 
 
-def _logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> Logprobs:
-    return token_logprobs(logits, token_ids, min(MAX_LOGPROBS, logits.shape[1]))
-
-
-def _no_logprobs(num_rows: int, vocab_size: int) -> Logprobs:
-    num_top = min(MAX_LOGPROBS, vocab_size)
+def _no_logprobs(num_rows: int, num_top: int) -> Logprobs:
     return Logprobs(
         jnp.zeros(num_rows, jnp.float32),
         jnp.zeros(num_rows, jnp.int32),

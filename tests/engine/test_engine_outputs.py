@@ -54,16 +54,18 @@ def test_same_seed_same_text_in_any_company(model, params):
         assert set(alone) <= set(params.allowed_token_ids)
 
 
-def test_logprobs_are_those_of_the_model(model):
+@pytest.mark.parametrize("wants_all", [False, True])
+def test_logprobs_are_those_of_the_model(model, wants_all):
     """Sampled tokens and the top, their ranks included, whatever the temperature and the penalties."""
-    params = SamplingParams(temperature=0.8, logprobs=5, repetition_penalty=1.3)
+    num_top = model.vocab_size if wants_all else 5
+    params = SamplingParams(temperature=0.8, logprobs=num_top, repetition_penalty=1.3)
     prompt = prompt_of(model, 19, 2)
     company = neighbours(model, 4, SamplingParams(temperature=0.0), 70)
     result = run(model.engine(), [*company, request("it", prompt, 12, params, seed=9)])["it"]
     expected = model.naive_logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
     assert len(result.logprobs) == 12
     for entry, token, row in zip(result.logprobs, result.token_ids, expected, strict=True):
-        assert_entry(entry, token, row, 5)
+        assert_entry(entry, token, row, num_top)
 
 
 @pytest.mark.parametrize("limits", [{}, {"overlap": False}, {"num_blocks": 26}])

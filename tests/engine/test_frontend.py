@@ -26,7 +26,7 @@ class TestPrepare:
 
     @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
     def test_all_logprobs(self, start, tokenizer, name):
-        """All tokens of a vocabulary that is small enough; otherwise the error names field and limit."""
+        """All tokens, if the engine computes so many; otherwise the error names field and limit."""
         small = start(tokenizer, vocab_size=20)
         (request,) = small.prepare([5, 6], SamplingParams(**{name: -1}), request_id="x").requests
         assert getattr(request.params, name) == 20
@@ -34,6 +34,13 @@ class TestPrepare:
         with pytest.raises(InvalidRequest, match=rf"^{name}=-1 asks for all 21 .* at most 20") as refused:
             large.prepare([5, 6], SamplingParams(**{name: -1}), request_id="x")
         assert refused.value.param == name
+        unlimited = start(tokenizer, vocab_size=21, max_logprobs=-1)
+        for number in (-1, 21, 500):
+            (request,) = unlimited.prepare([5, 6], SamplingParams(**{name: number}), request_id="x").requests
+            assert getattr(request.params, name) == 21
+        few = start(tokenizer, vocab_size=100, max_logprobs=3)
+        with pytest.raises(InvalidRequest, match=rf"^{name} is 4, at most 3"):
+            few.prepare([5, 6], SamplingParams(**{name: 4}), request_id="x")
 
     def test_named_tokens_are_of_the_vocabulary(self, start, tokenizer):
         frontend = start(tokenizer, vocab_size=100)

@@ -46,6 +46,13 @@ def test_draws_take_what_forward_passes_make(model):
     assert shapes((forwarded.logits, forwarded.rows, forwarded.hidden)) == shapes((logits, rows, hidden))
 
 
+@pytest.mark.parametrize(("max_logprobs", "expected"), [(0, 0), (3, 3), (-1, None), (10**6, None)])
+def test_how_many_log_probabilities_are_computed(max_logprobs, expected):
+    """None: those of all tokens."""
+    model = make_builder(max_logprobs=max_logprobs).model
+    assert model.num_top_logprobs == (model.vocab_size if expected is None else expected)
+
+
 @pytest.mark.parametrize(
     ("kernels", "num_devices", "has_peers", "expected"),
     [("sm90", 2, True, True), ("sm90", 2, False, False), ("sm90", 1, True, False), ("xla", 2, True, False)],

@@ -63,6 +63,7 @@ class Model:
             kernels="xla",
             traits=traits,
             has_peers=False,
+            max_logprobs=-1,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
         self.runner.set_num_blocks(num_blocks)

@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, KVKind, OutputSink
 from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError
-from jaxserve.request import EngineOutput, EngineRequest, Refusal, TokenLogprobs
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, EngineOutput, EngineRequest, Refusal, TokenLogprobs
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
 HIDDEN_SIZE = 4
@@ -76,12 +76,14 @@ class FakeEngineClient(EngineClient):
         eos_token_ids: tuple[int, ...] = (2,),
         embedding_dimensions: tuple[int, ...] | None = (),
         step_seconds: float = 0.0,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     ):
         self.info = EngineInfo(
             model="fake",
             vocab_size=vocab_size,
             hidden_size=HIDDEN_SIZE,
             embedding_dimensions=embedding_dimensions,
+            max_logprobs=max_logprobs,
             max_model_len=max_model_len,
             block_size=16,
             num_blocks=1024,

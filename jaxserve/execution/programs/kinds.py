@@ -279,7 +279,7 @@ class Draw(Kind, frozen=True, tag=True):
             draw,
             kernels=model.kernels,
             is_plain=False,
-            has_logprobs=self.has_logprobs,
+            num_top_logprobs=model.num_top_logprobs if self.has_logprobs else None,
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
         )
 
@@ -325,8 +325,15 @@ class PromptLogprobs(_OfHidden, frozen=True, tag=True):
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
+        static = {
+            "family": model.family,
+            "config": model.config,
+            "bucket": self.bucket,
+            "num_top": model.num_top_logprobs,
+        }
+
         def of_prompts(*arguments: Any) -> tuple[Logprobs]:
-            return (prompt_logprobs(*arguments, family=model.family, config=model.config, bucket=self.bucket),)
+            return (prompt_logprobs(*arguments, **static),)
 
         return of_prompts
 

@@ -59,6 +59,8 @@ class StepModel:
         self.block_size = spec.block_size
         self.max_num_seqs = spec.max_num_seqs
         self.vocab_size: int = self.config.vocab_size
+        is_limited = 0 <= spec.max_logprobs < self.vocab_size
+        self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.layout = kv_layout(family.kv_specs(self.config), max_model_len=spec.max_model_len)
         num_groups = len(self.layout.windows)

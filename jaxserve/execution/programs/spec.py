@@ -9,6 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.quantization.scheme import Scheme
+from jaxserve.request import DEFAULT_MAX_LOGPROBS
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         has_peers: whether devices that add up partial sums reach each other's memory, as the kernels for that require.
+        max_logprobs: the number of most likely tokens whose log probabilities are computed where a row wants some; -1
+            for all tokens.
         schemes: how quantized weights are stored, by path in the tree of weights.
     """
 
@@ -71,6 +74,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     traits: Traits
     has_peers: bool
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     schemes: dict[str, Scheme] = {}
 
 

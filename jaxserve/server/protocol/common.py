@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import MAX_LOGPROBS, MAX_N, SamplingParams, TruncationSide
+from jaxserve.request import MAX_INT32, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.fields import Route
@@ -249,6 +249,6 @@ def check_choices(num_prompts: int, n: int | None) -> None:
 
 
 def check_num_logprobs(name: str, value: int) -> None:
-    """Raise InvalidRequest if `value` is too large a number of most likely tokens."""
-    if not -1 <= value <= MAX_LOGPROBS:
-        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], or -1 for all, got {value}", param=name)
+    """Raise InvalidRequest if `value` is no number of most likely tokens. How many there may be, the engine says."""
+    if not -1 <= value <= MAX_INT32:
+        raise InvalidRequest(f"{name} must be a number of tokens, or -1 for all, got {value}", param=name)

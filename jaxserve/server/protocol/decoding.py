@@ -60,8 +60,9 @@ def _refusal(message: str, kind: Any, *, what: str, param: str) -> InvalidReques
         got = f", got {_GOT.get(expected[3], expected[3])}" if expected[3] else ""
         text = f"{name} must be {words}{expected[2]}{got}"
     elif value := re.fullmatch(r"Invalid enum value (.*)", problem, re.DOTALL):
-        choices = ", ".join(map(str, _choices(inspect.type_info(kind), re.findall(r"\w+|\[", path))))
-        text = f"{name} must be one of {choices}, got {value[1]:.100}"
+        choices = list(map(str, _choices(inspect.type_info(kind), re.findall(r"\w+|\[", path))))
+        one_of = "one of " if len(choices) > 1 else ""
+        text = f"{name} must be {one_of}{', '.join(choices)}, got {value[1]:.100}"
     elif problem == "Number out of range":
         text = f"{name} is out of range"
     else:
