@@ -161,6 +161,7 @@ class TestOptions:
             "overlap": False,
             "dequantize": True,
             "max_logprobs": 50,
+            "quantize_activations": True,
             "warmup": "none",
             "compilation_cache_dir": "",
         }
