@@ -88,7 +88,7 @@ class EngineConfig:
     )
     quantization: Quantization | None = _option(
         None,
-        "model",
+        "quantization",
         "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; default: as it has them",
         aliases=("-q",),
     )
@@ -142,25 +142,25 @@ class EngineConfig:
     )
     dequantize: bool | None = _option(
         None,
-        "execution",
+        "quantization",
         "hold the weights of a quantized checkpoint as floats; default: experts, and on GPUs what no kernel multiplies "
         "by as codes",
     )
     quantize_activations: bool | None = _option(
         None,
-        "execution",
+        "quantization",
         "round activations to 8 bits, each token by itself, where more than 64 tokens are multiplied by weights of 8 "
         "bits; default: for FP8 weights, on GPUs with kernels for it; off: 16 bits everywhere",
     )
     warmup: WarmUp | None = _option(
         None,
-        "execution",
+        "compilation",
         "what is compiled before the first request is taken: the programs without which there would be requests to "
         "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
         "default: background on CPUs, full on GPUs",
     )
     compilation_cache_dir: str | None = _option(
-        None, "execution", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
+        None, "compilation", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
     )
 
     def __post_init__(self) -> None:

@@ -122,7 +122,9 @@ def test_help_of_an_unknown_group_names_the_groups(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--help", "nothing"])
     assert ended.value.code == 2
-    assert "there are: model, cache, scheduling, execution, server" in capsys.readouterr().err
+    assert (
+        "there are: model, quantization, cache, scheduling, execution, compilation, server" in capsys.readouterr().err
+    )
 
 
 def test_every_field_of_the_configs_is_a_flag_of_serve(capsys):
@@ -164,7 +166,7 @@ def test_only_the_shapes_that_are_needed_are_compiled_unless_asked_for(llm, caps
     assert cli.main(["generate", "a", "--warmup", "full"]) == 0
     assert llm.options == {"warmup": "full"}
     with pytest.raises(SystemExit):
-        cli.main(["generate", "--help", "execution"])
+        cli.main(["generate", "--help", "compilation"])
     assert "what is compiled before the first request is taken" in " ".join(capsys.readouterr().out.split())
 
 

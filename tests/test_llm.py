@@ -131,7 +131,8 @@ class TestOptions:
         parameters = inspect.signature(LLM.__init__).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
         fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-        assert defaults == {"mesh": None, "progress": True} | fields
+        # A program has no use for answers before everything is compiled: its first call would be slower.
+        assert defaults == {"mesh": None, "progress": True} | fields | {"warmup": "full"}
 
     def test_every_option_reaches_the_engine(self, monkeypatch, tmp_path):
         from jaxserve.engine.local import LocalEngineClient

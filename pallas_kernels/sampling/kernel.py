@@ -86,7 +86,7 @@ class _Group(NamedTuple):
     part: Any
     group: Any
     is_first: Any
-    """Whether it is the one that writes what all have found."""
+    """True for the CTA that writes what all have found."""
     layout: Any
 
     def start_of(self, block):
