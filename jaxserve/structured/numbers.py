@@ -158,7 +158,9 @@ def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_i
         ):
             return int(candidate) if candidate.is_integer() else candidate
         candidate = math.nextafter(candidate, inward)
-    raise ValueError(f"{keyword}: no number of 64 bits is beyond {show(bound)}")
+    raise ValueError(
+        f"{keyword}: no number beyond {show(bound)} can be compared exactly, so that the bound cannot be followed"
+    )
 
 
 def show(number: float) -> str:

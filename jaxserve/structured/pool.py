@@ -40,6 +40,12 @@ MAX_QUEUED = 64
 
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 16 * 2**20
+WANTED_SECONDS = 0.25
+"""Seconds between checks if somebody still waits for the grammar that is being compiled."""
+
+RESTART_SECONDS = 1.0
+"""Seconds that a new process takes, about: what nobody waits for any more is let run if it may take less."""
+
 _RETRY_AFTER = 10.0
 
 logger = logging.getLogger(__name__)
@@ -191,10 +197,10 @@ class _Lane:
         for ticket in waiting:
             if ticket.future.set_running_or_notify_cancel():
                 ticket.future.set_exception(JaxserveError("the pool of grammars has been closed"))
-        self._process.end()
+        self._process.kill()  # its pipes stay open until the thread, which reads them, has ended
         if self._thread is not threading.current_thread():  # close may run in it, when it collects garbage
             self._thread.join()
-        self._process.end()  # one that the thread has started meanwhile
+        self._process.end()  # one that the thread has started meanwhile, too
 
     def _run(self) -> None:
         while True:
@@ -209,7 +215,11 @@ class _Lane:
             result = self._cache.get(ticket.key)  # an equal job may have finished meanwhile
             if result is None:
                 try:
-                    result = self._process.ask(ticket.key, self._seconds)
+                    result = self._process.ask(ticket.key, self._seconds, is_unwanted=ticket.future.cancelled)
+                except _Unwanted:
+                    if not self._is_closed:
+                        self._process.restart()
+                    continue
                 except _Late:
                     if not self._is_closed:
                         self._process.restart()
@@ -241,14 +251,21 @@ class _Died(Exception):
     pass
 
 
+class _Unwanted(Exception):
+    pass
+
+
 class _Process:
     """A running `child`. Jobs can be sent to it before it is ready."""
 
     def __init__(self) -> None:
         self._popen = self._start()
 
-    def ask(self, job: bytes, seconds: float) -> Result:
-        """Send a job and wait for its result. Raises _Late or _Died."""
+    def ask(self, job: bytes, seconds: float, *, is_unwanted: Callable[[], bool]) -> Result:
+        """Send a job and wait for its result.
+
+        Raises _Late, _Died, or _Unwanted if `is_unwanted` turns true while more is left than a new process takes.
+        """
         popen = self._popen
         assert popen.stdin is not None
         assert popen.stdout is not None
@@ -256,14 +273,17 @@ class _Process:
         try:
             popen.stdin.write(len(job).to_bytes(4) + job)
             popen.stdin.flush()
-            size = int.from_bytes(self._read(popen, 4, deadline))
-            return msgspec.msgpack.decode(self._read(popen, size, deadline), type=Result)
+            size = int.from_bytes(self._read(popen, 4, deadline, is_unwanted))
+            return msgspec.msgpack.decode(self._read(popen, size, deadline, is_unwanted), type=Result)
         except (BrokenPipeError, ValueError) as error:
             raise _Died(str(error)) from error
 
     def restart(self) -> None:
         self.end()
         self._popen = self._start()
+
+    def kill(self) -> None:
+        self._popen.kill()
 
     def end(self) -> None:
         popen = self._popen
@@ -286,15 +306,20 @@ class _Process:
         )
 
     @staticmethod
-    def _read(popen: "subprocess.Popen[bytes]", size: int, deadline: float) -> bytes:
+    def _read(popen: "subprocess.Popen[bytes]", size: int, deadline: float, is_unwanted: Callable[[], bool]) -> bytes:
         assert popen.stdout is not None
         descriptor = popen.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         data = bytearray()
         while len(data) < size:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise _Late
+            left = max(0.0, deadline - time.monotonic())
+            if not poll.poll(min(left, WANTED_SECONDS) * 1000):
+                if left <= WANTED_SECONDS:
+                    raise _Late
+                if left > RESTART_SECONDS and is_unwanted():
+                    raise _Unwanted
+                continue
             part = os.read(descriptor, size - len(data))
             if not part:
                 code = popen.wait()

@@ -131,6 +131,17 @@ def test_more_than_may_wait_are_refused(pool, monkeypatch):
     assert pool.answer(large(3)).result(PATIENCE), "what nobody waits for is not compiled"
 
 
+def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(monkeypatch):
+    monkeypatch.setattr(pools, "JOB_SECONDS", 4 * PATIENCE)
+    monkeypatch.setattr(pools, "SMALL_BYTES", 0)  # all in one queue
+    pool = GrammarPool()
+    slow = pool.answer(SLOW)
+    wait_until(lambda: not pool._lanes[1]._queue)
+    assert slow.cancel()
+    assert pool.answer(SMALL).result(PATIENCE)
+    pool.close()
+
+
 def test_closing_ends_the_processes_and_what_waits(pool):
     pool.start()
     pids = children(pool)

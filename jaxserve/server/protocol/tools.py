@@ -132,7 +132,8 @@ def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | N
                 what = "is required" if value is None else f"contradicts its type {choice.type!r}"
                 raise InvalidRequest(f"tool_choice.{name} {what}", param=f"tool_choice.{name}")
         if not choice.names:
-            raise InvalidRequest("tool_choice.allowed_tools.tools must not be empty", param="tool_choice")
+            param = "tool_choice.allowed_tools.tools"
+            raise InvalidRequest(f"{param} must not be empty", param=param)
         for name in choice.names:
             if name not in names:
                 raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
