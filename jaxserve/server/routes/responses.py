@@ -7,6 +7,7 @@ import time
 import uuid
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -234,9 +235,9 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
-        user=body.user,
-        safety_identifier=body.safety_identifier,
-        prompt_cache_key=body.prompt_cache_key,
+        user=UNSET if body.user is None else body.user,
+        safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
+        prompt_cache_key=UNSET if body.prompt_cache_key is None else body.prompt_cache_key,
         service_tier=body.service_tier,
         top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
     )
