@@ -19,7 +19,7 @@ import uvloop
 
 from jaxserve.bench import stub_engine
 from jaxserve.bench.report import table
-from jaxserve.config import ServerConfig
+from jaxserve.config import DEFAULT_MODEL, ServerConfig
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import RequestFailed
 from jaxserve.loading.builtin import resolve_model
@@ -150,7 +150,7 @@ async def _run(load: Load) -> Result:
 
 @contextlib.asynccontextmanager
 async def _server(load: Load) -> AsyncIterator[tuple[Supervisor, list[int]]]:
-    path = resolve_model("")
+    path = resolve_model(DEFAULT_MODEL)
     tokenizer = Tokenizer.load(path)
     # Only tokens that are whole ASCII words: each makes an event, as no part of a character is held back.
     ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i).strip().isascii()][-NUM_TOKEN_IDS:]

@@ -34,7 +34,7 @@ MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
 MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
 """With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
-PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 7, 3
+PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 6, 3
 """Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
 _int = jnp.int32

@@ -88,7 +88,7 @@ def test_too_long_headers(server, size):
     assert_well(server)
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/completions/x", "/docs"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/completions/x", "/doc"])
 def test_unknown_paths(server, path):
     assert_error(server.get(path), 404, None, "not_found_error")
     assert_error(server.post(path, {}), 404, None, "not_found_error")

@@ -369,7 +369,7 @@ class TestFailures:
         prompt = [1, 2, 3]
         engine = start()
         results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"], eos=eos), request("free", prompt, 8)])
-        assert_refused(results["deep"], "Too many items")
+        assert_refused(results["deep"], "the grammar cannot be followed further")
         assert results["free"].finish_reason == "length"
 
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):

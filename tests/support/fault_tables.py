@@ -185,7 +185,7 @@ HEADS = {
     "unknown path": [
         head(404, method, path)
         for method in ("GET", "POST")
-        for path in ("/v1", "/v1/nothing", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/docs", "/%00", "//")
+        for path in ("/v1", "/v1/nothing", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/doc", "/%00", "//")
     ],
     "wrong method": [
         head(405, *request)

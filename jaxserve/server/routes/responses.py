@@ -140,6 +140,11 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     Raises InvalidRequest.
     """
     check_responses_request(body)
+    limit = state.frontend.client.info.max_logprobs
+    if 0 <= limit < (body.top_logprobs or 0):  # also where `include` does not ask for them, and no chat would check it
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}, at most {limit} are allowed here", param="top_logprobs"
+        )
     if body.background and not state.responses.is_enabled:
         raise InvalidRequest("background needs stored responses, and this server stores none", param="background")
     earlier: list[Item] = []
