@@ -467,7 +467,7 @@ class TestAllowedTools:
         ("choice", "param"),
         [
             (allowed("nobody"), "tool_choice"),
-            (allowed(), "tool_choice"),
+            (allowed(), "tool_choice.allowed_tools.tools"),
             (allowed("now", mode="sometimes"), "tool_choice.allowed_tools.mode"),
             ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
             ({"type": "function"}, "tool_choice.function"),
