@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = train(args.data, args.vocab_size)
-    tokenizer.save(str(args.out / "tokenizer.json"))
+    tokenizer.save(str(args.out / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,

@@ -5,8 +5,10 @@
 
 import base64
 import contextlib
+import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -112,7 +114,8 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    driver = subprocess.Popen(["chromedriver", f"--port={port}", f"--log-path={folder / 'driver.log'}"])
+    command = ["chromedriver", f"--port={port}", f"--log-path={folder / 'driver.log'}"]
+    driver = subprocess.Popen(command, start_new_session=True)
     arguments = [
         "--headless=new",
         "--no-sandbox",  # CI runs as root, in a container of its own; the pages are ours
@@ -134,10 +137,12 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
                 browser.resize(width, height)
                 yield browser
             finally:
-                client.delete(f"/session/{session}")
+                with contextlib.suppress(httpx.TransportError):
+                    client.delete(f"/session/{session}", timeout=10)
     finally:
-        driver.terminate()
-        driver.wait(timeout=PATIENCE)
+        # A driver whose browser hangs does not heed SIGTERM; both are in its process group, and their work is done.
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
 
 
 def _wait_for(client: httpx.Client) -> None:
