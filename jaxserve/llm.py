@@ -5,43 +5,25 @@ at once. jax is imported when an engine starts.
 """
 
 import contextlib
-import itertools
 import logging
-import secrets
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Unpack, overload
 
-from jaxserve import vllm_flags
-from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, WarmUp, convert_option
-from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
-from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
-from jaxserve.engine.frontend import Frontend, sampling_defaults
+from jaxserve.config import DEFAULT_MODEL
+from jaxserve.engine.embedding import EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
-from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
-from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
-from jaxserve.interrupts import while_waiting_for_threads
-from jaxserve.loading.builtin import resolve_names
+from jaxserve.engine.prompts import Prompt, as_prompt_list
+from jaxserve.errors import InvalidRequest, RequestFailed
+from jaxserve.local_model import ChatOptions, LocalModel, Message, embedding_of, flag
 from jaxserve.progress import Progress
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, RequestOutput, SamplingParams
-from jaxserve.tokenizer import Tokenizer
-from jaxserve.values import convert, names_options, rule
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from jaxserve.request import Pooling, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
 
-_FLAG = rule(bool)
-_OPTIONAL_TEXT = rule(str | None)
-_POOLING = rule(Pooling)
-
-
-class LLM:
+class LLM(LocalModel):
     """A model that generates in this process.
 
         with LLM("path/to/model") as llm:
@@ -54,92 +36,6 @@ class LLM:
 
     The same `seed` and the same calls give the same texts; parallel calls from several threads have no fixed order.
     """
-
-    @names_options("LLM", advice=vllm_flags.verdict)
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        mesh: "Mesh | None" = None,
-        progress: bool = True,
-        revision: str | None = None,
-        tokenizer: str | None = None,
-        dtype: DTypeName = "auto",
-        quantization: Quantization | None = None,
-        max_model_len: int | None = None,
-        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
-        seed: int = 0,
-        block_size: int = 16,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_num_waiting: int | None = None,
-        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
-        scheduler: Literal["continuous", "static"] = "continuous",
-        tensor_parallel_size: int = 1,
-        kernels: Literal["auto", "xla", "sm90"] = "auto",
-        overlap: bool = True,
-        dequantize: bool | None = None,
-        quantize_activations: bool | None = None,
-        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
-        warmup: WarmUp = "full",
-        compilation_cache_dir: str | None = None,
-    ):
-        """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
-        _check_mesh(mesh)
-        progress = convert_option("progress", progress, _FLAG)
-        config = EngineConfig(
-            model=model,
-            revision=revision,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            load_format=load_format,
-            seed=seed,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_waiting=max_num_waiting,
-            scheduling_policy=scheduling_policy,
-            scheduler=scheduler,
-            tensor_parallel_size=tensor_parallel_size,
-            kernels=kernels,
-            overlap=overlap,
-            dequantize=dequantize,
-            quantize_activations=quantize_activations,
-            max_logprobs=max_logprobs,
-            warmup=warmup,
-            compilation_cache_dir=compilation_cache_dir,
-        )
-        # The tokenizer comes first: a directory without one fails before any weight is read.
-        config = resolve_names(config, progress=progress)
-        loaded_tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        defaults = sampling_defaults(config.model)
-
-        from jaxserve.engine.local import LocalEngineClient
-
-        client = LocalEngineClient.start(config, mesh=mesh, progress=progress)
-        self._attach(Frontend(client, loaded_tokenizer, default_sampling=defaults, seed=config.seed))
-
-    @classmethod
-    def from_frontend(cls, frontend: Frontend) -> "LLM":
-        """Return an LLM on an engine that runs already; closing the LLM closes the engine."""
-        llm = cls.__new__(cls)
-        llm._attach(frontend)
-        return llm
-
-    def _attach(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._id_prefix = f"llm-{secrets.token_hex(4)}"
-        self._counter = itertools.count()
-        # Also at interpreter exit, while jax still works: a daemon thread inside XLA would crash it.
-        self._finalizer = weakref.finalize(self, _close, frontend.client)
 
     def generate(
         self,
@@ -169,12 +65,8 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Run `generate` for the next message of one conversation or of many, through the model's chat template."""
         if isinstance(messages, str) or not isinstance(messages, Sequence):
@@ -183,17 +75,7 @@ class LLM:
             )
         is_single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        prompts = [
-            self._render(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        prompts = [self._render(conversation, options) for conversation in conversations]
         return self._run(self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -208,23 +90,10 @@ class LLM:
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """Run `stream` for the next message of a conversation."""
-        prompt = self._render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return self.stream(prompt, sampling_params)
+        return self.stream(self._render(messages, options), sampling_params)
 
     def embed(
         self,
@@ -240,34 +109,11 @@ class LLM:
         `pooling` takes the last token's state or the mean over all tokens. `dimensions` keeps only the first entries;
         `normalize` scales vectors to length 1. Raises InvalidRequest (before anything runs), RequestFailed, EngineDead.
         """
-        pooling = convert("pooling", pooling, _POOLING)
-        dimensions = check_dimensions(
-            dimensions, hidden_size=self.info.hidden_size, allowed=self.info.embedding_dimensions
-        )
-        normalize = convert("normalize", normalize, _FLAG)
-        tokenized = tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
-        groups = [
-            self._frontend.prepare_embedding(
-                prompt.token_ids,
-                pooling=pooling,
-                request_id=f"{self._id_prefix}-{next(self._counter)}",
-                prompt_text=prompt.text,
-            )
-            for prompt in tokenized
-        ]
-        outputs = []
-        for group, result in zip(groups, self._run(groups, use_tqdm=use_tqdm), strict=True):
-            if group.embedding is None:
-                raise RequestFailed(group.error or "the engine could not finish a prompt")
-            outputs.append(
-                EmbeddingOutput(
-                    prompt=result.prompt,
-                    prompt_token_ids=result.prompt_token_ids,
-                    embedding=finish_embedding(group.embedding, dimensions=dimensions, normalize=normalize),
-                    num_cached_tokens=result.num_cached_tokens,
-                )
-            )
-        return outputs
+        dimensions = self._checked_dimensions(dimensions)
+        normalize = flag("normalize", normalize)
+        groups = self._prepare_embeddings(prompts, pooling)
+        self._run(groups, use_tqdm=use_tqdm)
+        return [embedding_of(group, dimensions=dimensions, normalize=normalize) for group in groups]
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", use_tqdm: bool = True
@@ -298,39 +144,6 @@ class LLM:
         first *= len(second) if len(first) == 1 else 1
         return [float(vectors[a].embedding @ vectors[b].embedding) for a, b in zip(first, second, strict=True)]
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the SamplingParams that the model's authors recommend, by its generation_config.json."""
-        return self._frontend.sampling_params()
-
-    def sampling_params(
-        self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
-    ) -> SamplingParams:
-        """Make SamplingParams of the given fields, else those that the model's authors recommend, else `fallback`."""
-        return self._frontend.sampling_params(given, fallback=fallback)
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer."""
-        return self._frontend.tokenizer
-
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's sizes, as chosen at start-up."""
-        return self._client.info
-
-    def stats(self) -> EngineStats:
-        """Return the engine's gauges and counters: blocks, prefix hits, preemptions, steps."""
-        return self._client.stats()
-
-    def reset_prefix_cache(self) -> bool:
-        """Drop cached prefixes. Returns false, and does nothing, while a request runs."""
-        return self._client.reset_prefix_cache()
-
-    def close(self) -> None:
-        """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
-        self._client.close()
-        self._frontend.grammars.close()
-        self._finalizer.detach()
-
     def __enter__(self) -> "LLM":
         return self
 
@@ -339,79 +152,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    @property
-    def _client(self) -> EngineClient:
-        return self._frontend.client
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template: str | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> PromptDict:
-        _check_mappings("messages", messages)
-        _check_mappings("tools", tools or ())
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InvalidRequest(
-                f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r:.100}", param="chat_template_kwargs"
-            )
-        add_generation_prompt = convert("add_generation_prompt", add_generation_prompt, _FLAG)
-        continue_final_message = convert("continue_final_message", continue_final_message, _FLAG)
-        chat_template = convert("chat_template", chat_template, _OPTIONAL_TEXT)
-        tokenizer = self._frontend.tokenizer
-        text = tokenizer.render_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=chat_template_kwargs,
-        )
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-
-    def _prepare(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RequestGroup]:
-        """Tokenize and validate everything before anything runs."""
-        if sampling_params is None:
-            sampling_params = self._frontend.sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if not isinstance(sampling_params, Sequence) or not all(
-            isinstance(params, SamplingParams) for params in sampling_params
-        ):
-            raise InvalidRequest(
-                f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r:.100}",
-                param="sampling_params",
-            )
-        if len(sampling_params) != len(prompts):
-            raise InvalidRequest(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts", param="sampling_params"
-            )
-        tokenized = tokenize_prompts(prompts, self._frontend.tokenizer)
-        groups = []
-        for number, (prompt, params) in enumerate(zip(tokenized, sampling_params, strict=True)):
-            try:
-                group = self._frontend.prepare(
-                    prompt.token_ids,
-                    params,
-                    request_id=f"{self._id_prefix}-{next(self._counter)}",
-                    prompt_text=prompt.text,
-                    shorten_output=True,
-                )
-            except InvalidRequest as error:
-                if len(prompts) > 1:
-                    error.add_note(f"in prompts[{number}]")
-                raise
-            groups.append(group)
-        return groups
-
     def _run(self, groups: list[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
-        use_tqdm = convert("use_tqdm", use_tqdm, _FLAG)
+        use_tqdm = flag("use_tqdm", use_tqdm)
         if not groups:
             return []
         self.stats()  # raises in a forked child, before the progress bar waits for a lock that no thread there releases
@@ -434,28 +176,6 @@ class LLM:
                     raise RequestFailed(group.error) if group.refusal is None else group.refusal.error()
                 yield delta
                 group.forget_logprobs()
-
-
-def _close(client: EngineClient) -> None:
-    """Close the engine of an LLM that was not closed; a KeyboardInterrupt raised here would get lost."""
-    with while_waiting_for_threads(is_last=True):
-        client.close()
-
-
-def _check_mesh(mesh: object) -> None:
-    """Raise ConfigError for an object that is not a mesh, or a mesh without devices."""
-    if mesh is None:
-        return
-    from jax.sharding import Mesh
-
-    if not isinstance(mesh, Mesh) or mesh.devices.size == 0:
-        raise ConfigError(f"mesh must be a jax.sharding.Mesh of at least one device, got {mesh!r:.100}")
-
-
-def _check_mappings(param: str, values: object) -> None:
-    """Raise InvalidRequest for anything but a sequence of mappings."""
-    if not isinstance(values, Sequence) or not all(isinstance(value, Mapping) for value in values):
-        raise InvalidRequest(f"{param} must be a list of dicts, got {values!r:.100}", param=param)
 
 
 class _DefaultLLMs:

@@ -55,9 +55,9 @@ def check_names(
 
 
 def names_options[**P, R](
-    owner: str, *, advice: Callable[[str], str | None] = lambda _: None
+    *, advice: Callable[[str], str | None] = lambda _: None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the constructor of the class `owner`: like FieldNames, for a class that is not a struct.
+    """Decorate a constructor: like FieldNames, for a class that is not a struct.
 
     `advice` says what to do about some names that it does not take.
     """
@@ -67,7 +67,7 @@ def names_options[**P, R](
 
         @functools.wraps(function)
         def checked(*args: P.args, **options: P.kwargs) -> R:
-            check_names(owner, options, known=known, kind="option", advice=advice)
+            check_names(type(args[0]).__name__, options, known=known, kind="option", advice=advice)
             return function(*args, **options)
 
         return checked

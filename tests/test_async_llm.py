@@ -1,6 +1,7 @@
 """AsyncLLM: `async for` over a scripted engine; and what LLM has under vLLM's names."""
 
 import asyncio
+import inspect
 
 import numpy as np
 import pytest
@@ -83,6 +84,10 @@ def test_mistakes_are_raised_where_they_are_awaited(client, tokenizer):
     async def work(llm):
         with pytest.raises(InvalidRequest, match="context"):
             await text_of(llm.generate([65] * 10**5))
+        with pytest.raises(TypeError, match="chat has no option 'tool'; did you mean 'tools'"):
+            await text_of(llm.chat([USER], tool=[]))
+        with pytest.raises(InvalidRequest, match="dimensions must be in"):
+            await llm.embed("a", dimensions=5)
         return await text_of(llm.generate("ab", SamplingParams(max_tokens=2)))
 
     assert run(client, tokenizer, work) == "bb"
@@ -126,6 +131,11 @@ def test_the_models_own_sampling_parameters(llm):
         ("max_num_seq", "did you mean 'max_num_seqs'"),
     ],
 )
-def test_options_of_vllm_and_misspelt_ones_are_explained(option, message):
-    with pytest.raises(TypeError, match=message):
-        LLM(**{"model": "scribe-2m", option: 1})
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_options_of_vllm_and_misspelt_ones_are_explained(owner, option, message):
+    with pytest.raises(TypeError, match=f"^{owner.__name__} has no option .*{message}"):
+        owner(**{"model": "scribe-2m", option: 1})
+
+
+def test_both_take_the_same_options():
+    assert inspect.signature(AsyncLLM) == inspect.signature(LLM)

@@ -1,0 +1,293 @@
+"""LocalModel: what LLM and AsyncLLM have in common. Its options, its engine, and how requests are made for it.
+
+jax is imported when an engine starts.
+"""
+
+import itertools
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from jaxserve import vllm_flags
+from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, WarmUp, convert_option
+from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
+from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
+from jaxserve.engine.frontend import Frontend, sampling_defaults
+from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
+from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
+from jaxserve.interrupts import while_waiting_for_threads
+from jaxserve.loading.builtin import resolve_names
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.values import check_names, convert, names_options, rule
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Message = Mapping[str, Any]
+
+_FLAG = rule(bool)
+_OPTIONAL_TEXT = rule(str | None)
+_POOLING = rule(Pooling)
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        tools: tools that the model may call, as dicts of OpenAI's API.
+        add_generation_prompt: true, by default, to let the template begin the assistant's message.
+        continue_final_message: true to let the model continue the last message.
+        chat_template: a Jinja template to use instead of the model's own.
+        chat_template_kwargs: further variables of the template.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+_CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
+
+
+class LocalModel:
+    """A model whose engine runs in a thread of this process; LLM and AsyncLLM add the calls that generate."""
+
+    @names_options(advice=vllm_flags.verdict)
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        mesh: "Mesh | None" = None,
+        progress: bool = True,
+        revision: str | None = None,
+        tokenizer: str | None = None,
+        dtype: DTypeName = "auto",
+        quantization: Quantization | None = None,
+        max_model_len: int | None = None,
+        load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        seed: int = 0,
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_num_waiting: int | None = None,
+        scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
+        scheduler: Literal["continuous", "static"] = "continuous",
+        tensor_parallel_size: int = 1,
+        kernels: Literal["auto", "xla", "sm90"] = "auto",
+        overlap: bool = True,
+        dequantize: bool | None = None,
+        quantize_activations: bool | None = None,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        warmup: WarmUp = "full",
+        compilation_cache_dir: str | None = None,
+    ):
+        """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
+        _check_mesh(mesh)
+        progress = convert_option("progress", progress, _FLAG)
+        config = EngineConfig(
+            model=model,
+            revision=revision,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            seed=seed,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
+            scheduling_policy=scheduling_policy,
+            scheduler=scheduler,
+            tensor_parallel_size=tensor_parallel_size,
+            kernels=kernels,
+            overlap=overlap,
+            dequantize=dequantize,
+            quantize_activations=quantize_activations,
+            max_logprobs=max_logprobs,
+            warmup=warmup,
+            compilation_cache_dir=compilation_cache_dir,
+        )
+        # The tokenizer comes first: a directory without one fails before any weight is read.
+        config = resolve_names(config, progress=progress)
+        loaded_tokenizer = Tokenizer.load(config.tokenizer or config.model)
+        defaults = sampling_defaults(config.model)
+
+        from jaxserve.engine.local import LocalEngineClient
+
+        client = LocalEngineClient.start(config, mesh=mesh, progress=progress)
+        self._attach(Frontend(client, loaded_tokenizer, default_sampling=defaults, seed=config.seed))
+
+    @classmethod
+    def from_frontend[M](cls: type[M], frontend: Frontend) -> M:
+        """Return a model on an engine that runs already; closing it closes the engine."""
+        model: Any = cls.__new__(cls)
+        model._attach(frontend)
+        return model
+
+    def _attach(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._id_prefix = f"llm-{secrets.token_hex(4)}"
+        self._counter = itertools.count()
+        # Also at interpreter exit, while jax still works: a daemon thread inside XLA would crash it.
+        self._finalizer = weakref.finalize(self, _close, frontend.client)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the SamplingParams that the model's authors recommend, by its generation_config.json."""
+        return self._frontend.sampling_params()
+
+    def sampling_params(
+        self, given: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """Make SamplingParams of the given fields, else those that the model's authors recommend, else `fallback`."""
+        return self._frontend.sampling_params(given, fallback=fallback)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        return self._frontend.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's sizes, as chosen at start-up."""
+        return self._client.info
+
+    def stats(self) -> EngineStats:
+        """Return the engine's gauges and counters: blocks, prefix hits, preemptions, steps."""
+        return self._client.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop cached prefixes. Returns false, and does nothing, while a request runs."""
+        return self._client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
+        self._client.close()
+        self._frontend.grammars.close()
+        self._finalizer.detach()
+
+    @property
+    def _client(self) -> EngineClient:
+        return self._frontend.client
+
+    def _render(self, messages: Sequence[Message], options: ChatOptions) -> PromptDict:
+        check_names("chat", options, known=_CHAT_OPTIONS, kind="option")
+        tools, template_kwargs = options.get("tools"), options.get("chat_template_kwargs")
+        _check_mappings("messages", messages)
+        _check_mappings("tools", tools or ())
+        if not isinstance(template_kwargs, Mapping | None):
+            raise InvalidRequest(
+                f"chat_template_kwargs must be a dict, got {template_kwargs!r:.100}", param="chat_template_kwargs"
+            )
+        tokenizer = self._frontend.tokenizer
+        text = tokenizer.render_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=flag("add_generation_prompt", options.get("add_generation_prompt", True)),
+            continue_final_message=flag("continue_final_message", options.get("continue_final_message", False)),
+            chat_template=convert("chat_template", options.get("chat_template"), _OPTIONAL_TEXT),
+            template_kwargs=template_kwargs,
+        )
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _prepare(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestGroup]:
+        """Tokenize and validate everything before anything runs."""
+        if sampling_params is None:
+            sampling_params = self._frontend.sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence) or not all(
+            isinstance(params, SamplingParams) for params in sampling_params
+        ):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r:.100}",
+                param="sampling_params",
+            )
+        if len(sampling_params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts", param="sampling_params"
+            )
+        tokenized = tokenize_prompts(prompts, self._frontend.tokenizer)
+        groups = []
+        for number, (prompt, params) in enumerate(zip(tokenized, sampling_params, strict=True)):
+            try:
+                group = self._frontend.prepare(
+                    prompt.token_ids,
+                    params,
+                    request_id=self._next_id(),
+                    prompt_text=prompt.text,
+                    shorten_output=True,
+                )
+            except InvalidRequest as error:
+                if len(prompts) > 1:
+                    error.add_note(f"in prompts[{number}]")
+                raise
+            groups.append(group)
+        return groups
+
+    def _prepare_embeddings(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling) -> list[RequestGroup]:
+        pooling = convert("pooling", pooling, _POOLING)
+        return [
+            self._frontend.prepare_embedding(
+                prompt.token_ids, pooling=pooling, request_id=self._next_id(), prompt_text=prompt.text
+            )
+            for prompt in tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
+        ]
+
+    def _checked_dimensions(self, dimensions: int | None) -> int | None:
+        return check_dimensions(dimensions, hidden_size=self.info.hidden_size, allowed=self.info.embedding_dimensions)
+
+    def _next_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._counter)}"
+
+
+def flag(name: str, value: object) -> bool:
+    """Return the argument `name` as True or False. Raises InvalidRequest."""
+    return convert(name, value, _FLAG)
+
+
+def embedding_of(group: RequestGroup, *, dimensions: int | None, normalize: bool) -> EmbeddingOutput:
+    """Return the vector of a request for one that has finished. Raises RequestFailed."""
+    if group.embedding is None:
+        raise RequestFailed(group.error or "the engine could not finish a prompt")
+    result = group.result()
+    return EmbeddingOutput(
+        prompt=result.prompt,
+        prompt_token_ids=result.prompt_token_ids,
+        embedding=finish_embedding(group.embedding, dimensions=dimensions, normalize=normalize),
+        num_cached_tokens=result.num_cached_tokens,
+    )
+
+
+def _close(client: EngineClient) -> None:
+    """Close the engine of a model that was not closed; a KeyboardInterrupt raised here would get lost."""
+    with while_waiting_for_threads(is_last=True):
+        client.close()
+
+
+def _check_mesh(mesh: object) -> None:
+    """Raise ConfigError for an object that is not a mesh, or a mesh without devices."""
+    if mesh is None:
+        return
+    from jax.sharding import Mesh
+
+    if not isinstance(mesh, Mesh) or mesh.devices.size == 0:
+        raise ConfigError(f"mesh must be a jax.sharding.Mesh of at least one device, got {mesh!r:.100}")
+
+
+def _check_mappings(param: str, values: object) -> None:
+    """Raise InvalidRequest for anything but a sequence of mappings."""
+    if not isinstance(values, Sequence) or not all(isinstance(value, Mapping) for value in values):
+        raise InvalidRequest(f"{param} must be a list of dicts, got {values!r:.100}", param=param)
