@@ -3,6 +3,7 @@ PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
 DEVICELESS := $(VENV)/deviceless/.installed
 MODEL ?=
@@ -12,13 +13,21 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: docs install deviceless serve test test-all lint goldens parity formats clients schemas bench clean
 
+# What serves, and what development needs beside it. Both choose CUDA where there is an NVIDIA GPU: see deploy/install.py.
+define INSTALL
+	@test -n "$(PYTHON)" || { echo "jaxserve needs Python 3.12 or newer. Install it (for example: apt install python3.12-venv, or pyenv install 3.12) or name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) deploy/install.py $(VENV)
+endef
+
+$(SERVING): pyproject.toml constraints.txt
+	$(INSTALL)
+	@touch $@
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "jaxserve needs Python 3.12 or newer. Install it (for example: apt install python3.12-venv, or pyenv install 3.12) or name one: make PYTHON=/path/to/python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $@
+	$(INSTALL) --extra dev
+	@touch $@ $(SERVING)
 
 # jax's CUDA plugin compiles for a GPU that is not there. In a folder of its own: where it finds no driver, it complains
 # at each start of jax.
@@ -29,7 +38,7 @@ $(DEVICELESS): constraints.txt | install
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(@D) jax-cuda13-plugin jax-cuda13-pjrt
 	@touch $@
 
-serve: install
+serve: $(SERVING)
 	$(BIN)/jaxserve serve $(MODEL)
 
 # A process takes a file's tests, which use the same compiled programs and servers; tests/conftest.py orders the files.
