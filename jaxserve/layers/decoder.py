@@ -17,7 +17,7 @@ from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
-from jaxserve.layers.moe import Routing, can_leave_shares, moe_or_mlp
+from jaxserve.layers.moe import Routing, can_leave_partial_sums, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
@@ -154,7 +154,7 @@ def decoder(
     activation = config.activation if gate is None else gate
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    shared = {"rotation": rotation, "head_norm_eps": config.norm_eps}
+    of_heads = {"rotation": rotation, "head_norm_eps": config.norm_eps}
     windows = windows_of(config)
     views = [
         {"batch": batch.of_layer(index), "scores": Scores(scale=config.head_dim**-0.5, sliding_window=windows[index])}
@@ -177,7 +177,7 @@ def decoder(
     )
     kinds = [path.kind for path in choose(shapes, step)]
     if Kind.OPERATIONS not in kinds and isinstance(activation, str):
-        attends = [functools.partial(attend_heads, **view, **shared) for view in views]
+        attends = [functools.partial(attend_heads, **view, **of_heads) for view in views]
         return decode_layer.decode_layers(
             params,
             x,
@@ -191,17 +191,17 @@ def decoder(
             eps=config.norm_eps,
         )
 
-    leaves_shares = _adds_up_shares(layers, x, batch)
-    sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
+    leaves_partial_sums = _adds_up_partial_sums(layers, x, batch)
+    sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_partial_sums": leaves_partial_sums}
     mlp = functools.partial(gated_mlp, activation=activation, **sums)
     if routing is not None:
         mlp = functools.partial(
-            moe_or_mlp, batch=batch, routing=routing, activation=activation, leaves_shares=leaves_shares
+            moe_or_mlp, batch=batch, routing=routing, activation=activation, leaves_partial_sums=leaves_partial_sums
         )
     add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels, peers=batch.peers)
 
-    shared["leaves_shares"] = leaves_shares
-    attends = [functools.partial(self_attention, **view, **shared) for view in views]
+    of_heads["leaves_partial_sums"] = leaves_partial_sums
+    attends = [functools.partial(self_attention, **view, **of_heads) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
     return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm, add_norm=add_norm)
@@ -238,14 +238,14 @@ def layer_shapes(
     ]
 
 
-def _adds_up_shares(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
+def _adds_up_partial_sums(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
     """Return true if the devices' partial sums are left to `add_rms_norm`, which has a kernel that adds them up."""
     if batch.peers is None or all_reduce.why_not(x, batch.peers) is not None:
         return False
     return all(
         layer.keys() == {*PRE_NORMS, "attention", "mlp"}
         and "out_bias" not in layer["attention"]
-        and can_leave_shares(layer["mlp"])
+        and can_leave_partial_sums(layer["mlp"])
         for layer in layers
     )
 

@@ -233,7 +233,7 @@ def latent_attention(
             params.get("out_bias"),
             kernels=batch.kernels,
             peers=batch.peers,
-            leaves_shares=False,
+            leaves_partial_sums=False,
         )
         return y, cache
 

@@ -20,15 +20,15 @@ def linear(
     bias: Float[Array, "*outputs"] | None = None,
     *,
     output_dtype: jnp.dtype | None = None,
-    leaves_shares: bool = False,
+    leaves_partial_sums: bool = False,
 ) -> Float[Array, " T *outputs"]:
     """Multiply by the weight as `Weight.multiply` does, and add the bias; the result is in x's dtype by default.
 
-    Raises ValueError for `leaves_shares` with a bias.
+    Raises ValueError for `leaves_partial_sums` with a bias.
     """
-    if leaves_shares and bias is not None:
-        raise ValueError("a bias would be in each share of the sum")
-    y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_shares=leaves_shares)
+    if leaves_partial_sums and bias is not None:
+        raise ValueError("a bias would be in each partial sum")
+    y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
     return y if bias is None else y + bias[None]
 
 
@@ -39,14 +39,14 @@ def linear_with_sum(
     *,
     kernels: Kernels,
     peers: PeerBuffers | None,
-    leaves_shares: bool,
+    leaves_partial_sums: bool,
 ) -> Float[Array, "T E"]:
     """Compute `linear` at the end of a block: devices that have partial sums of the result add them up through `peers`,
-    if there are any. With `leaves_shares` they do not.
+    if there are any. With `leaves_partial_sums` they do not.
     """
-    if leaves_shares or peers is None:
-        return linear(x, weight, bias, leaves_shares=leaves_shares)
-    y = summed(linear(x, weight, leaves_shares=True), peers, kernels=kernels)
+    if leaves_partial_sums or peers is None:
+        return linear(x, weight, bias, leaves_partial_sums=leaves_partial_sums)
+    y = summed(linear(x, weight, leaves_partial_sums=True), peers, kernels=kernels)
     return y if bias is None else y + bias[None]
 
 

@@ -116,14 +116,14 @@ def gated_mlp(
     *,
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
-    leaves_shares: bool = False,
+    leaves_partial_sums: bool = False,
 ) -> Float[Array, "T E"]:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights. `peers` and `leaves_shares` are
-    those of `linear_with_sum`.
+    The first includes the activation where `kernels` has one for such rows and weights. `peers` and
+    `leaves_partial_sums` are those of `linear_with_sum`.
     """
-    sums = {"kernels": kernels, "peers": peers, "leaves_shares": leaves_shares}
+    sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": leaves_partial_sums}
     with jax.named_scope("mlp"):
         inner = _gated_linear_unit(params["gate_up"], params.get("gate_up_bias"), x, activation, kernels=kernels)
         return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)
@@ -182,7 +182,7 @@ def mlp(
     peers: PeerBuffers | None = None,
 ) -> Float[Array, "T E"]:
     """down(activation(up(x))); `activation` is a key of ACTIVATIONS, `peers` are those of `linear_with_sum`."""
-    sums = {"kernels": kernels, "peers": peers, "leaves_shares": False}
+    sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": False}
     with jax.named_scope("mlp"):
         inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias")))
         return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)

@@ -129,23 +129,28 @@ def moe_or_mlp(
     batch: Batch,
     routing: Routing,
     activation: str | Gate,
-    leaves_shares: bool = False,
+    leaves_partial_sums: bool = False,
 ) -> Float[Array, "T E"]:
     """Run the feed-forward of a layer, with experts or without, as its weights say."""
-    options = {"activation": activation, "kernels": batch.kernels, "peers": batch.peers, "leaves_shares": leaves_shares}
+    options = {
+        "activation": activation,
+        "kernels": batch.kernels,
+        "peers": batch.peers,
+        "leaves_partial_sums": leaves_partial_sums,
+    }
     if "experts" not in params:
         return gated_mlp(params, x, **options)
     num_tokens = batch.query_starts[batch.num_rows]
     return moe(params, x, num_tokens, routing=routing, **options)
 
 
-def can_leave_shares(params: Params) -> bool:
+def can_leave_partial_sums(params: Params) -> bool:
     """Return true if `moe_or_mlp` with these weights is a sum of which each device along one mesh axis has a partial
     sum.
     """
     if "experts" not in params:
         return params.keys() == {"gate_up", "down"}
-    axes = _axes_of_shares(params["experts"])
+    axes = _axes_of_partial_sums(params["experts"])
     if len(axes) != 1 or "shared_gate" in params:
         return False
     shared = params.get("shared")
@@ -161,33 +166,35 @@ def moe(
     activation: str | Gate,
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
-    leaves_shares: bool = False,
+    leaves_partial_sums: bool = False,
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `mlp.gate_of`, `peers` and
-    `leaves_shares` as for `linear_with_sum`, the latter only if `can_leave_shares`. Raises NotImplementedError for
-    experts that `kernels` cannot multiply by; if they do not support the routing, XLA does it.
+    `leaves_partial_sums` as for `linear_with_sum`, the latter only if `can_leave_partial_sums`. Raises
+    NotImplementedError for experts that `kernels` cannot multiply by; if they do not support the routing, XLA does it.
     """
     # The experts and the shared one are in one sum over devices if possible.
-    together = (leaves_shares or peers is not None) and can_leave_shares(params)
-    alone = peers is not None and not together and len(_axes_of_shares(params["experts"])) == 1
+    together = (leaves_partial_sums or peers is not None) and can_leave_partial_sums(params)
+    alone = peers is not None and not together and len(_axes_of_partial_sums(params["experts"])) == 1
     with jax.named_scope("moe"):
         logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
         run = functools.partial(
-            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_shares=together or alone
+            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_partial_sums=together or alone
         )
         y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
         if alone:
             y = summed(y, peers, kernels=kernels)
         if "shared" in params:
-            shared = gated_mlp(params["shared"], x, activation, kernels=kernels, peers=peers, leaves_shares=together)
+            shared = gated_mlp(
+                params["shared"], x, activation, kernels=kernels, peers=peers, leaves_partial_sums=together
+            )
             if "shared_gate" in params:
                 shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
             y = y + shared
-        return y if leaves_shares else summed(y, peers, kernels=kernels)
+        return y if leaves_partial_sums else summed(y, peers, kernels=kernels)
 
 
 def _run_experts(
@@ -200,7 +207,7 @@ def _run_experts(
     routing: Routing,
     activation: str | Gate,
     kernels: Kernels,
-    leaves_shares: bool,
+    leaves_partial_sums: bool,
 ) -> Float[Array, "T E"]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
     of their inner sizes, for all tokens.
@@ -210,7 +217,7 @@ def _run_experts(
     if gate_up.mesh.empty:
         return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
     expert_axis, ffn_axis = gate_up.spec[0], gate_up.spec[2]
-    axes = _axes_of_shares(experts)
+    axes = _axes_of_partial_sums(experts)
 
     def on_device(experts: Params, *arguments: Any) -> Array:
         num_local = experts["down"].shape[0]
@@ -219,18 +226,18 @@ def _run_experts(
             bias = jnp.where(jax.lax.axis_index(ffn_axis) == 0, experts["down_bias"], 0)
             experts = experts | {"down_bias": bias}
         y = run(experts, *arguments, first_expert=first_expert)
-        return y if leaves_shares or not axes else jax.lax.psum(y, axes)
+        return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes)
 
     island = jax.shard_map(
         on_device,
         in_specs=(partition_specs(experts), *[PartitionSpec()] * 4),
-        out_specs=PartitionSpec(unreduced=frozenset(axes) if leaves_shares else frozenset()),
+        out_specs=PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset()),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
     return island(experts, x, logits, selection_bias, num_tokens)
 
 
-def _axes_of_shares(experts: Params) -> tuple[str, ...]:
+def _axes_of_partial_sums(experts: Params) -> tuple[str, ...]:
     """Return the axes of the mesh along which devices have experts of their own, or shards of their inner sizes."""
     spec = experts["gate_up"].spec
     return tuple(axis for axis in (spec[0], spec[2]) if axis is not None) if len(spec) else ()

@@ -62,15 +62,15 @@ def add_rms_norm(
 
     Each device may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
     """
-    mesh, shared = jax.typeof(x).sharding.mesh, jax.typeof(update).sharding.spec.unreduced
-    if shared:
-        [axis] = shared
+    mesh, unreduced = jax.typeof(x).sharding.mesh, jax.typeof(update).sharding.spec.unreduced
+    if unreduced:
+        [axis] = unreduced
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
         everywhere, of_device = PartitionSpec(), peer_buffers_spec(mesh)
         with jax.named_scope("norm"):
             return jax.shard_map(
                 run,
-                in_specs=(everywhere, PartitionSpec(unreduced=shared), everywhere, of_device),
+                in_specs=(everywhere, PartitionSpec(unreduced=unreduced), everywhere, of_device),
                 out_specs=everywhere,
                 check_vma=False,
             )(x, update, weight, peers)

@@ -33,7 +33,7 @@ EXPERTS = {
             ("qwen3", 2, 2 * NUM_LAYERS, 0),
             ("mixtral", 2, 2 * NUM_LAYERS, 0),
             ("qwen3_moe", 4, 2 * NUM_LAYERS, 0),
-            ("qwen2_moe", 2, 0, 3 * NUM_LAYERS),  # the gate of whose shared expert must not meet a share
+            ("qwen2_moe", 2, 0, 3 * NUM_LAYERS),  # the gate of whose shared expert must not meet a partial sum
             ("olmo2", 2, 0, 2 * NUM_LAYERS),  # whose updates are normalised before they are added
             ("granite", 2, 0, 2 * NUM_LAYERS),  # and scaled
             ("starcoder2", 4, 0, 2 * NUM_LAYERS),  # has biases
@@ -126,14 +126,14 @@ def test_linear_leaves_partial_sums():
 
     @jax.jit
     def both(x, weight):
-        shares = linear(x, weight, leaves_shares=True)
-        assert jax.typeof(shares).sharding.spec.unreduced == {"tensor"}
+        partial_sums = linear(x, weight, leaves_partial_sums=True)
+        assert jax.typeof(partial_sums).sharding.spec.unreduced == {"tensor"}
         whole = linear(x, weight)
         assert not jax.typeof(whole).sharding.spec.unreduced
-        return jax.sharding.reshard(shares, NamedSharding(mesh, PartitionSpec(None, None))), whole
+        return jax.sharding.reshard(partial_sums, NamedSharding(mesh, PartitionSpec(None, None))), whole
 
     with jax.set_mesh(mesh):
         for y in both(x, weight):
             np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(values).T, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match="a bias would be in each share of the sum"):
-            linear(x, weight, jnp.ones(3), leaves_shares=True)
+        with pytest.raises(ValueError, match="a bias would be in each partial sum"):
+            linear(x, weight, jnp.ones(3), leaves_partial_sums=True)
