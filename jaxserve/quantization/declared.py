@@ -80,7 +80,7 @@ def _compressed_tensors(config: Config, where: str) -> tuple[Format, ...]:
     _require(config, where, quantization_status=(None, "compressed", "frozen"), transform_config=(None, {}))
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise CheckpointError(f"{where}: config_groups must be an object, got {groups!r:.100}")
+        raise CheckpointError(f"{where}: config_groups must be an object with at least one group, got {groups!r:.100}")
     return tuple(dict.fromkeys(_group(name, group, config, where) for name, group in groups.items()))
 
 
