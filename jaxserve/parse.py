@@ -13,12 +13,12 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.server.answers import message_of
 from jaxserve.server.choosing.choice import Choice, choose
-from jaxserve.server.parsing.model import call_id, reader_of
-from jaxserve.server.parsing.syntax import Ids, Syntax
+from jaxserve.server.parsing.readers import call_id, reader_of
 from jaxserve.server.parsing.thoughts import are_open
 from jaxserve.server.protocol.chat import AssistantMessage
 from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.tools import ToolDefinition, callable_tools
+from jaxserve.server.syntaxes.syntax import Ids, Syntax
 from jaxserve.server.template import served_tokenizer
 from jaxserve.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.syntax import Calls, Channels, Syntax, Thoughts
-from jaxserve.server.parsing.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Syntax, Thoughts
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 _TOOLS = {"look_up": {"type": "object", "properties": {"word": {"type": "string"}}}}
 _PIECE = 4

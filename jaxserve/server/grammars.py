@@ -9,10 +9,10 @@ from starlette.types import Receive
 
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.request import StructuredOutputs
-from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.state import ServerState
 from jaxserve.server.streaming import while_wanted
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import JsonOptions
 from jaxserve.structured.pool import JOB_SECONDS
 

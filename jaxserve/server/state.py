@@ -20,7 +20,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.request import Pooling
 from jaxserve.server.engine_view import EngineView
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.model import ModelSyntax
+from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.protocol.messages import MessageStyle
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.streaming import SlowReaders

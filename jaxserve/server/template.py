@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.server.parsing.model import ModelSyntax
+from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.parsing.thoughts import are_open
 from jaxserve.server.protocol.messages import MessageStyle, check_unusual_roles, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables

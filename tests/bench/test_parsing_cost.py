@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.bench import parsing_cost
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.parsing.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 
 def test_a_report_of_some_syntaxes():

@@ -13,8 +13,7 @@ from wire_clock import WireClock
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient
-from jaxserve.server.parsing.model import call_texts
-from jaxserve.server.parsing.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """What may be a special token of the marks of calls."""
@@ -42,7 +41,7 @@ def tokenizer():
 def random_model(tmp_path_factory):
     """The folder of a tiny random model, whose tokenizer has the special tokens of every syntax of tool calls."""
     rows = [row for name, rows in TOOL_PARSERS.items() if name != "hermes" for row in rows]
-    markers = sorted({mark for row in rows for text in call_texts(row) for mark in SPECIAL.findall(text)})
+    markers = sorted({mark for row in rows for text in row.texts for mark in SPECIAL.findall(text)})
     return tiny_model.write(
         tmp_path_factory.mktemp("random"), chat_template=tiny_model.CHAT_TEMPLATE, special_tokens=markers
     )

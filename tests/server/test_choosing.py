@@ -19,10 +19,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.choosing.choice import choose
 from jaxserve.server.choosing.derive import derive
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.model import ModelSyntax
-from jaxserve.server.parsing.syntax import Syntax, Tags
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.model_syntax import ModelSyntax
+from jaxserve.server.syntaxes.syntax import Syntax, Tags
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
@@ -226,7 +226,7 @@ def test_calls_can_be_forced_in_a_derived_syntax(name, tokenizer):
     syntax = _derived(name, tokenizer_with((KNOWN | UNKNOWN)[name].template()))
     derived = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
     tools = [Tool(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
-    grammar = derived.grammar(tools, is_open=False, must_call=True, is_parallel=True, answer=None)
+    grammar = derived.forcing.grammar(tools, is_open=False, must_call=True, is_parallel=True, answer=None)
     assert LLMatcher.validate_grammar(grammar) == ""
 
 

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning, joined
-from jaxserve.server.parsing.harmony import MARKS, HarmonyReader
+from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.literal import ValueReader
 from jaxserve.server.parsing.reader import Reader
 from jaxserve.server.parsing.schema import property_kind
 from jaxserve.server.parsing.source import Source
-from jaxserve.server.parsing.syntax import Channels, Syntax, Thoughts
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.parsing.thoughts import ReasoningCounter, are_open
+from jaxserve.server.syntaxes.harmony import MARKS
+from jaxserve.server.syntaxes.syntax import Channels, Syntax, Thoughts
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 
 NAMES = {
     "get_weather": {

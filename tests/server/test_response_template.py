@@ -11,7 +11,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from jaxserve.server.choosing.patterns import MAX_LENGTH, UnsupportedPattern, variants
 from jaxserve.server.choosing.response_template import UnsupportedTemplate, from_response_template
-from jaxserve.server.parsing.syntax import Channels
+from jaxserve.server.syntaxes.syntax import Channels
 
 # ruff: noqa: E501 (an answer is told in one piece)
 

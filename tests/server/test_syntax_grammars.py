@@ -9,9 +9,9 @@ from depths import examples
 from llguidance import LLMatcher, LLTokenizer
 from written_answers import Message, loaded, read, reader, rows, write
 
-from jaxserve.server.parsing.syntax import PythonCall, Tags
-from jaxserve.server.parsing.tools import Tool
-from jaxserve.server.parsing.writer import call_rules, literal
+from jaxserve.server.forcing.writer import call_rules, literal
+from jaxserve.server.syntaxes.syntax import PythonCall, Tags
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import JsonOptions, arguments_schema, lark_grammar
 
 ROWS = rows()

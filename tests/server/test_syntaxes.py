@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
 
 import jaxserve
-from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Tags, Wrapped
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.syntax import Channels, Object, PythonCall, Tags, Wrapped
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 
 ROWS = rows()
 PARAMETERS = {

@@ -14,8 +14,8 @@ from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.server.choosing.choice import choose
 from jaxserve.server.message_style import message_style
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.protocol.chat import ChatRequest
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxserve.server.template import render_chat, served_tokenizer
 from jaxserve.tokenizer import Tokenizer
 

@@ -11,10 +11,10 @@ from serving import Running, assert_error, frames, running
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.request import StructuredOutputs
-from jaxserve.server.parsing.model import ModelSyntax
-from jaxserve.server.parsing.syntax import Syntax
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.model_syntax import ModelSyntax
+from jaxserve.server.syntaxes.syntax import Syntax
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import limit_of, make_grammar
 from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer
@@ -217,7 +217,7 @@ def test_what_a_limited_answer_may_be(kind, is_open, text, passes):
     tools = [Tool("now", {"type": "object"})] if "tool_call" in text else []
     syntax = Syntax(TOOL_PARSERS["hermes"][0], REASONING_PARSERS["kimi_k2"])
     model = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
-    grammar = model.grammar(tools, is_open=is_open, must_call=False, is_parallel=True, answer=None, budget=5)
+    grammar = model.forcing.grammar(tools, is_open=is_open, must_call=False, is_parallel=True, answer=None, budget=5)
     assert (followed(tokenizer, grammar, text) == text) == passes
     limit = limit_of(grammar)
     assert limit is not None
@@ -234,7 +234,7 @@ def test_each_syntax_of_thoughts(name, is_open, budget):
     thoughts = REASONING_PARSERS[name]
     model = ModelSyntax(tokenizer, Syntax(calls, thoughts), vocab_size=tokenizer.vocab_size)
     is_open &= not model.has_channels
-    grammar = model.grammar([], is_open=is_open, must_call=False, is_parallel=True, answer=None, budget=budget)
+    grammar = model.forcing.grammar([], is_open=is_open, must_call=False, is_parallel=True, answer=None, budget=budget)
     if model.has_channels:
         opening, closing = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
         answer = "<|channel|>final<|message|>Yes."
@@ -265,9 +265,9 @@ def test_a_message_of_channels_that_is_continued_has_no_other_header(tools, budg
     model = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
     answer = make_grammar(StructuredOutputs(choice=["Yes.", "No."]))
     options = {"is_open": False, "must_call": False, "is_parallel": True, "answer": answer, "budget": budget}
-    continued = model.grammar(tools, **options, continues_message=True)
+    continued = model.forcing.grammar(tools, **options, continues_message=True)
     assert followed(tokenizer, continued, "Yes.") == "Yes."
     assert followed(tokenizer, continued, "<|channel|>") == ""
-    new = model.grammar(tools, **options)
+    new = model.forcing.grammar(tools, **options)
     assert followed(tokenizer, new, "Yes.") == ""
     assert followed(tokenizer, new, "<|channel|>final<|message|>Yes.") == "<|channel|>final<|message|>Yes."

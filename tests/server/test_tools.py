@@ -12,9 +12,9 @@ from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.server.parsing.syntax import Tags
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.syntaxes.syntax import Tags
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -351,7 +351,7 @@ def test_a_strict_call_that_nothing_forces(forced):
     trigger = "<|channel|>" if syntax.has_channels else (calls.section[0] or calls.call[0]).strip()
     token_id = forced.tokenizer.added_token_id(trigger)
     if calls.is_bare or not syntax.knows_tools or token_id is None:
-        assert not syntax.follows_strict([Tool("now", {}, is_strict=True)])
+        assert not syntax.forcing.follows_strict([Tool("now", {}, is_strict=True)])
         return
     bias = forced.server.state.frontend.default_sampling["logit_bias"] | {token_id: 6.0}
     body = {"messages": [USER], "tools": tools, "n": 16, "seed": 7, "max_tokens": 300, "logit_bias": bias}

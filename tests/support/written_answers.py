@@ -6,8 +6,8 @@ from typing import NamedTuple
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.syntax import Channels, Object, PythonCall, Syntax, Tags, Wrapped
-from jaxserve.server.parsing.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.syntax import Channels, Object, PythonCall, Syntax, Tags, Wrapped
+from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 
 
 class Message(NamedTuple):

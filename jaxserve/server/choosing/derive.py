@@ -15,7 +15,7 @@ from jaxserve.server.choosing.texts import TAG, common_prefix, common_suffix, sp
 from jaxserve.server.message_style import message_style
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.syntax import Calls, Ids, Object, PythonCall, Syntax, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Ids, Object, PythonCall, Syntax, Tags, Thoughts, Wrapped
 from jaxserve.tokenizer import Tokenizer
 
 QUESTION, WORDS, THOUGHTS = "questionqu", "wordsqc", "musingqt"

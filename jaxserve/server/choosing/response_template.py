@@ -22,7 +22,7 @@ from jaxserve.server.choosing.patterns import (
     variants,
 )
 from jaxserve.server.choosing.texts import split_key, split_name
-from jaxserve.server.parsing.syntax import Calls, Channels, Object, Pair, PythonCall, Syntax, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Object, Pair, PythonCall, Syntax, Tags, Thoughts, Wrapped
 
 MAX_TEXT = 512
 """Characters of one text."""

@@ -17,10 +17,7 @@ from jaxserve.server.parsing.events import Content, Reasoning
 from jaxserve.server.parsing.literal import ValueReader, to_json
 from jaxserve.server.parsing.schema import arguments_of
 from jaxserve.server.parsing.source import Steps
-
-START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
-CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
-MARKS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL, RETURN)
+from jaxserve.server.syntaxes.harmony import CHANNEL, CONSTRAIN, MARKS, MESSAGE, START
 
 _MARK = regex.compile("|".join(regex.escape(mark) for mark in MARKS))
 _RECIPIENT_FIRST = regex.compile(r"to=")

@@ -20,8 +20,8 @@ from jaxserve.server.parsing.literal import ValueReader, to_json
 from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
 from jaxserve.server.parsing.schema import arguments_of, json_value, property_kind, property_names
 from jaxserve.server.parsing.source import Pattern, Sink, Steps, drop
-from jaxserve.server.parsing.syntax import Object, PythonCall, Syntax, Tags, Wrapped
 from jaxserve.server.parsing.tagged import TaggedReader
+from jaxserve.server.syntaxes.syntax import Object, PythonCall, Syntax, Tags, Wrapped
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
 _BRACKET, _LIST, _CALL, _COMMA = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ","))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Sequence
 
 from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.syntax import Thoughts
+from jaxserve.server.syntaxes.syntax import Thoughts
 
 
 def are_open(thoughts: Thoughts, written: str) -> bool | None:

@@ -25,7 +25,7 @@ from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
 from jaxserve.server.choosing.choice import Choice, choose
-from jaxserve.server.parsing.model import ModelSyntax
+from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.process.http import protocol_class
 from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.responses.answer import fail_abandoned

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.syntaxes.tool import Tool
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -18,7 +18,7 @@ class Function(msgspec.Struct, kw_only=True):
     """A function; `parameters` is a JSON schema.
 
     The schema is enforced where a call is forced, and if `strict` in any call, as far as the model's syntax allows
-    (`ModelSyntax.follows_strict`).
+    (`Forcing.follows_strict`).
     """
 
     name: str

@@ -17,7 +17,6 @@ from jaxserve.server import generation, grammars
 from jaxserve.server.answers import AnswerWriter
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
-from jaxserve.server.parsing.tools import Tool
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -36,6 +35,7 @@ from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request, unique
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, TextEvents, Write, event, while_wanted
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.server.template import render_chat, thinks_first
 
 
@@ -59,7 +59,7 @@ def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
         return "tools"
     if body.wish_field is not None:
         return body.wish_field
-    if state.syntax.follows_strict(callable_tools(body.tools or [], body.tool_choice)):
+    if state.syntax.forcing.follows_strict(callable_tools(body.tools or [], body.tool_choice)):
         return "tools"
     return None if body.thinking_token_budget is None else "thinking_token_budget"
 
@@ -106,7 +106,7 @@ async def prepare(
 def _bound_tools(state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_wish: bool) -> dict[str, str]:
     """Return the names of the tools whose parameters are in the answer's grammar, with the fields that have these."""
     is_all = must_call(body.tool_choice) or has_wish
-    if not is_all and not state.syntax.follows_strict(tools):
+    if not is_all and not state.syntax.forcing.follows_strict(tools):
         return {}
     params = {tool.function.name: f"tools[{index}].function.parameters" for index, tool in enumerate(body.tools or ())}
     return {tool.name: params[tool.name] for tool in tools if is_all or tool.is_strict}
@@ -125,7 +125,7 @@ def _prepare(
     )
     text = render_chat(state.frontend.tokenizer, state.message_style, body)
     generation.check_text_length(text, state, may_exceed=body.truncate_prompt_tokens is not None)
-    grammar = state.syntax.grammar(
+    grammar = state.syntax.forcing.grammar(
         tools,
         is_open=_thinks_first(state, body, text),
         must_call=must_call(body.tool_choice),

@@ -8,6 +8,8 @@ Nothing here is a pattern: the reader itself tolerates other white space, and mi
 import enum
 from dataclasses import dataclass
 
+from jaxserve.server.syntaxes import harmony
+
 Pair = tuple[str, str]
 """The mark that opens something, and the mark that closes it; "" if there is none."""
 
@@ -104,6 +106,27 @@ class Calls:
     signs: tuple[str, ...] = ()
     not_signs: tuple[str, ...] = ()
 
+    @property
+    def texts(self) -> list[str]:
+        """All texts that have marks of calls in them."""
+        match self.arguments:
+            case Channels():
+                return [*harmony.MARKS]
+            case Object(quote=quote):
+                own = [quote]
+            case Tags(key=key, value=value):
+                own = [*key, *value]
+            case _:
+                own = []
+        return [*self.section, *self.call, *self.name, *own]
+
+    @property
+    def openings(self) -> list[str]:
+        """The marks that begin calls, by which they are known in the midst of other text."""
+        tag = self.name[0][self.name[0].rfind("<") :].strip()
+        marks = [self.section[0].strip(), self.call[0].strip(), tag if tag.startswith("<") and ">" not in tag else ""]
+        return [mark for mark in marks if mark]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Thoughts:
@@ -128,6 +151,11 @@ class Thoughts:
     stay: bool = False
     signs: tuple[str, ...] = ()
     not_signs: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts that have marks of thoughts in them."""
+        return [*self.opening, *self.closing, *self.answer]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,12 @@
-"""How the served model writes thoughts and tool calls: readers of its answers, and the grammars that constrain them."""
+"""The grammar of a whole answer: thoughts, then words, calls, or both, as a request asks for it."""
 
-import secrets
-import string
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxserve.server.parsing import harmony
-from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.events import CallStart
-from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, Syntax, Tags
-from jaxserve.server.parsing.table import TOOL_PARSERS
-from jaxserve.server.parsing.thoughts import ReasoningCounter
-from jaxserve.server.parsing.tools import Tool
-from jaxserve.server.parsing.writer import any_text, call_rules, literal, message_rules, thought_rules
+from jaxserve.server.forcing.writer import any_text, call_rules, literal, message_rules, thought_rules
+from jaxserve.server.syntaxes import harmony
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Thoughts
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import Limit, compose, lark_grammar, limited
 from jaxserve.tokenizer import Tokenizer
 
@@ -39,71 +31,34 @@ class _Start(NamedTuple):
     closing: str = ""
 
 
-class ModelSyntax:
-    """One model's syntax: makes the reader of an answer, and the grammar that the answer must follow, if any.
+class Forcing:
+    """Makes the grammars that the answers of one model must follow."""
 
-    Attributes:
-        knows_tools: true if it is known how the model calls tools.
-        thoughts: how it writes thoughts; None if it has none, or if they are harmony messages.
-        calls: how it writes calls; if that is not known, the syntax that it is constrained to.
-    """
+    def __init__(
+        self, tokenizer: Tokenizer, calls: Calls, thoughts: Thoughts | None, *, knows_tools: bool, vocab_size: int
+    ):
+        """Initialize with how calls and thoughts are written (thoughts None: not at all, or as messages).
 
-    def __init__(self, tokenizer: Tokenizer, syntax: Syntax, *, vocab_size: int):
-        """Initialize with the syntax that `choosing` chose for the model; only tokens below `vocab_size` are
-        sampled.
+        `knows_tools`: the model itself writes calls so. Only tokens below `vocab_size` are sampled.
         """
         self._tokenizer = tokenizer
+        self._calls = calls
+        self._thoughts = thoughts
+        self._knows_tools = knows_tools
         self._vocab_size = vocab_size
-        self.knows_tools = syntax.calls is not None
-        # If nothing is known, forced calls are written in the most common syntax.
-        self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
-        self.has_channels = isinstance(self.calls.arguments, Channels)
-        self.thoughts = None if self.has_channels else syntax.thoughts
-
-    @property
-    def has_thoughts(self) -> bool:
-        """True if it is known how the model writes thoughts."""
-        return self.thoughts is not None or self.has_channels
-
-    def visible_special_tokens(self, tools: Sequence[Tool]) -> frozenset[int]:
-        """Return the special tokens that the reader of an answer must see in its text."""
-        texts = [] if self.thoughts is None else [*self.thoughts.opening, *self.thoughts.closing, *self.thoughts.answer]
-        if tools or self.has_channels:
-            texts += call_texts(self.calls)
-        parts = (part for text in texts for part in self._tokenizer.split_at_added_tokens(text))
-        return frozenset(part for part in parts if part in self._tokenizer.special_token_ids)
-
-    def reader(self, tools: Sequence[Tool], *, is_open: bool, max_calls: int | None) -> AnswerReader | None:
-        """Return the reader of one answer; None if the text is the answer. `is_open`: its prompt ends in thoughts."""
-        if not (tools or self.has_thoughts):
-            return None
-        schemas = {tool.name: tool.parameters for tool in tools}
-        return reader_of(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)
-
-    def reasoning_counter(self, tools: Sequence[Tool], *, is_open: bool) -> ReasoningCounter | None:
-        """Return a counter of the thoughts' tokens in an answer; None if the model writes no thoughts."""
-        if not self.has_thoughts:
-            return None
-        reader = self.reader(tools, is_open=is_open, max_calls=None)
-        assert reader is not None
-        tokenizer = self._tokenizer
-        return ReasoningCounter(reader, token_text=tokenizer.token_text, special_token_ids=tokenizer.special_token_ids)
-
-    def call_id(self, start: CallStart, number: int) -> str:
-        """Return an id for the call `number` of an answer, as this model's template takes it back."""
-        return call_id(self.calls.ids, start, number)
+        self._has_channels = isinstance(calls.arguments, Channels)
 
     def follows_strict(self, tools: Sequence[Tool]) -> bool:
         """Return whether one of the tools is strict, and a call of it that nothing forces can be held to its schema:
         where a single token begins every call, and no other text.
         """
-        return self.knows_tools and self._trigger is not None and any(tool.is_strict for tool in tools)
+        return self._knows_tools and self._trigger is not None and any(tool.is_strict for tool in tools)
 
     @property
     def _trigger(self) -> str | None:
         """The mark that begins every call, where that is one token, and calls are written in no other way."""
-        opening = "<|channel|>" if self.has_channels else self.calls.section[0] or self.calls.call[0]
-        if self.calls.is_bare:
+        opening = "<|channel|>" if self._has_channels else self._calls.section[0] or self._calls.call[0]
+        if self._calls.is_bare:
             return None
         parts = self._tokenizer.split_at_added_tokens(opening)
         return opening if parts and isinstance(parts[0], int) else None
@@ -131,23 +86,23 @@ class ModelSyntax:
         is_strict = is_free and self.follows_strict(tools)
         if is_free and budget is None and not is_strict:
             return ""
-        if answer is not None and not must_call and self.has_channels and continues_message:
+        if answer is not None and not must_call and self._has_channels and continues_message:
             return answer
-        if answer is not None and not tools and not self.has_thoughts:
+        if answer is not None and not tools and self._thoughts is None and not self._has_channels:
             return answer
         rules, bodies = [], []
-        if tools and (is_strict or self.has_channels or not is_free):
-            rules.append(call_rules(self.calls, tools, spell=self._spell, is_parallel=is_parallel, is_free=is_free))
+        if tools and (is_strict or self._has_channels or not is_free):
+            rules.append(call_rules(self._calls, tools, spell=self._spell, is_parallel=is_parallel, is_free=is_free))
             bodies.append("calls")
         if answer is not None:
-            bodies.append("final" if self.has_channels else "@answer")
-        if self.has_channels:
+            bodies.append("final" if self._has_channels else "@answer")
+        if self._has_channels:
             rules.append(message_rules(self._spell, "HARMONY_TEXT" if answer is None else "@answer"))
             bodies += ["final"] if is_free else []
         elif is_free:
             rules.append(self._word_rules(tools, is_strict=is_strict, is_limited=budget is not None))
             bodies = ["words calls?" if is_strict else "words"]
-        if self.has_channels:
+        if self._has_channels:
             start = self._channel_start(is_free=is_free, is_limited=budget is not None)
         else:
             start = self._start(tools, is_open=is_open)
@@ -173,12 +128,12 @@ class ModelSyntax:
 
     def _start(self, tools: Sequence[Tool], *, is_open: bool) -> "_Start":
         """Return the beginning of an answer if thoughts are between marks."""
-        thoughts = self.thoughts
+        thoughts = self._thoughts
         if thoughts is None:
             return _Start()
         return _Start(
             rules=thought_rules(
-                thoughts, spell=self._spell, endings=call_marks(self.calls) if tools and thoughts.calls_end else ()
+                thoughts, spell=self._spell, endings=self._calls.openings if tools and thoughts.calls_end else ()
             ),
             free="rest SPACES " if is_open else "(thoughts SPACES)? ",
             opening="" if is_open else " | ".join(self._spell(opening.strip()) for opening in thoughts.opening),
@@ -203,8 +158,8 @@ class ModelSyntax:
         """Return rules whose `words` are the text that an answer may contain. If thoughts are limited, no more may
         begin in it.
         """
-        trigger = call_marks(self.calls) if is_strict else []
-        thoughts = self.thoughts
+        trigger = self._calls.openings if is_strict else []
+        thoughts = self._thoughts
         if not is_limited or thoughts is None:
             return f"words: TEXT\nTEXT: {any_text(without=trigger)}"
         if tools or thoughts.reopens or any(thoughts.answer):
@@ -224,45 +179,3 @@ class ModelSyntax:
         """Write a text in a grammar: added tokens as tokens, all else as text."""
         parts = self._tokenizer.split_at_added_tokens(text)
         return " ".join(f"<[{part}]>" if isinstance(part, int) else literal(part) for part in parts)
-
-
-def reader_of(
-    syntax: Syntax, schemas: Mapping[str, Mapping[str, Any]], *, is_open: bool, max_calls: int | None = None
-) -> AnswerReader:
-    """Return the reader of one answer in a syntax. `schemas` are those of the parameters of tools that are offered, by
-    name; `is_open`: the prompt ends in thoughts; calls beyond `max_calls` are dropped.
-    """
-    if syntax.calls is not None and isinstance(syntax.calls.arguments, Channels):
-        return HarmonyReader(schemas, max_calls=max_calls)
-    return Reader(syntax, schemas, is_open=is_open, max_calls=max_calls)
-
-
-def call_id(ids: Ids, start: CallStart, number: int) -> str:
-    """Return an id for the call `number` of an answer, of a kind that a chat template takes back."""
-    match ids:
-        case Ids.NINE:
-            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        case Ids.NUMBERED:
-            return start.id or f"functions.{start.name}:{number}"
-        case _:
-            return f"call_{secrets.token_hex(12)}"
-
-
-def call_texts(calls: Calls) -> list[str]:
-    """Return all texts that the marks of calls are in."""
-    if isinstance(calls.arguments, Channels):
-        return [*harmony.MARKS]
-    texts = [*calls.section, *calls.call, *calls.name]
-    match calls.arguments:
-        case Object(quote=quote):
-            texts.append(quote)
-        case Tags(key=key, value=value):
-            texts += [*key, *value]
-    return texts
-
-
-def call_marks(calls: Calls) -> list[str]:
-    """Return the texts that begin calls, by which they are known in the midst of other text."""
-    tag = calls.name[0][calls.name[0].rfind("<") :].strip()
-    marks = [calls.section[0].strip(), calls.call[0].strip(), tag if tag.startswith("<") and ">" not in tag else ""]
-    return [mark for mark in marks if mark]

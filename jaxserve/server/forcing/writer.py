@@ -10,9 +10,9 @@ import logging
 import re
 from collections.abc import Sequence
 
-from jaxserve.server.parsing.arguments import PythonArguments, Spell, TaggedArguments, Unsayable, literal, sequence
-from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
-from jaxserve.server.parsing.tools import Tool
+from jaxserve.server.forcing.arguments import PythonArguments, Spell, TaggedArguments, Unsayable, literal, sequence
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import json_rule
 
 _SPACE = r"[ \t\r\n]"

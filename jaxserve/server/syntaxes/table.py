@@ -9,7 +9,7 @@ models that use each syntax, and the sources.
 
 from dataclasses import replace
 
-from jaxserve.server.parsing.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _PARAMETERS = Wrapped(arguments="parameters")
 _JSON = Calls(arguments=Wrapped())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.server.parsing.schema import Kind, json_value, property_kind
-from jaxserve.server.parsing.syntax import Calls, Tags
+from jaxserve.server.syntaxes.syntax import Calls, Tags
 from jaxserve.structured.disjoint import follow, types
 from jaxserve.structured.grammar import json_rule
 from jaxserve.structured.schemas import WITHOUT_MEANING, find, objects
