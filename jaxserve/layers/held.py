@@ -21,12 +21,12 @@ def why_not_held(
     A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes if a kernel
     multiplies by them: XLA would write all dequantized values to memory in every step.
     """
-    if spec.expert_size is not None:
-        return "no kernel multiplies by codes of experts"
     if is_cpu:
         return "XLA is slow to convert them on a CPU" if scheme.codes == "fp8" else None
     if kernels == "xla":
         return "XLA would make floats of them in every step"
+    if spec.expert_size is not None:
+        return "no kernel multiplies by codes of experts"
     if num_devices > 1:
         return "no kernel multiplies by shards of codes"
     return _why_no_kernel(spec.shape, spec.num_inputs, scheme, dtype)

@@ -1,16 +1,18 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from pallas_kernels import quantized_matmuls, small_matmul
+from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers
 
 
@@ -107,3 +109,41 @@ def _quantized_linear(
         everywhere = PartitionSpec()
         multiply = jax.shard_map(multiply, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     return multiply(x, matrix)
+
+
+def linear_of_groups(
+    x: Float[Array, "M K"],
+    weight: Weight,
+    bias: Float[Array, "..."] | None,
+    group_sizes: Int[Array, " X"],
+    *,
+    gate: Callable[[Array, Array], Array] | None = None,
+    fuses_gate: bool = True,
+    tiles: Plan | None,
+    kernels: Kernels,
+) -> Float[Array, "M N"]:
+    """Multiply each row by its group's matrix of a weight [X, N, K], or [X, 2, N, K] with a `gate`: `grouped_matmul`.
+
+    `fuses_gate` tells if a kernel may call the gate. The weight is local to the device. Of one that is stored as codes,
+    only the matrices of groups that have rows become floats, one at a time.
+    """
+    if weight.why_not_plain() is not None:
+
+        def multiply(rows: Array, group: Array) -> Array:
+            return linear(rows, weight.entry(group)).reshape(len(rows), -1)
+
+        y = multiply_used_groups(x, group_sizes, multiply, num_outputs=math.prod(weight.shape[1:-1]))
+        return finished(y, group_sizes, bias=bias, activation=gate)
+    values = weight.array()
+    if gate is None or fuses_gate or kernels == "xla":
+        return grouped_matmul(x, values, group_sizes, bias=bias, activation=gate, tiles=tiles, implementation=kernels)
+    num_groups, num_inputs = values.shape[0], values.shape[-1]
+    halves = grouped_matmul(
+        x,
+        values.reshape(num_groups, -1, num_inputs),
+        group_sizes,
+        bias=None if bias is None else bias.reshape(num_groups, -1),
+        tiles=tiles,
+        implementation=kernels,
+    )
+    return gate(*jnp.split(halves, 2, axis=1))

@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import Batch, Kernels
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, linear_of_groups
 from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels.expert_routing import Routing, expert_routing, why_not
-from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.peers import PeerBuffers
 
 logger = logging.getLogger(__name__)
@@ -256,27 +255,25 @@ def _run_local_experts(
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
     """Return the partial sum of these experts, which begin at `first_expert`."""
-    num_experts, num_inputs = experts["down"].shape[:2]
     routed = expert_routing(
         logits,
         num_tokens,
         routing=routing,
         selection_bias=selection_bias,
         first_expert=first_expert,
-        num_local_experts=num_experts,
+        num_local_experts=experts["down"].shape[0],
         implementation=_routing_kernels(len(x), routing, kernels),
     )
-    multiply = functools.partial(
-        grouped_matmul, group_sizes=routed.group_sizes, tiles=routed.tiles, implementation=kernels
+    multiply = functools.partial(linear_of_groups, group_sizes=routed.group_sizes, tiles=routed.tiles, kernels=kernels)
+    rows = x[routed.token]
+    inner = multiply(
+        rows,
+        experts["gate_up"],
+        experts.get("gate_up_bias"),
+        gate=gate_of(activation),
+        fuses_gate=fuses(activation),
     )
-    rows, gate, bias = x[routed.token], gate_of(activation), experts.get("gate_up_bias")
-    if kernels == "xla" or fuses(activation):
-        inner = multiply(rows, experts["gate_up"].array(), bias=bias, activation=gate)
-    else:
-        gate_up = experts["gate_up"].array().reshape(num_experts, -1, num_inputs)
-        bias = None if bias is None else bias.reshape(num_experts, -1)
-        inner = gate(*jnp.split(multiply(rows, gate_up, bias=bias), 2, axis=1))
-    y = multiply(inner, experts["down"].array(), bias=experts.get("down_bias"))
+    y = multiply(inner, experts["down"], experts.get("down_bias"))
     has_row = routed.row < len(rows)
     y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
     # After the last group y may be NaN.

@@ -60,6 +60,10 @@ class Weight(abc.ABC):
         """Return the entries of the first axis at these indices, as an embedding does."""
 
     @abc.abstractmethod
+    def entry(self, index: Int[Array, ""]) -> "Weight":
+        """Return the entry of the first axis at an index, such as one of the experts, as a weight of its own."""
+
+    @abc.abstractmethod
     def why_not_plain(self) -> str | None:
         """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
 
@@ -183,6 +187,10 @@ class Dense(Weight):
         return self.values[rows]
 
     @override
+    def entry(self, index: Int[Array, ""]) -> "Dense":
+        return Dense(jax.lax.dynamic_index_in_dim(self.values, index, keepdims=False))
+
+    @override
     def why_not_plain(self) -> None:
         return None
 
@@ -263,6 +271,11 @@ class Quantized(Weight):
     @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
         return dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
+
+    @override
+    def entry(self, index: Int[Array, ""]) -> "Quantized":
+        parts = jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, index, keepdims=False), self.parts)
+        return dataclasses.replace(self, parts=parts)
 
     @override
     def why_not_plain(self) -> str:

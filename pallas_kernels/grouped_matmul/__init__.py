@@ -3,5 +3,16 @@
 from pallas_kernels.grouped_matmul.op import Implementation, grouped_matmul
 from pallas_kernels.grouped_matmul.plan import Plan, max_tiles, plan, tile_rows
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.xla import finished, multiply_used_groups
 
-__all__ = ["Implementation", "Plan", "grouped_matmul", "grouped_matmul_reference", "max_tiles", "plan", "tile_rows"]
+__all__ = [
+    "Implementation",
+    "Plan",
+    "finished",
+    "grouped_matmul",
+    "grouped_matmul_reference",
+    "max_tiles",
+    "multiply_used_groups",
+    "plan",
+    "tile_rows",
+]

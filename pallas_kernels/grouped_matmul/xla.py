@@ -31,8 +31,20 @@ def grouped_matmul_xla(
     # device.
     matrices = weight.reshape(num_groups, -1, depth)
     y = lax.platform_dependent(x, matrices, group_sizes, cpu=_loop, default=ragged_dot)
+    return finished(y, group_sizes, bias=bias, activation=activation)
+
+
+def finished(
+    y: Float[Array, "M HN"],
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "X *halves N"] | None,
+    activation: Callable[[Array, Array], Array] | None,
+) -> Float[Array, "M N"]:
+    """Add the bias of each row's group to products, and apply the activation to their halves."""
     if bias is not None:
-        of_row = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
+        num_groups = len(group_sizes)
+        of_row = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(y)), side="right")
         y += bias.reshape(num_groups, -1)[jnp.minimum(of_row, num_groups - 1)].astype(y.dtype)
     return y if activation is None else activation(*jnp.split(y, 2, axis=1))
 
@@ -54,20 +66,36 @@ def ragged_dot(
 
 
 def _loop(x: Array, weight: Array, group_sizes: Array) -> Array:
-    num_rows, num_outputs = x.shape[0], weight.shape[1]
+    def multiply(rows: Array, group: Array) -> Array:
+        matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        return lax.dot_general(
+            rows, matrix, (((1,), (1,)), ((), ())), precision=_precision(x), preferred_element_type=x.dtype
+        )
+
+    return multiply_used_groups(x, group_sizes, multiply, num_outputs=weight.shape[1])
+
+
+def multiply_used_groups(
+    x: Float[Array, "M K"],
+    group_sizes: Int[Array, " X"],
+    multiply: Callable[[Array, Array], Array],
+    *,
+    num_outputs: int,
+) -> Float[Array, "M N"]:
+    """Return `multiply(rows, group)`, [rows, N], for the rows of each group, a few of them at a time.
+
+    It is called for groups that have rows only, whatever form their matrices have.
+    """
+    num_rows = x.shape[0]
     ends = jnp.cumsum(group_sizes)
     # A tile may run past its group: groups are processed in order, and the next one overwrites the wrong rows.
     x = jnp.pad(x, ((0, TILES[-1]), (0, 0)))
 
-    def multiply(tile: int, y: Array, row: Array, group: Array) -> Array:
-        rows = lax.dynamic_slice_in_dim(x, row, tile)
-        matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        product = lax.dot_general(
-            rows, matrix, (((1,), (1,)), ((), ())), precision=_precision(x), preferred_element_type=x.dtype
-        )
+    def multiply_tile(tile: int, y: Array, row: Array, group: Array) -> Array:
+        product = multiply(lax.dynamic_slice_in_dim(x, row, tile), group)
         return lax.dynamic_update_slice_in_dim(y, product, row, axis=0)
 
-    branches = [functools.partial(multiply, tile) for tile in TILES]
+    branches = [functools.partial(multiply_tile, tile) for tile in TILES]
     tiles, fewest_rows = jnp.array(TILES), jnp.array(FEWEST_ROWS)
 
     def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -6,21 +6,15 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import request, run
-from golden_models import GOLDENS
-from naive import naive_greedy
+from quantized_models import greedy_tokens, naive_tokens, specs_of
 from safetensors.numpy import save_file
 
-from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
-from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import schemes_of
-from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.orbax_store import read_manifest
-from jaxserve.loading.weights import load_config, load_weights, stored_specs
-from jaxserve.models import get_family
+from jaxserve.loading.weights import load_weights, stored_specs
 
 FIELDS = {
     "hidden_size": 64,
@@ -68,49 +62,6 @@ def store(checkpoint, quantization, tmp_path_factory):
     path = tmp_path_factory.mktemp("stores") / quantization
     convert(str(checkpoint), path, quantization=quantization, progress=False)
     return path
-
-
-def specs_of(path):
-    fields = load_config(path)
-    family = get_family(fields)
-    return family.param_specs(family.Config.from_hf(fields))
-
-
-def greedy_tokens(path, quantization, num_devices=1, **options):
-    config = EngineConfig(
-        model=str(path),
-        quantization=quantization,
-        tensor_parallel_size=num_devices,
-        max_num_seqs=4,
-        max_num_batched_tokens=8,
-        block_size=4,
-        kv_cache_memory=2**20,
-        warmup="none",
-        **options,
-    )
-    engine, _ = start_engine(config, mesh=None, progress=False)
-    results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(PROMPTS)])
-    engine.close()
-    return [results[f"r{index}"].token_ids for index in range(len(PROMPTS))]
-
-
-PROMPTS = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (1, 5, 21)]
-
-
-def naive_tokens(path, quantization):
-    """Return the tokens of full forward passes with plain arrays of the dequantized values."""
-    fields = load_config(path)
-    family = get_family(fields)
-    config = family.Config.from_hf(fields)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    specs = stored_specs(path, family.param_specs(config), dtype=FLOAT32, quantization=quantization)
-    params = jax.tree.map(
-        lambda node: Dense(node.array()) if isinstance(node, Weight) else node,
-        load_weights(path, specs, dtype=FLOAT32, mesh=mesh, progress=False),
-        is_leaf=lambda node: isinstance(node, Weight),
-    )
-    with jax.set_mesh(mesh):
-        return [naive_greedy(params, config, family, prompt, 12, padded_length=64) for prompt in PROMPTS]
 
 
 def test_tokens_are_those_of_the_rounded_values(checkpoint, store, quantization):
@@ -190,17 +141,6 @@ def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
     assert greedy_tokens(tmp_path, None, dequantize=True) == expected
     for num_devices in (1, 4):
         assert greedy_tokens(tmp_path, None, num_devices, dequantize=False) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_experts_that_stay_mxfp4(num_devices):
-    """Codes of experts on one device, and whole experts apart on two, compute what their values do."""
-    path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
-    expected = greedy_tokens(path, None, dequantize=True)
-    assert len(set().union(*expected)) > 5
-    assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
-    assert greedy_tokens(path, None, num_devices) == expected  # by default as values
 
 
 @pytest.mark.slow

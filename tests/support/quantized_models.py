@@ -1,0 +1,79 @@
+"""Tiny models whose matrices are quantized, and the tokens that an engine and plain forward passes make with them."""
+
+import json
+
+import jax
+import numpy as np
+import stored_matrices as stored
+from engine_harness import request, run
+from naive import naive_greedy
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.startup import start_engine
+from jaxserve.layers.weight import Dense, Weight
+from jaxserve.loading.huggingface import source_shapes
+from jaxserve.loading.weights import load_config, load_weights, stored_specs
+from jaxserve.models import get_family
+
+FLOAT32 = np.dtype(np.float32)
+VOCABULARY = 96
+PROMPTS = [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in (1, 5, 21)]
+
+
+def specs_of(path):
+    fields = load_config(path)
+    family = get_family(fields)
+    return family.param_specs(family.Config.from_hf(fields))
+
+
+def write_quantized(path, fields, config, make, *, is_quantized):
+    """Write a random model; `make` packs the matrices of the modules that `is_quantized` picks by name."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(fields))
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in source_shapes(specs_of(path)).items():
+        if name.endswith(".weight") and len(shape) > 1 and is_quantized(name):
+            module = name.removesuffix(".weight")
+            named = {"name": module} if hasattr(make, "takes_name") else {}
+            parts, _ = make(rng, shape[0], int(np.prod(shape[1:])), **named)
+            tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
+        else:
+            tensors[name] = rng.normal(0.5 if len(shape) == 1 else 0.0, 0.3, shape).astype(np.float32)
+    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    stored.save(tensors, path / "model.safetensors")
+    return path
+
+
+def greedy_tokens(path, quantization, num_devices=1, **options):
+    """Return the tokens that an engine makes after each of PROMPTS."""
+    config = EngineConfig(
+        model=str(path),
+        quantization=quantization,
+        tensor_parallel_size=num_devices,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        block_size=4,
+        kv_cache_memory=2**20,
+        warmup="none",
+        **options,
+    )
+    engine, _ = start_engine(config, mesh=None, progress=False)
+    results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(PROMPTS)])
+    engine.close()
+    return [results[f"r{index}"].token_ids for index in range(len(PROMPTS))]
+
+
+def naive_tokens(path, quantization):
+    """Return the tokens of full forward passes with plain arrays of the dequantized values in float32."""
+    fields = load_config(path)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    specs = stored_specs(path, family.param_specs(config), dtype=FLOAT32, quantization=quantization)
+    params = jax.tree.map(
+        lambda node: Dense(node.array()) if isinstance(node, Weight) else node,
+        load_weights(path, specs, dtype=FLOAT32, mesh=mesh, progress=False),
+        is_leaf=lambda node: isinstance(node, Weight),
+    )
+    with jax.set_mesh(mesh):
+        return [naive_greedy(params, config, family, prompt, 12, padded_length=64) for prompt in PROMPTS]
