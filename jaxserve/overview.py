@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import DType, EngineConfig
-from jaxserve.execution.kv_cache import block_bytes
+from jaxserve.execution.kv_cache import block_bytes, slot_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
@@ -152,10 +152,11 @@ def needs(
     read_share = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
     context = config.max_position_embeddings
     layout = kv_layout(kv_specs, max_model_len=context)
-    per_block = block_bytes(layout.pool_specs, block_size=block_size, dtype=served, mesh=mesh) // tensor_parallel_size
-    kv_memory = memory - held_bytes
-    num_blocks = max(0, kv_memory) // per_block
+    pools = {"dtype": served, "mesh": mesh}
+    per_block = block_bytes(layout.pool_specs, block_size=block_size, **pools) // tensor_parallel_size
+    kv_memory = memory - held_bytes - slot_bytes(layout.pool_specs, num_slots=MAX_ROWS, **pools)
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
+    num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
     steps = _steps(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh)
     return Needs(
         model_type=fields["model_type"],
@@ -219,10 +220,9 @@ def _steps(
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
     """Describe what the layers keep, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
-    windows = collections.Counter(spec.sliding_window for spec in kv_specs)
-    spans = [
-        f"{count} full" if window is None else f"{count} with a window of {window}" for window, count in windows.items()
-    ]
+    windows = collections.Counter("state" if spec.keeps_state else spec.sliding_window for spec in kv_specs)
+    names = {None: "full", "state": "with a state"}
+    spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
     return f"{', '.join(spans)}; {', '.join(kept)}"
 

@@ -53,6 +53,8 @@ def log_start(
         f"room for {needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len)} requests of "
         f"{checkpoint.max_model_len} tokens; {', '.join(kinds)}"
     )
+    if model.layout.num_states:
+        logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not shared")
 
 
 def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
@@ -86,7 +88,7 @@ def make_info(
         expert_share=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.dtype),
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
     )
 
 

@@ -30,7 +30,7 @@ class Sizing:
         trial_bytes: bytes on each device for XLA's trials of matrix products in programs that are compiled after the
             cache has been allocated.
         num_shards: number of devices over which the cache is sharded.
-        bytes_per_block: bytes of a block on all devices.
+        bytes_per_block: bytes of a block on all devices; 0 if all layers keep states instead.
     """
 
     kv_cache_memory: int | None
@@ -38,6 +38,7 @@ class Sizing:
     trial_bytes: int
     num_shards: int
     bytes_per_block: int
+    max_num_seqs: int
     max_model_len: int
     needs: BlockNeeds
 
@@ -73,7 +74,12 @@ class Sizing:
         return self.num_blocks(free - self.weight_bytes - KV_CACHE_UNIT, step_memory)  # allocations are rounded up
 
     def num_blocks(self, free: int, step_memory: int) -> int:
-        """Return the number of blocks for `free` bytes of each device besides the weights. Raises OutOfMemory."""
+        """Return the number of blocks for `free` bytes of each device besides the weights. Raises OutOfMemory.
+
+        Blocks that take no memory are as many as all slots can hold.
+        """
+        if not self.bytes_per_block:
+            return self.max_num_seqs * self.needs.peak(self.max_model_len)
         memory = self.kv_cache_memory
         if memory is None:
             left = free - step_memory - self.trial_bytes - GPU_MEMORY_RESERVE

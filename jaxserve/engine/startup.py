@@ -109,6 +109,7 @@ def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing
         trial_bytes=2 * max(weights) if config.warmup == "none" else 0,
         num_shards=devices.mesh.shape.get("tensor", 1),
         bytes_per_block=model.bytes_per_block,
+        max_num_seqs=devices.max_num_seqs,
         max_model_len=builder.spec.max_model_len,
         needs=BlockNeeds(
             windows=model.layout.windows, block_size=model.block_size, max_chunk=devices.max_num_batched_tokens
@@ -215,6 +216,7 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
         max_model_len=info.max_model_len,
         policy=config.scheduling_policy,
         windows=builder.model.layout.windows,
+        has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(
         config.scheduler,

@@ -222,6 +222,7 @@ def make_batch(
         query_starts=query_starts,
         seq_lens=starts + pieces["num_tokens"],
         block_tables=groups[0].block_tables,
+        slots=slots,
         num_decode_rows=num_decode_rows,
         num_rows=num_rows,
         is_decode_only=is_decode_only,

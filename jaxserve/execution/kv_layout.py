@@ -5,6 +5,9 @@ Layers with equal windows form KV groups of one size g, and there are g pools: t
 and the layers of all groups use the same g pools. So a block, which is one block of every pool, has the same size
 whichever group it is given to, and memory is never divided between layers that keep everything and layers that forget.
 Gemma 3 with 4 layers of one kind and 22 of the other has g = 4, and the last of its 7 groups leaves two pools unused.
+
+Layers that keep a state need no blocks. Schedulers count tokens in blocks all the same, so a model of such layers alone
+has blocks that take no memory and that are released as soon as their tokens are computed.
 """
 
 import collections
@@ -18,6 +21,9 @@ MAX_PADDING = 0.1
 """Largest fraction of a kind's layers that may be missing from its last group. Larger groups mean fewer block
 tables.
 """
+
+ITSELF = 1
+"""Window of layers that attend to no token but the one that is computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +39,25 @@ class KVLayout:
 
     @property
     def layers_by_window(self) -> dict[int | None, int]:
-        """The number of layers of each kind."""
-        return dict(collections.Counter(self.windows[group] for group in self.group_of_layer))
+        """The number of layers of each kind, without those that keep a state."""
+        layers = zip(self.group_of_layer, self.pool_of_layer, strict=True)
+        return dict(
+            collections.Counter(self.windows[group] for group, pool in layers if not self.pool_specs[pool].keeps_state)
+        )
+
+    @property
+    def num_states(self) -> int:
+        """The number of layers that keep a state; if there are any, no prefix can be continued by another request."""
+        return sum(spec.keeps_state for spec in self.pool_specs)
 
 
 def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
     """Return the layout for these layers and for sequences of at most `max_model_len` tokens.
 
-    If layers differ in what they keep of a token, they cannot have pools in common: all are one group then, which gives
-    back blocks that no layer attends to.
+    If layers differ in what they keep, they cannot have pools in common: all are one group then, which gives back
+    blocks that no layer attends to.
     """
-    windows = [_window(spec, max_model_len) for spec in kv_specs]
+    windows = [_window(spec, max_model_len) for spec in kv_specs if not spec.keeps_state] or [ITSELF]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
     shapes = {_without_window(spec) for spec in kv_specs}
     if len(layers_of) == 1 or len(shapes) > 1:

@@ -47,6 +47,12 @@ class Batch:
     """Context length of each row, the tokens of this step included."""
     block_tables: Int[Array, "B N"]
     """Block ids of each row; entries past its length are 0 and never attended to."""
+    slots: Int[Array, " B"]
+    """Slot of each row's request, where layers keep states; padding rows have the number of slots, out of range.
+
+    A slot still holds the state of an earlier request, or of the same request before it was preempted, when a row
+    begins a sequence: when `seq_lens` is its number of tokens in this step.
+    """
     num_decode_rows: Int[Array, ""]
     num_rows: Int[Array, ""]
     is_decode_only: bool = flax.struct.field(pytree_node=False, default=False)

@@ -34,6 +34,14 @@ class CacheSpec(Protocol):
         """Number of tokens, itself included, that a token attends to; None if all before it."""
         ...
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if the layer keeps one state per slot, which every token replaces, and nothing in blocks.
+
+        Then nobody starts from what another request has computed, since the state at that token is gone.
+        """
+        ...
+
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Any:
         """Return the LayerCache with the shapes and shardings of its arrays; `dtype` is that of activations."""
         ...

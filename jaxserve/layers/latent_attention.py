@@ -65,6 +65,11 @@ class LatentSpec:
         """A token attends to all tokens before it."""
         return None
 
+    @property
+    def keeps_state(self) -> bool:
+        """All that is kept belongs to tokens."""
+        return False
+
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "PagedLatent":
         """Return the shapes of the pools."""
         whole = NamedSharding(mesh, PartitionSpec(None, None, None, None))

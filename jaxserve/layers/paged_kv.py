@@ -82,6 +82,11 @@ class KVSpec:
     sliding_window: int | None = None
     """A token attends to this many tokens, itself included; None: to all before it."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """All that is kept belongs to tokens."""
+        return False
+
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> PagedKV:
         """Return the shapes of the pools. Blocks are whole on every device; KV heads are split over the tensor axis,
         and several devices have the same head if there are more devices than heads.

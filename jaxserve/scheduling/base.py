@@ -32,6 +32,8 @@ class SchedulerLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     windows: tuple[int | None, ...] = (None,)
     """The window of each KV group, see BlockNeeds."""
+    has_states: bool = False
+    """True if layers keep states by slot: then no request, sibling or not, starts from what another has computed."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -57,7 +57,7 @@ class ContinuousScheduler(Scheduler):
     """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
 
     `model_domain` separates the prefixes of different models. Without `enable_prefix_caching` only siblings share their
-    prompt.
+    prompt, and not even they if `limits.has_states`.
     """
 
     def __init__(self, limits: SchedulerLimits, *, enable_prefix_caching: bool, model_domain: bytes):
@@ -322,6 +322,8 @@ class ContinuousScheduler(Scheduler):
     # Prefix sharing
 
     def _shares(self, request: Request) -> bool:
+        if self._limits.has_states:
+            return False
         return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
 
     def _may_hit(self, request: Request) -> bool:

@@ -16,6 +16,7 @@ def make(**changes):
         "trial_bytes": 0,
         "num_shards": 1,
         "bytes_per_block": 2**21,
+        "max_num_seqs": 256,
         "max_model_len": 8192,
         "needs": BlockNeeds(windows=(None,), block_size=16, max_chunk=8192),
     }
@@ -30,6 +31,7 @@ def make(**changes):
         ({"trial_bytes": GIB}, 40 * GIB + GPU_MEMORY_RESERVE, 4 * GIB, 35 * 512),
         ({"num_shards": 2}, 40 * GIB + GPU_MEMORY_RESERVE, 4 * GIB, 72 * 512),
         ({"kv_cache_memory": 5 * GIB}, 0, 4 * GIB, 5 * 512),  # whatever is free
+        ({"bytes_per_block": 0}, 0, 4 * GIB, 256 * 512),  # all layers keep states: as many as slots hold
     ],
 )
 def test_blocks_are_what_steps_leave(changes, free, step_memory, expected):

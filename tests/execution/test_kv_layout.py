@@ -55,3 +55,24 @@ def test_layers_of_different_shapes_give_back_what_none_of_them_sees(windows, wi
     specs = (KVSpec(1, 8, windows[0]), KVSpec(2, 8, windows[1]))
     layout = kv_layout(specs, max_model_len=32768)
     assert (layout.windows, layout.pool_specs, layout.pool_of_layer) == ((widest,), specs, (0, 1))
+
+
+class State(KVSpec):
+    """The spec of a layer that keeps a state."""
+
+    keeps_state = True
+
+
+@pytest.mark.parametrize(
+    ("windows", "of_group", "layers_by_window"),
+    [
+        ((), 1, {}),
+        ((512,), 512, {512: 1}),
+        ((512, 512, None), None, {None: 3}),
+    ],
+)
+def test_layers_that_keep_a_state_hold_no_block(windows, of_group, layers_by_window):
+    specs = (State(1, 8), *(KVSpec(1, 8, window) for window in windows), State(1, 8))
+    layout = kv_layout(specs, max_model_len=32768)
+    assert (layout.windows, layout.pool_specs, layout.num_states) == ((of_group,), specs, 2)
+    assert layout.layers_by_window == layers_by_window

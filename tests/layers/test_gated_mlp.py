@@ -128,6 +128,7 @@ def compile_prefill(num_tokens=8192, num_blocks=1024):
         query_starts=array(2),
         seq_lens=array(1),
         block_tables=array(1, 512),
+        slots=array(1),
         num_decode_rows=array(),
         num_rows=array(),
         kernels="sm90",

@@ -85,6 +85,7 @@ def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
         query_starts=integers(num_rows + 1),
         seq_lens=integers(num_rows),
         block_tables=integers(num_rows, 64),
+        slots=integers(num_rows),
         num_decode_rows=integers(),
         num_rows=integers(),
         is_decode_only=is_decode_only,

@@ -12,9 +12,8 @@ from jaxserve.layers.sharding import with_explicit_axes
 
 
 def make_batch(**fields):
-    nothing = dict.fromkeys(
-        ("token_ids", "positions", "write_index", "query_starts", "seq_lens", "block_tables", "num_decode_rows")
-    )
+    names = "token_ids positions write_index query_starts seq_lens block_tables slots num_decode_rows"
+    nothing = dict.fromkeys(names.split())
     return Batch(**nothing, num_rows=jnp.int32(0), **fields)
 
 

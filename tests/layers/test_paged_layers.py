@@ -65,6 +65,7 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
         query_starts=jnp.asarray(query_starts),
         seq_lens=jnp.asarray(seq_lens),
         block_tables=jnp.asarray(tables),
+        slots=jnp.arange(len(seq_lens), dtype=jnp.int32),
         num_decode_rows=jnp.int32(len(decodes)),
         num_rows=jnp.int32(len(lens)),
     )

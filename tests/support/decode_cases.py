@@ -39,6 +39,7 @@ def make_batch(lens, kernels="xla"):
         query_starts=jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), num_real),
         seq_lens=jnp.asarray(lens, jnp.int32),
         block_tables=jnp.asarray(tables),
+        slots=jnp.arange(num_rows, dtype=jnp.int32),
         num_decode_rows=jnp.int32(num_real),
         num_rows=jnp.int32(num_real),
         is_decode_only=True,

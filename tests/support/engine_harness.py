@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 96
 class Model:
     """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
-    With `changes` to its config the weights are random.
+    With `changes` to its config, which are all of it if there is no checkpoint, the weights are random.
     """
 
     def __init__(
@@ -39,8 +39,7 @@ class Model:
         traits=ON_CPU,
         changes=None,
     ):
-        path = GOLDENS / name
-        fields = load_config(path) | (changes or {})
+        fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
         self.family = get_family(fields)
         config = self.family.Config.from_hf(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
@@ -50,7 +49,7 @@ class Model:
         if changes:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
         else:
-            self.params = load_params(path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+            self.params = load_params(GOLDENS / name, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
         if corrupt_token is not None:
             self.params["embed"] = corrupted(self.params["embed"], corrupt_token)
         spec = StepSpec(
@@ -79,6 +78,7 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
+            "has_states": self.runner.layout.num_states > 0,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"

@@ -67,6 +67,7 @@ def one_sequence(token_ids):
         query_starts=jnp.array([0, num_tokens], jnp.int32),
         seq_lens=jnp.array([num_tokens], jnp.int32),
         block_tables=jnp.zeros((1, 1), jnp.int32),
+        slots=jnp.zeros(1, jnp.int32),
         num_decode_rows=jnp.int32(0),
         num_rows=jnp.int32(1),
     )

@@ -40,6 +40,8 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
     query_starts[: len(rows) + 1] = np.cumsum([0, *lengths])
     seq_lens = np.zeros(num_rows, np.int32)
     block_tables = np.zeros((num_rows, max(len(blocks) for _, blocks, _, _ in rows)), np.int32)
+    slots = np.full(num_rows, num_rows, np.int32)
+    slots[: len(rows)] = np.arange(len(rows))
     for index, (sequence, blocks, start, stop) in enumerate(rows):
         mine = slice(query_starts[index], query_starts[index + 1])
         position = np.arange(start, stop)
@@ -54,6 +56,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
         query_starts=query_starts,
         seq_lens=seq_lens,
         block_tables=block_tables,
+        slots=slots,
         num_decode_rows=np.int32(lengths.count(1)),
         num_rows=np.int32(len(rows)),
     )

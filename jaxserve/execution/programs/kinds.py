@@ -42,7 +42,7 @@ also generates kernels and tries out all, which takes seconds, and with this man
 """
 
 NOWHERE = 2**30
-"""Position behind the end of every pool: `engine.sizing` makes none larger."""
+"""Position behind the end of every pool, and of all slots: `engine.sizing` makes no pool larger."""
 
 _LEAF: Any = 0
 """Takes the place of an array where only the structure of a tree matters."""
@@ -256,7 +256,8 @@ class Finish(_SomeLayers, frozen=True, tag=True):
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
         [begun] = Kind.nothing(self, model)
         nowhere = NOWHERE + np.arange(self.bucket.num_tokens, dtype=np.int32)
-        return (dataclasses.replace(begun, batch=dataclasses.replace(begun.batch, write_index=nowhere)),)
+        slots = np.full(self.bucket.num_rows, NOWHERE, np.int32)
+        return (dataclasses.replace(begun, batch=dataclasses.replace(begun.batch, write_index=nowhere, slots=slots)),)
 
 
 class Draw(Kind, frozen=True, tag=True):
