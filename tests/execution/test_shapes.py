@@ -33,6 +33,14 @@ def make_shapes(budget, max_num_seqs, *, has_lean_programs=True):
     return StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False)
 
 
+def plans(shapes, budget):
+    """Return numbers of tokens, each with what its rows may need: all that differ in which sizes hold them."""
+    sizes = {program.size for program in shapes.programs}
+    numbers = {1, budget} | {size + more for size in sizes for more in (0, 1) if 0 < size + more <= budget}
+    needs = [dict(zip(NEEDS, values, strict=True)) for values in itertools.product((False, True), repeat=len(NEEDS))]
+    return itertools.product(sorted(numbers), needs)
+
+
 @pytest.mark.parametrize("budget", [64, 8192])
 def test_both_programs_of_a_prompt_are_compiled_and_used_together(budget):
     buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=64, block_size=16, has_finer_sizes=True)
@@ -136,8 +144,7 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
     assert shapes.largest in unused
     assert shapes.largest.bucket.num_tokens == budget
     programs = frozenset(unused)
-    for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
-        needs = dict(zip(NEEDS, values, strict=True))
+    for num_tokens, needs in plans(shapes, budget):
         if needs["is_plain"] and (needs["has_logprobs"] or needs["has_embeddings"]):
             continue  # rows that need more are not plain
         step = shapes.step_for(num_tokens, **needs)
@@ -181,8 +188,7 @@ def test_every_plan_has_a_step_among_the_first_programs(budget, max_num_seqs, ha
     first = {program for phase in order if phase.is_first for program in phase.programs}
     assert [phase.is_first for phase in order] == sorted((phase.is_first for phase in order), reverse=True)
     assert shapes.largest in first
-    for num_tokens, *values in itertools.product(range(1, budget + 1), *[(False, True)] * len(NEEDS)):
-        needs = dict(zip(NEEDS, values, strict=True))
+    for num_tokens, needs in plans(shapes, budget):
         step = shapes.step_for(num_tokens, **needs, is_ready=first.__contains__)
         assert {program for program in step if program is not None} <= first
         exact = shapes.step_for(num_tokens, **needs)

@@ -23,6 +23,8 @@ from jaxserve.models import get_family
 GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
 ONE_OF_EACH = list({load_config(path)["model_type"]: path for path in reversed(GOLDENS)}.values())
 """The first golden of each family."""
+ONE_OF_EACH_DECODER = list({get_family(load_config(path)).layers: path for path in reversed(GOLDENS)}.values())
+"""A golden for each function that runs a family's layers: many families have that of Llama."""
 CASES = quick_only(GOLDENS, *ONE_OF_EACH)
 """All goldens, as parameters of tests: a family's further ones are slow."""
 PADDED = 64
