@@ -15,7 +15,7 @@ from jaxserve.layers.weight import Dense, Weight
 
 SEQUENCE = [5, 9, 17, 3, 11, 2]
 # Plain layers, norms behind blocks, attention to latents, experts.
-QUICK = ("llama", "gemma2", "deepseek_v2", "mixtral")
+QUICK = ("gemma_", "gemma2", "deepseek_v2", "mixtral")
 PATHS = quick_only(ONE_OF_EACH_DECODER, *(path for path in ONE_OF_EACH_DECODER if path.name.startswith(QUICK)))
 
 
@@ -54,6 +54,10 @@ class Halves(Weight):
     @override
     def take(self, rows):
         return self.high[rows].astype(jnp.float32) + self.low[rows].astype(jnp.float32)
+
+    @override
+    def entry(self, index):
+        return Halves(self.high[index], self.low[index])
 
     @override
     def why_not_plain(self):
