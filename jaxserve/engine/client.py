@@ -63,6 +63,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_kinds: tuple[KVKind, ...]
     kv_dtype: str = "float32"
     enable_prefix_caching: bool = True
+    device: str = "cpu"
+    """The kind of the devices and, of several, how many."""
+    total_weight_bytes: int = 0
+    """Bytes of all weights, on all devices."""
+    kv_cache_bytes: int = 0
+    num_full_requests: int = 0
+    """Requests of `max_model_len` tokens that the KV cache holds at once."""
 
     def expected_weight_bytes(self, num_tokens: int) -> float:
         """Return the bytes of weights that a step of `num_tokens` tokens reads, if each chooses its experts at

@@ -37,6 +37,12 @@ class Devices(NamedTuple):
         return self.platform == "cpu"
 
     @property
+    def description(self) -> str:
+        """The kind of the devices and, of several, how many."""
+        kind = self.mesh.devices.flat[0].device_kind
+        return kind if self.mesh.size == 1 else f"{self.mesh.size} x {kind}"
+
+    @property
     def peak_bandwidth(self) -> float | None:
         """Bytes a second that all devices read from their memory at most, None if their kind is not known."""
         peak = PEAK_BYTES_PER_SECOND.get(self.mesh.devices.flat[0].device_kind)

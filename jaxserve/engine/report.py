@@ -36,23 +36,14 @@ class Laps:
         return f"{time.perf_counter() - self._began:.1f} s: {', '.join(self._phases)}"
 
 
-def log_start(
-    checkpoint: Checkpoint, specs: Params, runner: Runner, *, platform: str, needs: BlockNeeds, laps: Laps
-) -> None:
-    """Log what has been loaded and compiled, how long each phase took, and how much the KV cache holds."""
-    model, num_blocks = runner.model, runner.num_blocks
-    logger.info(
-        f"{checkpoint.path}: {num_bytes(specs, dtype=model.dtype) / 2**30:.2f} GiB of weights ({model.dtype}), "
-        f"{runner.num_compiles} programs compiled, kernels: {model.kernels} on {platform}; ready after {laps}"
-    )
+def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
+    """Log what has been compiled, how long each phase took, and what the KV cache consists of."""
+    model = runner.model
+    logger.info(f"{runner.num_compiles} programs compiled, kernels: {model.kernels} on {platform}; ready after {laps}")
     kinds = (
         f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kv_kinds(model)
     )
-    logger.info(
-        f"KV cache: {num_blocks * model.bytes_per_block / 2**30:.2f} GiB in {num_blocks} blocks of {model.block_size}, "
-        f"room for {needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len)} requests of "
-        f"{checkpoint.max_model_len} tokens; {', '.join(kinds)}"
-    )
+    logger.info(f"KV cache: {runner.num_blocks} blocks of {model.block_size} positions; {', '.join(kinds)}")
     if model.layout.num_states:
         logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not shared")
 
@@ -66,7 +57,14 @@ def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
 
 
 def make_info(
-    config: EngineConfig, checkpoint: Checkpoint, specs: Params, model: StepModel, *, num_blocks: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    specs: Params,
+    model: StepModel,
+    *,
+    num_blocks: int,
+    needs: BlockNeeds,
+    device: str,
 ) -> EngineInfo:
     """Return the sizes of an engine, with which the front end validates requests."""
     weight_bytes, expert_bytes = bytes_read(specs, dtype=model.dtype)
@@ -89,6 +87,10 @@ def make_info(
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.dtype),
         enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
+        device=device,
+        total_weight_bytes=num_bytes(specs, dtype=model.dtype),
+        kv_cache_bytes=num_blocks * model.bytes_per_block,
+        num_full_requests=needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len),
     )
 
 

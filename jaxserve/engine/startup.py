@@ -62,8 +62,16 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         laps.lap("steps")
         allocate(runner, devices, warmup)
         laps.lap("first runs")
-        log_start(checkpoint, specs, runner, platform=devices.platform, needs=sizing.needs, laps=laps)
-        info = make_info(config, checkpoint, specs, builder.model, num_blocks=runner.num_blocks)
+        log_start(runner, platform=devices.platform, laps=laps)
+        info = make_info(
+            config,
+            checkpoint,
+            specs,
+            builder.model,
+            num_blocks=runner.num_blocks,
+            needs=sizing.needs,
+            device=devices.description,
+        )
         scheduler = make_scheduler_for(config, info, builder)
         engine = Engine(
             scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)

@@ -26,6 +26,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
 from jaxserve.server.choosing.choice import Choice, choose
 from jaxserve.server.model_syntax import ModelSyntax
+from jaxserve.server.process.announcement import announce, url_of
 from jaxserve.server.process.http import protocol_class
 from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.responses.answer import fail_abandoned
@@ -76,13 +77,6 @@ def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket
         reason = error.strerror or str(error)
         raise StartupError(f"cannot listen on {config.host}:{port}: {reason}") from error
     return listener
-
-
-def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.socket) -> int:
@@ -189,13 +183,24 @@ class Server:
         )
 
     def run(self) -> int:
-        """Run `serve` in an event loop of its own; log the URL once connections are accepted."""
+        """Run `serve` in an event loop of its own; log what is served once connections are accepted."""
 
         def say() -> None:
             self.tell_syntax()
-            logger.info("serving %s at %s/v1", self.state.model, url_of(self._listener, self._config))
+            self.announce()
 
         return uvloop.run(self.serve(on_serving=say))
+
+    def announce(self) -> None:
+        """Log what is served, and where."""
+        frontend = self.state.frontend
+        announce(
+            frontend.client.info,
+            self._config,
+            names=self.state.names,
+            url=url_of(self._listener, self._config),
+            has_chat=frontend.tokenizer.has_chat_template,
+        )
 
     def tell_syntax(self) -> None:
         """Log the syntax in which the model's answers are parsed, and how it was chosen."""

@@ -28,7 +28,7 @@ from jaxserve.engine import process
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
-from jaxserve.server.process.lifecycle import FLUSH_TIMEOUT, bind, url_of
+from jaxserve.server.process.lifecycle import FLUSH_TIMEOUT, bind
 from jaxserve.server.process.worker import ENGINE_DIED, Settings
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,6 @@ class Supervisor:
         check_access(self._config)  # the workers would find out only after the engine has been loaded
         with self._hearing_signals(), self._listeners() as listeners, _private_folder() as self._folder:
             self.address = listeners[0].getsockname()[:2]
-            url = url_of(listeners[0], self._config)
             self._workers = workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
             engine = await self._start_engine(self._folder)
             try:
@@ -104,7 +103,9 @@ class Supervisor:
                 if not await self._all_ready(engine, workers):
                     return 128 + self._signals[0]
                 await _open(workers)  # a signal from now on is for a running server
-                logger.info("serving %s at %s/v1", " ".join(self._config.served_model_name), url)
+                first, *_ = workers
+                assert first.child is not None
+                first.child.tell("announce")
                 self.serving.set()
                 return await self._watch(engine, workers)
             finally:

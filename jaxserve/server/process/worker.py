@@ -100,6 +100,7 @@ async def _start(
     commands: dict[str, Callable[[], object]] = {
         "drain": server.drain,
         "stop": server.stop_now,
+        "announce": server.announce,
         "engine died": lambda: client.engine_died("its process has ended"),
     }
     if opened is not None:
