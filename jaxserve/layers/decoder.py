@@ -12,11 +12,12 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers import decode_layer
+from jaxserve.layers.activations import ACTIVATIONS, Gate
 from jaxserve.layers.attention import attend_heads, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.mlp import ACTIVATIONS, Gate, gated_mlp
+from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.moe import Routing, can_leave_partial_sums, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
@@ -135,6 +136,11 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     return by_layer or (getattr(config, "sliding_window", None),) * config.num_layers
 
 
+def activation_of(config: Any) -> str | Gate:
+    """Return the gate of a config's feed-forwards, by default one by its `activation`."""
+    return getattr(config, "gate", config.activation)
+
+
 def decoder(
     params: Params,
     config: DecoderConfig,
@@ -142,16 +148,14 @@ def decoder(
     batch: Batch,
     kv_cache: KVCache,
     span: range,
-    *,
-    routing: Routing | None = None,
-    gate: Gate | None = None,
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run a range of Llama's layers, and after the last one the final norm; also return the updated cache.
 
-    `routing` is for the layers that have experts; `gate` is that of the feed-forward if `config.activation` does not
-    name it. With kernels "sm90" some layers of a decode step are one kernel, if their keys and values are in pages.
+    A `routing` of the config is for the layers that have experts; a `gate` is that of the feed-forward if its
+    `activation` does not name it. With kernels "sm90" some layers of a decode step are one kernel, if their keys and
+    values are in pages.
     """
-    activation = config.activation if gate is None else gate
+    activation, routing = activation_of(config), getattr(config, "routing", None)
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
     of_heads = {"rotation": rotation, "head_norm_eps": config.norm_eps}
@@ -207,13 +211,6 @@ def decoder(
     return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm, add_norm=add_norm)
 
 
-def sparse_decoder(
-    params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run `decoder` of a config with a `routing`."""
-    return decoder(params, config, x, batch, kv_cache, span, routing=config.routing)
-
-
 def layer_shapes(
     layers: Sequence[Params],
     caches: Sequence[Any],
@@ -221,10 +218,10 @@ def layer_shapes(
     activation: str | Gate,
     sliding_windows: Sequence[int | None],
     num_rotated: int | None,
+    own: str | None = None,
+    routing: Routing | None = None,
 ) -> list[LayerShape]:
-    """Return what the layers of a decoder consist of. All but `activation` and `num_rotated` have one entry per
-    layer.
-    """
+    """Return what the layers of a decoder consist of: weights, caches and windows are those of each layer."""
     return [
         LayerShape(
             weights=layer,
@@ -233,6 +230,8 @@ def layer_shapes(
             activation=activation,
             sliding_window=window,
             num_rotated=num_rotated,
+            own=own,
+            routing=routing,
         )
         for layer, following, cache, window in zip(layers, [*layers[1:], None], caches, sliding_windows, strict=True)
     ]

@@ -19,16 +19,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.cache import CacheSizes, LatentCache
 from jaxserve.layers.decoder import run_layers, sequential_block
 from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.moe import moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
 from jaxserve.layers.rope import Rotation, YarnScaling, half_split_order, rotations
 from jaxserve.layers.weight import Weight
-from pallas_kernels import latent_attention as kernels
+from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_pages
 
 LATENT_NORM_EPS = 1e-6
@@ -104,7 +105,7 @@ class PagedLatent(NamedTuple):
 
         def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, PagedLatent]:
             pages = write_pages(pages, stored[:, None], batch.write_index)
-            out = kernels.latent_attention(
+            out = op.latent_attention(
                 q,
                 pages,
                 block_tables=batch.block_tables,
@@ -130,6 +131,10 @@ class PagedLatent(NamedTuple):
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
         return island(q, stored, self.c, batch.same_on_each_device())
+
+    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:  # noqa: ARG002
+        """Return what attends in a step, as `AttendsByKernels` says."""
+        return Part(Kernel.XLA, NO_KERNELS) if kernels == "xla" else Part(Kernel.LATENT_ATTENTION)
 
 
 def latent_attention_specs(

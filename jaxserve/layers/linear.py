@@ -1,14 +1,15 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.activations import Gate, gate_of
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.parts import Kernel, experts_part, few_rows_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from pallas_kernels import quantized_matmuls, small_matmul
@@ -64,17 +65,12 @@ def linear_of_few_rows(
     XLA's kernels are up to 2% faster, but XLA tries out dozens for each shape, which was most of the compilation at the
     start of an 8B model.
     """
-    quantized = None if weight.is_split else weight.quantized_matrix(1)
-    if kernels == "sm90" and quantized is not None and quantized_matmuls.why_not(x, quantized) is None:
-        return _quantized_linear(x, weight, quantized, output_dtype=output_dtype)
-    shard = weight.shard
-    matrix = jax.ShapeDtypeStruct((math.prod(shard.shape[:-1]), shard.shape[-1]), shard.dtype)
-    if (
-        kernels != "sm90"
-        or weight.why_not_plain() is not None
-        or shard.shape[-1] != weight.shape[-1]
-        or small_matmul.why_not(x, matrix) is not None
-    ):
+    kernel = few_rows_part(x, weight, kernels=kernels).kernel
+    if kernel == Kernel.QUANTIZED_MATMUL:
+        matrix = weight.quantized_matrix(1)
+        assert matrix is not None
+        return _quantized_linear(x, weight, matrix, output_dtype=output_dtype)
+    if kernel != Kernel.SMALL_MATMUL:
         return linear(x, weight, output_dtype=output_dtype)
 
     def multiply(x: Array, weight: Array) -> Array:
@@ -117,16 +113,17 @@ def linear_of_groups(
     bias: Float[Array, "..."] | None,
     group_sizes: Int[Array, " X"],
     *,
-    gate: Callable[[Array, Array], Array] | None = None,
-    fuses_gate: bool = True,
+    activation: str | Gate | None = None,
     tiles: Plan | None,
     kernels: Kernels,
 ) -> Float[Array, "M N"]:
-    """Multiply each row by its group's matrix of a weight [X, N, K], or [X, 2, N, K] with a `gate`: `grouped_matmul`.
+    """Multiply each row by its group's matrix of a weight [X, N, K], or [X, 2, N, K] with an `activation`, which is as
+    for `activations.gate_of`.
 
-    `fuses_gate` tells if a kernel may call the gate. The weight is local to the device. Of one that is stored as codes,
-    only the matrices of groups that have rows become floats, one at a time.
+    The weight is local to the device. Of one that is stored as codes, only the matrices of groups that have rows become
+    floats, one at a time.
     """
+    gate = None if activation is None else gate_of(activation)
     if weight.why_not_plain() is not None:
 
         def multiply(rows: Array, group: Array) -> Array:
@@ -135,7 +132,7 @@ def linear_of_groups(
         y = multiply_used_groups(x, group_sizes, multiply, num_outputs=math.prod(weight.shape[1:-1]))
         return finished(y, group_sizes, bias=bias, activation=gate)
     values = weight.array()
-    if gate is None or fuses_gate or kernels == "xla":
+    if gate is None or kernels == "xla" or experts_part(weight, activation, kernels=kernels).reason is None:
         return grouped_matmul(x, values, group_sizes, bias=bias, activation=gate, tiles=tiles, implementation=kernels)
     num_groups, num_inputs = values.shape[0], values.shape[-1]
     halves = grouped_matmul(

@@ -1,69 +1,19 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.linear import linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.parts import Kernel, gate_up_part
 from jaxserve.layers.weight import Weight, multiply_rounded
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-
-
-Gate = Callable[[Array, Array], Array]
-"""(gate, up) -> the input of a gated block's second matmul"""
-
-
-FUSED_ACTIVATIONS = {"silu", "swish", "gelu_new", "gelu_pytorch_tanh"}
-"""Keys of ACTIVATIONS that Mosaic can compile into a matmul: not erf, nor functions with a custom derivative."""
-
-
-# Cached: what is compiled for one layer's function is used for the others.
-@functools.cache
-def gate_of(activation: str | Gate) -> Gate:
-    """Return activation(gate) * up for a key of ACTIVATIONS; a function of both is returned unchanged."""
-    if callable(activation):
-        return activation
-    function = ACTIVATIONS[activation]
-    return lambda gate, up: function(gate) * up
-
-
-def fuses(activation: str | Gate) -> bool:
-    """Return true if kernels for GPUs can fuse the gate into a matmul. Functions of both are written so that they
-    can.
-    """
-    return callable(activation) or activation in FUSED_ACTIVATIONS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClampedSwiGLU:
-    """The Gate of GPT-OSS. Two with the same numbers are equal, so that what is compiled for one is used for the
-    other.
-    """
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate: Array, up: Array) -> Array:
-        """(up + 1) * gate * sigmoid(alpha * gate); gate is at most `limit`, and up within it on both sides."""
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def gated_mlp_specs(
@@ -137,18 +87,16 @@ def _gated_linear_unit(
     *,
     kernels: Kernels,
 ) -> Float[Array, "T F"]:
-    function = ACTIVATIONS[activation] if isinstance(activation, str) and activation in FUSED_ACTIVATIONS else None
-    function = None if bias is not None else function
-    if function is not None and (matrix := weight.matrix_of_rounded(len(x), 1)) is not None:
-        return multiply_rounded(x, matrix, activation=function, output_dtype=x.dtype)
-    if (
-        kernels == "xla"
-        or function is None
-        or weight.why_not_plain() is not None
-        or fused.why_not(x, weight.shard) is not None
-    ):
+    part = gate_up_part(x, weight, activation, kernels=kernels, has_bias=bias is not None)
+    if part.reason is not None:
         gate_up = linear(x, weight, bias)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
+    assert isinstance(activation, str)
+    function = ACTIVATIONS[activation]
+    if part.kernel == Kernel.SCALED_MATMUL:
+        matrix = weight.matrix_of_rounded(len(x), 1)
+        assert matrix is not None
+        return multiply_rounded(x, matrix, activation=function, output_dtype=x.dtype)
     run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
         out_spec = PartitionSpec(None, weight.spec[1])

@@ -6,7 +6,6 @@ arXiv:2211.15841). No expert computes for a token that is not its own, nor for t
 
 import dataclasses
 import functools
-import logging
 from typing import Any
 
 import jax
@@ -15,16 +14,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.activations import Gate
 from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear, linear_of_groups
-from jaxserve.layers.mlp import Gate, fuses, gate_of, gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.parts import Kernel, routing_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight, partition_specs
-from pallas_kernels.expert_routing import Routing, expert_routing, why_not
+from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.peers import PeerBuffers
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,8 +168,8 @@ def moe(
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
-    Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `mlp.gate_of`, `peers` and
-    `leaves_partial_sums` as for `linear_with_sum`, the latter only if `can_leave_partial_sums`. Raises
+    Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `activations.gate_of`,
+    `peers` and `leaves_partial_sums` as for `linear_with_sum`, the latter only if `can_leave_partial_sums`. Raises
     NotImplementedError for experts that `kernels` cannot multiply by; if they do not support the routing, XLA does it.
     """
     # The experts and the shared one are in one sum over devices if possible.
@@ -255,6 +254,7 @@ def _run_local_experts(
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
     """Return the partial sum of these experts, which begin at `first_expert`."""
+    routed_by = routing_part(len(x), routing, kernels=kernels).kernel
     routed = expert_routing(
         logits,
         num_tokens,
@@ -262,29 +262,13 @@ def _run_local_experts(
         selection_bias=selection_bias,
         first_expert=first_expert,
         num_local_experts=experts["down"].shape[0],
-        implementation=_routing_kernels(len(x), routing, kernels),
+        implementation=kernels if routed_by == Kernel.EXPERT_ROUTING else "xla",
     )
     multiply = functools.partial(linear_of_groups, group_sizes=routed.group_sizes, tiles=routed.tiles, kernels=kernels)
     rows = x[routed.token]
-    inner = multiply(
-        rows,
-        experts["gate_up"],
-        experts.get("gate_up_bias"),
-        gate=gate_of(activation),
-        fuses_gate=fuses(activation),
-    )
+    inner = multiply(rows, experts["gate_up"], experts.get("gate_up_bias"), activation=activation)
     y = multiply(inner, experts["down"], experts.get("down_bias"))
     has_row = routed.row < len(rows)
     y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
     # After the last group y may be NaN.
     return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
-
-
-@functools.cache  # said once, not for each layer of each step
-def _routing_kernels(num_tokens: int, routing: Routing, kernels: Kernels) -> Kernels:
-    """Return the implementation that routes the tokens of a step."""
-    reason = None if kernels == "xla" else why_not(num_tokens, routing)
-    if reason is None:
-        return kernels
-    logger.warning("tokens are routed to experts by XLA's kernels, a dozen instead of one: %s", reason)
-    return "xla"

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.cache import CacheSizes
+from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axis
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Scores, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -71,6 +72,14 @@ class PagedKV(NamedTuple):
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
         return island(qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
+
+    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:
+        """Return what attends in a step, as `AttendsByKernels` says."""
+        if kernels == "xla":
+            return Part(Kernel.XLA, NO_KERNELS)
+        if (reason := why_not_pages(dtype, self.k, self.v)) is not None:
+            return Part(Kernel.NONE, reason)
+        return Part(Kernel.PAGED_ATTENTION if is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True)

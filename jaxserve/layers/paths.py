@@ -3,7 +3,8 @@ faster path.
 
 A decode step of Llama and similar models does little but read weights, so norms, activations and additions are fused
 into the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not support runs as one
-operation after the other. Tracing a program and the table that is logged at start use the same functions.
+operation after the other, for each of which `parts` chooses a kernel. Tracing a program and `path_table` use the same
+functions.
 """
 
 import dataclasses
@@ -15,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.mlp import FUSED_ACTIVATIONS, Gate
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
+from jaxserve.layers.parts import NO_KERNELS, why_not_activation
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
+from pallas_kernels.expert_routing import Routing
 from pallas_kernels.peers import PeerBuffers
 
 PARTS = {"attention_norm", "mlp_norm", "attention", "mlp"}
@@ -53,8 +56,10 @@ class LayerShape:
         weights: weights of the layer; the keys tell which norms and biases it has.
         following: weights of the next layer, whose qkv is computed with this one; None after the last.
         cache: the layer's LayerCache.
-        activation: as for `mlp.gate_of`.
+        activation: as for `activations.gate_of`.
         num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
+        own: what it has besides that no fused layer has, in words; None if nothing.
+        routing: how tokens are routed to experts; None without experts.
     """
 
     weights: Params
@@ -63,6 +68,8 @@ class LayerShape:
     activation: str | Gate
     sliding_window: int | None
     num_rotated: int | None
+    own: str | None = None
+    routing: Routing | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,9 +106,11 @@ def _choose_fused(layer: LayerShape, step: StepShape) -> Path:
 def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
     """Return why the layer's matmuls cannot be fused with the operations around them, or None if they can."""
     if step.kernels != "sm90":
-        return "XLA makes the kernels"
+        return NO_KERNELS
+    if layer.own is not None:
+        return f"no fused layer has {layer.own}"
     if not isinstance(layer.activation, str) or layer.activation not in FUSED_ACTIVATIONS:
-        return f"no matmul has the activation {layer.activation}"
+        return why_not_activation(layer.activation)
     # Between two matmuls, values are multiplied by a norm's gain and not yet divided by their root mean square: too
     # large for float16.
     if step.dtype != jnp.bfloat16:
@@ -215,35 +224,6 @@ def as_matrix(name: str, weight: Any) -> Any:
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, weight.dtype)
     return weight.reshape(shape)
-
-
-def describe(layers: Sequence[LayerShape], steps: Iterable[StepShape]) -> list[str]:
-    """Return a line for each range of steps, whose layers run alike, by rows: how, and why not faster."""
-    lines: list[tuple[bool, int, int, list[Path]]] = []
-    for step in sorted(steps, key=lambda step: (not step.is_decode_only, step.num_rows)):
-        paths = choose(layers, step)
-        if lines and lines[-1][0] == step.is_decode_only and _kinds(lines[-1][3]) == _kinds(paths):
-            lines[-1] = (*lines[-1][:2], step.num_rows, lines[-1][3])
-        else:
-            lines.append((step.is_decode_only, step.num_rows, step.num_rows, paths))
-    return [_line(*line) for line in lines]
-
-
-def _line(is_decode_only: bool, first: int, last: int, paths: list[Path]) -> str:
-    rows = f"{first}" if first == last else f"{first} to {last}"
-    found = [
-        f"{kind}" + (f" of {count} layers" if count < len(paths) else "") + (f" ({reason})" if reason else "")
-        for kind in Kind
-        if (count := _kinds(paths).count(kind))
-        for reason in [next(path.reason for path in paths if path.kind == kind)]
-    ]
-    return f"{'decode of' if is_decode_only else 'prompts,'} {rows} {'rows' if is_decode_only else 'tokens'}: " + (
-        "; ".join(found)
-    )
-
-
-def _kinds(paths: list[Path]) -> list[Kind]:
-    return [path.kind for path in paths]
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import layer_shapes
+from jaxserve.layers.decoder import activation_of, layer_shapes
 from jaxserve.layers.params import Params
-from jaxserve.layers.paths import Kind, StepShape, describe
+from jaxserve.layers.path_table import Head, describe
+from jaxserve.layers.paths import StepShape
 from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
@@ -87,22 +88,25 @@ def get_family(hf_config: dict[str, Any]) -> Family:
 
 
 def describe_paths(
-    family: Family, config: Any, layers: Sequence[Params], caches: Sequence[Any], steps: Iterable[StepShape]
+    family: Family, config: Any, params: Params, caches: Sequence[Any], steps: Iterable[tuple[StepShape, int]]
 ) -> list[str]:
-    """Return lines that say how a family's model runs its layers in such steps, and why it has no faster path.
+    """Return lines that say which kernels run a family's model in such steps, and why no faster ones do.
 
-    `layers` and `caches` are the weights and LayerCaches, or their shapes.
+    `params` and `caches` are the weights and LayerCaches, or their shapes; with each step comes the number of rows of
+    which it computes logits.
     """
-    if family.own_layers is not None:
-        return [f"all steps: {Kind.OPERATIONS} (no fused layer has {family.own_layers})"]
+    rope = getattr(config, "rope", None)
     shapes = layer_shapes(
-        layers,
+        params["layers"],
         caches,
-        activation=config.activation,
+        activation=activation_of(config),
         sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
-        num_rotated=len(frequencies(config.rope)),
+        num_rotated=None if rope is None else len(frequencies(rope)),
+        own=family.own_layers,
+        routing=getattr(config, "routing", None),
     )
-    return describe(shapes, steps)
+    table = params["embed" if config.tie_word_embeddings else "lm_head"]
+    return describe(shapes, steps, Head(table, has_bias="lm_head_bias" in params))
 
 
 def max_context(config: Any) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -19,7 +19,6 @@ from jaxserve.layers.params import Params
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 
-ACTIVATION = "gelu_new"
 NAMES = Names(
     embed="transformer.word_embeddings", layers="transformer.h", attention="self_attention", norm="transformer.ln_f"
 )
@@ -41,6 +40,7 @@ OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_atte
 class Config:
     """The shape of one BLOOM."""
 
+    activation: ClassVar[str] = "gelu_new"
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -142,7 +142,7 @@ def layers(
         rotation=None,
         scores=Scores(scale=config.head_dim**-0.5, alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32)),
     )
-    feed_forward = functools.partial(mlp, activation=ACTIVATION, kernels=batch.kernels, peers=batch.peers)
+    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
     block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
     return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)

@@ -9,13 +9,11 @@ import functools
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.activations import ClampedSwiGLU
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import ClampedSwiGLU
 from jaxserve.layers.moe import Routing, router_spec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
@@ -62,6 +60,11 @@ class Config(DecoderConfig):
     swiglu_alpha: float
     swiglu_limit: float
     routing: Routing
+
+    @property
+    def gate(self) -> ClampedSwiGLU:
+        """The gate of the experts' feed-forwards."""
+        return ClampedSwiGLU(alpha=self.swiglu_alpha, limit=self.swiglu_limit)
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -168,18 +171,10 @@ def _moe_specs(prefix: str, *, config: Config) -> Params:
     }
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
-    return decoder(params, config, x, batch, kv_cache, span, routing=config.routing, gate=gate)
-
-
 FAMILY = Family(
     Config=Config,
     param_specs=param_specs,
-    layers=layers,
+    layers=decoder,
     doc=__doc__,
     features=("sinks",),
 )

@@ -5,8 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.latent_attention import LatentHeads
-from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.loading.bounds import MAX_EXPERTS_OF_ALL_LAYERS, MAX_FLOAT, MAX_INTEGER, MAXIMA, MIN_FLOAT
 
 Fields = dict[str, Any]

@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, sparse_decoder
+from jaxserve.layers.decoder import DecoderConfig, Names, decoder, decoder_specs
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -81,6 +81,6 @@ def param_specs(config: Config) -> Params:
 FAMILY = Family(
     Config=Config,
     param_specs=param_specs,
-    layers=sparse_decoder,
+    layers=decoder,
     doc=__doc__,
 )

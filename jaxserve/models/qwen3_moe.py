@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, sparse_decoder
+from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.moe import Routing, moe_specs
 from jaxserve.layers.params import Params
@@ -100,7 +100,7 @@ def param_specs(config: Config) -> Params:
 FAMILY = Family(
     Config=Config,
     param_specs=param_specs,
-    layers=sparse_decoder,
+    layers=decoder,
     doc=__doc__,
     features=("QK norm",),
 )

@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, 
 from pallas_kernels.paged_attention.plan import make_plan
 from pallas_kernels.paged_attention.tiles import ROWS, Config, Problem, part_rows
 from pallas_kernels.paging import Scores
-from pallas_kernels.paging.checks import check_pages_for_sm90
+from pallas_kernels.paging.checks import check_pages
 
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
@@ -61,7 +61,7 @@ def paged_attention_sm90(
     """
     num_rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_pages.shape[1:3]
-    check_pages_for_sm90(q, k_pages, v_pages)
+    check_pages(q, k_pages, v_pages)
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
     tiles_per_head = -(-head_rows // ROWS)

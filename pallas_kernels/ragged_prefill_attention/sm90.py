@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Scores
-from pallas_kernels.paging.checks import check_pages_for_sm90
+from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.ragged_prefill_attention.device import tiling
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
@@ -81,7 +81,7 @@ def ragged_prefill_attention_sm90(
 
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    check_pages_for_sm90(q, k_pages, v_pages)
+    check_pages(q, k_pages, v_pages)
     if scores.scale <= 0:
         raise NotImplementedError(f"scale must be positive, got {scores.scale}")
     num_tokens, num_heads, head_dim = q.shape

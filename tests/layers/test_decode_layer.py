@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from typing import NamedTuple
 
 import jax
@@ -11,22 +10,15 @@ import numpy as np
 import pytest
 from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_cache, make_mesh, make_model, split
 from depths import quick_first, quick_only
-from golden_models import GOLDENS
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers import paths
+from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.latent_attention import PagedLatent
-from jaxserve.layers.mlp import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.paged_kv import PagedKV
-from jaxserve.layers.params import rounded_to
-from jaxserve.layers.paths import Kind, StepShape, choose, describe
+from jaxserve.layers.paths import Kind, StepShape, choose
 from jaxserve.layers.weight import Quantized
-from jaxserve.loading.huggingface import load_config
-from jaxserve.models import get_family
 from jaxserve.quantization.scheme import SCHEMES, Parts
 from pallas_kernels import layer_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
@@ -244,77 +236,9 @@ def test_which_shards_it_takes(num_devices, hidden_size, takes):
         assert takes or found[0].reason is not None
 
 
-def test_ranges_of_steps_are_listed_with_their_reasons():
-    _, _, params = make_model("llama", hidden_size=128, head_dim=64)
-    steps = [step_of(num_rows) for num_rows in (1, 8, 16, 24, 64, 128, 256)]
-    steps += [step_of(num_rows, is_decode_only=False) for num_rows in (16, 64, 512, 8192)]
-    assert describe(shapes_of(bfloat16(params["layers"])), steps) == [
-        "decode of 1 to 16 rows: one kernel a layer",
-        "decode of 24 to 64 rows: one kernel between two attentions (at most 16 rows, got 24)",
-        "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128)",
-        "prompts, 16 to 64 tokens: one kernel between two attentions (some rows may have several tokens)",
-        "prompts, 512 to 8192 tokens: one operation after the other (qkv: at most 64 rows, got 512)",
-    ]
-
-
 @pytest.mark.parametrize("name", quick_first(sorted(FUSED_ACTIVATIONS)))
 def test_the_kernels_compute_the_activations(name):
     x = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
     run = functools.partial(small_matmul.matmul, activation=ACTIVATIONS[name], implementation="sm90")
     assert compile_for_h200(run, x, weight).spill_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "without", "reason"),
-    [(1, "", None), (1, "down", "gate_up: it is stored as"), (2, "", "no kernel converts what all weights hold")],
-)
-def test_layers_of_codes_are_one_kernel_between_attentions(num_devices, without, reason):
-    fields = LLAMA_3_8B | {"num_hidden_layers": 2}
-    family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
-    schemes = rounded_to(specs, SCHEMES["int4"])
-    mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
-    spec = StepSpec(
-        model=fields,
-        dtype="bfloat16",
-        kernels="sm90",
-        block_size=16,
-        max_model_len=64,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        traits=ON_GPU,
-        has_peers=True,
-        schemes={name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)},
-    )
-    line = StepBuilder(spec, mesh).describe_paths()[0]
-    if reason is None:
-        assert line == "decode of 1 to 16 rows: one kernel that converts codes between two attentions"
-    else:
-        assert line.startswith("decode of 1 to 16 rows: one operation after the other (")
-
-
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
-def test_every_model_has_a_table_of_paths(golden):
-    """A family says what its layers have besides where `decoder`, which chooses among paths, does not run them."""
-    fields = load_config(golden)
-    family = get_family(fields)
-    own = family.own_layers
-    assert vars(sys.modules[family.param_specs.__module__]).keys().isdisjoint({"decoder", "sparse_decoder"}) == (
-        own is not None
-    )
-    mesh = AbstractMesh((1,), ("tensor",), axis_types=(AxisType.Explicit,))
-    spec = StepSpec(
-        model=fields,
-        dtype="bfloat16",
-        kernels="sm90",
-        block_size=16,
-        max_model_len=64,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        traits=ON_GPU,
-        has_peers=True,
-    )
-    lines = StepBuilder(spec, mesh).describe_paths()
-    assert any(line.startswith(("decode of 1", "all steps")) for line in lines)
-    assert (lines == [f"all steps: one operation after the other (no fused layer has {own})"]) == (own is not None)

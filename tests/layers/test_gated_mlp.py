@@ -10,7 +10,7 @@ from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
-from jaxserve.layers import mlp
+from jaxserve.layers import activations, mlp
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import abstract_params
@@ -67,7 +67,7 @@ def test_many_rows_take_the_kernel(calls, dtype, activation):
         ("float32", {"dtype": jnp.float32}),
         ("biases", {"bias": True}),
         ("an activation that Mosaic has not", {"activation": "gelu"}),
-        ("a function of gate and up", {"activation": mlp.ClampedSwiGLU(alpha=1.7, limit=7.0)}),
+        ("a function of gate and up", {"activation": activations.ClampedSwiGLU(alpha=1.7, limit=7.0)}),
         ("no kernels", {"kernels": "xla"}),
     ],
 )
@@ -99,12 +99,12 @@ def test_on_several_devices(calls, num_devices, is_split, num_calls):
 
 @pytest.mark.parametrize("num_rows", quick_first([128, 1024]))
 @pytest.mark.parametrize(
-    "name", quick_first(sorted(mlp.FUSED_ACTIVATIONS - {"swish", "gelu_new"}))
+    "name", quick_first(sorted(activations.FUSED_ACTIVATIONS - {"swish", "gelu_new"}))
 )  # two pairs of synonyms
 def test_the_kernel_computes_the_activations(name, num_rows):
     x = jax.ShapeDtypeStruct((num_rows, E), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((2, F, E), jnp.bfloat16)
-    run = functools.partial(kernels.gated_linear_unit, activation=mlp.ACTIVATIONS[name], implementation="sm90")
+    run = functools.partial(kernels.gated_linear_unit, activation=activations.ACTIVATIONS[name], implementation="sm90")
     assert compile_for_h200(run, x, weight).spill_bytes == 0
 
 

@@ -81,26 +81,25 @@ class StepBuilder:
         return [program for phase in self.order() if phase.is_first for program in phase.programs]
 
     def describe_paths(self) -> list[str]:
-        """Return how the layers of the programs run, and why not faster: lines for people."""
+        """Return which kernels run in the programs, and why no faster ones do: lines for people."""
         model, steps = self.model, []
         for program in self.shapes.programs:
             if isinstance(program, PlainDecode | Forward | Begin):
                 is_decode_only = isinstance(program, PlainDecode) or (
                     isinstance(program, Forward) and program.is_decode_only
                 )
-                steps.append(
-                    StepShape(
-                        num_rows=program.bucket.num_tokens,
-                        dtype=model.dtype,
-                        kernels=model.kernels,
-                        is_decode_only=is_decode_only,
-                        peers=None if model.peers is None else model.peers.sums,
-                    )
+                step = StepShape(
+                    num_rows=program.bucket.num_tokens,
+                    dtype=model.dtype,
+                    kernels=model.kernels,
+                    is_decode_only=is_decode_only,
+                    peers=None if model.peers is None else model.peers.sums,
                 )
+                steps.append((step, program.bucket.num_rows))
         cache = model.kv_cache(1)
         caches = [cache.of_layer(index) for index in range(len(model.params["layers"]))]
         with model.on_mesh():
-            return describe_paths(model.family, model.config, model.params["layers"], caches, steps)
+            return describe_paths(model.family, model.config, model.params, caches, steps)
 
     def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.

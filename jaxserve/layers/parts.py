@@ -1,0 +1,121 @@
+"""Which kernels compute the parts of a step where layers are not fused, as data: with the reason why no faster ones do.
+
+What computes a part asks here while a program is traced, and `path_table` asks the same functions.
+"""
+
+import enum
+import math
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate, fuses
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.weight import Weight
+from pallas_kernels import all_reduce, expert_routing, gated_linear_unit, quantized_matmuls, small_matmul
+from pallas_kernels.peers import PeerBuffers
+
+
+class Kernel(enum.StrEnum):
+    """What computes a part: an operation of `pallas_kernels`, or XLA."""
+
+    SMALL_MATMUL = "small_matmul"
+    QUANTIZED_MATMUL = "quantized_matmuls"
+    SCALED_MATMUL = "scaled_matmul"
+    GATED_LINEAR_UNIT = "gated_linear_unit"
+    GROUPED_MATMUL = "grouped_matmul"
+    EXPERT_ROUTING = "expert_routing"
+    ALL_REDUCE = "all_reduce"
+    PAGED_ATTENTION = "paged_attention"
+    RAGGED_ATTENTION = "paged_attention and ragged_prefill_attention"
+    LATENT_ATTENTION = "latent_attention"
+    NONE = "no kernel"
+    XLA = "XLA"
+
+
+class Part(NamedTuple):
+    """What computes a part, and why nothing faster does, if there is something faster for other models or steps."""
+
+    kernel: Kernel
+    reason: str | None = None
+
+
+NO_KERNELS = "XLA makes the kernels"
+
+
+@runtime_checkable
+class AttendsByKernels(Protocol):
+    """A LayerCache that knows what attends to it."""
+
+    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:
+        """Return what attends in a step with activations of `dtype`. With `Kernel.NONE` no engine starts."""
+        ...
+
+
+def linear_part(x: Any, weight: Weight, reason: str | None = None) -> Part:
+    """Return what computes `Weight.multiply`; `x` is an array or its shape, `reason` is against faster kernels.
+
+    For matrices of 16 bits XLA's kernels are the fastest with many rows, and tried out for each shape.
+    """
+    matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(x.shape[0], len(x.shape) - 1), weight)
+    if matrix is not None:
+        return Part(Kernel.SCALED_MATMUL, reason)
+    return Part(Kernel.XLA, reason or weight.why_not_plain())
+
+
+def few_rows_part(x: Any, weight: Weight, *, kernels: Kernels, has_bias: bool = False) -> Part:
+    """Return what computes `linear_of_few_rows`; `x` is an array or its shape."""
+    if kernels == "xla" or has_bias:
+        return linear_part(x, weight, NO_KERNELS if kernels == "xla" else "it has a bias")
+    quantized = None if weight.is_split else jax.eval_shape(lambda weight: weight.quantized_matrix(1), weight)
+    if quantized is not None:
+        reason = quantized_matmuls.why_not(x, quantized)
+        return Part(Kernel.QUANTIZED_MATMUL) if reason is None else linear_part(x, weight, reason)
+    shard = weight.shard
+    matrix = jax.ShapeDtypeStruct((math.prod(shard.shape[:-1]), shard.shape[-1]), shard.dtype)
+    reason = weight.why_not_plain()
+    if reason is None and shard.shape[-1] != weight.shape[-1]:
+        reason = "devices have parts of its inputs"
+    reason = reason or small_matmul.why_not(x, matrix)
+    return Part(Kernel.SMALL_MATMUL) if reason is None else linear_part(x, weight, reason)
+
+
+def gate_up_part(x: Any, weight: Weight, activation: str | Gate, *, kernels: Kernels, has_bias: bool) -> Part:
+    """Return what computes the first matmul of a gated feed-forward, and why it does not include the activation."""
+    if has_bias:
+        return linear_part(x, weight, "it has a bias")
+    if not isinstance(activation, str) or activation not in FUSED_ACTIVATIONS:
+        return linear_part(x, weight, why_not_activation(activation))
+    part = linear_part(x, weight)
+    if part.kernel == Kernel.SCALED_MATMUL:
+        return part
+    if kernels == "xla":
+        return Part(part.kernel, NO_KERNELS)
+    reason = weight.why_not_plain() or gated_linear_unit.why_not(x, weight.shard)
+    return Part(Kernel.GATED_LINEAR_UNIT) if reason is None else Part(part.kernel, reason)
+
+
+def why_not_activation(activation: str | Gate) -> str:
+    """Return why a matmul does not include an activation."""
+    return f"no matmul has the activation {activation}"
+
+
+def routing_part(num_tokens: int, routing: expert_routing.Routing, *, kernels: Kernels) -> Part:
+    """Return what chooses the experts of a step's tokens and sorts these by expert."""
+    reason = NO_KERNELS if kernels == "xla" else expert_routing.why_not(num_tokens, routing)
+    return Part(Kernel.EXPERT_ROUTING) if reason is None else Part(Kernel.XLA, reason)
+
+
+def experts_part(weight: Weight, activation: str | Gate | None, *, kernels: Kernels) -> Part:
+    """Return what multiplies tokens by the matrices of their experts, and why it does not include the activation."""
+    reason = weight.why_not_plain() or (NO_KERNELS if kernels == "xla" else None)
+    if reason is not None:
+        return Part(Kernel.XLA, reason)
+    reason = None if activation is None or fuses(activation) else why_not_activation(activation)
+    return Part(Kernel.GROUPED_MATMUL, reason)
+
+
+def sum_part(x: Any, peers: PeerBuffers | None) -> Part:
+    """Return what adds up the devices' partial sums of rows like `x`."""
+    reason = "devices have no buffers for sums" if peers is None else all_reduce.why_not(x, peers)
+    return Part(Kernel.ALL_REDUCE) if reason is None else Part(Kernel.XLA, reason)

@@ -1,0 +1,160 @@
+"""The table of paths: which kernels run in each program of a model, and why no faster ones do.
+
+It is logged at start and printed by `jaxserve models`. It asks the functions that choose while a program is traced.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.layers.params import Params
+from jaxserve.layers.parts import (
+    AttendsByKernels,
+    Kernel,
+    Part,
+    experts_part,
+    few_rows_part,
+    gate_up_part,
+    linear_part,
+    routing_part,
+    sum_part,
+)
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
+from jaxserve.layers.weight import Weight
+
+
+class Head(NamedTuple):
+    """The LM head of a model."""
+
+    table: Weight
+    has_bias: bool
+
+
+class _Row(NamedTuple):
+    """What runs in a program; programs of several sizes are one line if they differ in numbers only."""
+
+    step: StepShape
+    layers: dict[Kind, tuple[int, str | None]]
+    """Number of layers of each kind, and the reason why the first of them has no faster path."""
+    parts: dict[str, list[Part]]
+    """What computes each part that no kernel of a whole layer computes: a Part for each kernel."""
+
+    @property
+    def key(self) -> object:
+        """What is equal in all programs of a line."""
+        kinds = {kind: count for kind, (count, _) in self.layers.items()}
+        return (
+            self.step.is_decode_only,
+            kinds,
+            {name: [part.kernel for part in found] for name, found in self.parts.items()},
+        )
+
+
+def describe(layers: Sequence[LayerShape], steps: Iterable[tuple[StepShape, int]], head: Head) -> list[str]:
+    """Return a line for each range of programs in which the same kernels run, by their number of rows.
+
+    `steps` are what programs are compiled for, and of how many rows they compute logits, 0 for none.
+    """
+    by_size = sorted(steps, key=lambda step: (not step[0].is_decode_only, step[0].num_rows))
+    rows = [_row(layers, step, head, num_logits) for step, num_logits in by_size]
+    return [_line(list(alike)) for _, alike in itertools.groupby(rows, key=lambda row: row.key)]
+
+
+def _row(layers: Sequence[LayerShape], step: StepShape, head: Head, num_logits: int) -> _Row:
+    paths = choose(layers, step)
+    kinds = [path.kind for path in paths]
+    found = {
+        kind: (kinds.count(kind), next(path.reason for path in paths if path.kind == kind))
+        for kind in Kind
+        if kind in kinds
+    }
+    parts: dict[str, list[Part]] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind == Kind.OPERATIONS:
+            of_layer = _operations(layer, step)
+        else:
+            of_layer = {} if kind == Kind.LAYER else {"attention": _attention(layer, step)}
+        output = layer.weights["attention"]["out"]
+        if output.is_split:
+            of_layer["sums over devices"] = sum_part(
+                jax.ShapeDtypeStruct((step.num_rows, output.shape[0]), step.dtype), step.peers
+            )
+        for name, part in of_layer.items():
+            seen = parts.setdefault(name, [])
+            if part.kernel not in [other.kernel for other in seen]:
+                seen.append(part)
+    if num_logits:
+        hidden = jax.ShapeDtypeStruct((num_logits, head.table.shape[1]), step.dtype)
+        parts["LM head"] = [few_rows_part(hidden, head.table, kernels=step.kernels, has_bias=head.has_bias)]
+    return _Row(step, found, parts)
+
+
+def _attention(layer: LayerShape, step: StepShape) -> Part:
+    cache = layer.cache
+    if not isinstance(cache, AttendsByKernels):
+        return Part(Kernel.XLA, f"{type(cache).__name__} says nothing of kernels")
+    return cache.attention_part(dtype=step.dtype, kernels=step.kernels, is_decode_only=step.is_decode_only)
+
+
+def _operations(layer: LayerShape, step: StepShape) -> dict[str, Part]:
+    """Return what computes the parts of a layer that is not fused."""
+    weights = layer.weights["attention"]
+    parts = {
+        name: linear_part(_rows(step, weight), weight)
+        for name, weight in weights.items()
+        if isinstance(weight, Weight) and name != "out"
+    }
+    parts["attention"] = _attention(layer, step)
+    output = weights["out"]
+    parts["out"] = linear_part(_rows(step, output, num_inputs=output.ndim - 1), output)
+    parts |= _feed_forward(layer.weights["mlp"], layer, step)
+    return parts
+
+
+def _feed_forward(weights: Params, layer: LayerShape, step: StepShape) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    for name in sorted(weights, key=lambda name: name.startswith("down")):  # which is the last to run
+        weight = weights[name]
+        if name == "experts":
+            assert layer.routing is not None
+            parts["routing"] = routing_part(step.num_rows, layer.routing, kernels=step.kernels)
+            parts["experts"] = experts_part(weight["gate_up"], layer.activation, kernels=step.kernels)
+        elif name == "shared":
+            shared = _feed_forward(weight, layer, step)
+            parts |= {f"shared {part}": found for part, found in shared.items()}
+        elif name == "gate_up":
+            x, has_bias = _rows(step, weight), "gate_up_bias" in weights
+            parts[name] = gate_up_part(x, weight, layer.activation, kernels=step.kernels, has_bias=has_bias)
+        elif isinstance(weight, Weight):
+            parts[name] = linear_part(_rows(step, weight), weight)
+    return parts
+
+
+def _rows(step: StepShape, weight: Weight, *, num_inputs: int = 1) -> jax.ShapeDtypeStruct:
+    """Return the shape of what a step multiplies by a weight."""
+    return jax.ShapeDtypeStruct((step.num_rows, *weight.shape[weight.ndim - num_inputs :]), step.dtype)
+
+
+def _line(rows: Sequence[_Row]) -> str:
+    first, last = rows[0].step.num_rows, rows[-1].step.num_rows
+    size = f"{first}" if first == last else f"{first} to {last}"
+    layers, parts = rows[0].layers, rows[0].parts
+    num_layers = sum(count for count, _ in layers.values())
+    texts = [
+        f"{kind}" + (f" of {count} layers" if count < num_layers else "") + _because(reason)
+        for kind, (count, reason) in layers.items()
+    ]
+    names: dict[str, list[str]] = {}
+    for name, found in parts.items():
+        names.setdefault(" or ".join(f"{part.kernel}{_because(part.reason)}" for part in found), []).append(name)
+    texts += [f"{', '.join(alike)}: {kernels}" for kernels, alike in names.items()]
+    is_decode_only = rows[0].step.is_decode_only
+    return f"{'decode of' if is_decode_only else 'prompts,'} {size} {'rows' if is_decode_only else 'tokens'}: " + (
+        "; ".join(texts)
+    )
+
+
+def _because(reason: str | None) -> str:
+    return "" if reason is None else f" ({reason})"
