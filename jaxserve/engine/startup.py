@@ -103,7 +103,8 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
-        logger.info("layers: " + "; ".join(builder.describe_paths()))
+        for line in builder.describe_paths():
+            logger.info("kernels of %s", line)
     return builder, specs
 
 
