@@ -179,13 +179,22 @@ class RemoteEngineClient(EngineClient):
             self._silence = 0.0
             match message:
                 case wire.Outputs(outputs):
-                    self._deliver(outputs)
+                    self._deliver(outputs if self._death is None else list(map(self._with_failure, outputs)))
                 case wire.Stats(stats):
                     self._stats = stats
                 case wire.Answer(number, value, refusal):
                     self._answer(number, value, None if refusal is None else refusal.error())
                 case wire.Died(reason):
                     self._death = reason  # the outputs that say so follow
+
+    def _with_failure(self, output: EngineOutput) -> EngineOutput:
+        """Return an output of an engine that is gone: what it has aborted itself, because it was closed, has failed.
+
+        Otherwise clients would take the beginning of an answer for all of it.
+        """
+        if output.finish_reason != "abort":
+            return output
+        return msgspec.structs.replace(output, finish_reason="error", error=f"the engine has stopped: {self._death}")
 
     async def _count_silence(self) -> None:
         """Add up how long nothing has been heard, until the end."""

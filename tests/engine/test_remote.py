@@ -393,6 +393,23 @@ def test_the_death_of_the_engine_is_an_error_of_every_request():
     assert engine.was_alive is False
 
 
+def test_a_request_that_the_end_of_the_process_cuts_off_has_failed(engine):
+    """The engine closes in good order when its parent is gone, and aborts what it runs; no client has asked for it."""
+    engine.play = lambda request: Script(token_ids=[5], hangs=True)
+
+    async def run():
+        async with connected(engine, "x") as (x,):
+            sink = Sink()
+            x.submit([request("a")], sink)
+            await until(lambda: bool(sink.outputs))
+            engine.client.close()
+            await until(lambda: bool(sink.reasons))
+            assert sink.reasons == {"a": "error"}
+            assert sink.outputs[-1].error == "the engine has stopped: it is closed"
+
+    asyncio.run(run())
+
+
 def test_a_process_that_ends_without_a_word(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
 
