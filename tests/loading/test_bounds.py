@@ -23,7 +23,7 @@ from jaxserve.tokenizer import Tokenizer
 
 ONE_OF_EACH = {json.loads((path / "config.json").read_text())["model_type"]: path for path in GOLDENS}
 SECONDS = 20.0
-"""A refusal takes milliseconds; a loop over ten million layers takes minutes."""
+"""Processor time. A refusal takes milliseconds; a loop over ten million layers takes minutes."""
 
 
 def copy_with(path, folder, **changes):
@@ -47,7 +47,7 @@ def copy_with(path, folder, **changes):
 )
 def test_numbers_of_a_config(tmp_path, name, value):
     path = copy_with(ONE_OF_EACH["llama"], tmp_path, **{name: value})
-    began = time.monotonic()
+    began = time.thread_time()
     for read in (
         lambda: needs(str(path), memory=2**30),
         lambda: convert(str(path), tmp_path / "store", progress=False),
@@ -55,7 +55,7 @@ def test_numbers_of_a_config(tmp_path, name, value):
     ):
         with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be "):
             read()
-    assert time.monotonic() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
 
 
 @pytest.mark.parametrize("parameters", ["rope_scaling", "rope_parameters"])
@@ -94,14 +94,14 @@ def test_the_largest_numbers_are_listed_in_seconds(model_type):
     fields = json.loads((ONE_OF_EACH[model_type] / "config.json").read_text())
     family = get_family(fields)
     for name in fields.keys() & MAXIMA.keys() - {"num_hidden_layers", "n_layer"}:  # slow with every call checked
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             config = family.Config.from_hf(fields | {name: int(MAXIMA[name])})
             family.param_specs(config)
             family.kv_specs(config)
         except CheckpointError:
             pass
-        assert time.monotonic() - began < SECONDS, name
+        assert time.thread_time() - began < SECONDS, name
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_numbers_of_gguf_files(tmp_path, key, value):
     fields = json.loads((path / "config.json").read_text())
     tensors = {name: np.asarray(t, np.float32) for name, t in load_file(path / "model.safetensors").items()}
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata={f"llama.{key}": value})
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(CheckpointError, match=rf"llama\.{key} must be "):
         load_config(tmp_path / "m.gguf")
-    assert time.monotonic() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_numbers_of_manifests(tmp_path, change, message):
     manifest = json.loads((tmp_path / "store" / MANIFEST).read_text())
     change(manifest)
     (tmp_path / "store" / MANIFEST).write_text(json.dumps(manifest))
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(CheckpointError, match=message):
         start_engine(EngineConfig(model=str(tmp_path / "store"), warmup="none"), mesh=None, progress=False)
-    assert time.monotonic() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
 
 
 def test_a_tokenizer_beside_a_senseless_config(test_data, tmp_path):

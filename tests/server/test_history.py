@@ -52,9 +52,9 @@ def test_arguments_become_an_object(text, expected):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"a": [' + "1," * 100_000, '"' * 100_000])
 def test_arguments_of_any_text_take_their_time_by_its_length(text):
-    start = time.monotonic()
+    start = time.thread_time()  # other work on the machine and in this process does not count
     assert isinstance(as_object(text), dict)
-    assert time.monotonic() - start < 10
+    assert time.thread_time() - start < 10
 
 
 @pytest.fixture(scope="module")
