@@ -5,21 +5,14 @@ import inspect
 
 import numpy as np
 import pytest
-import tiny_tokenizer
 from fake_client import FakeEngineClient, Script, echo
 
 from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import InvalidRequest
 from jaxserve.llm import LLM
-from jaxserve.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.load(tiny_tokenizer.byte_level(tmp_path_factory.mktemp("byte_level")))
 
 
 @pytest.fixture

@@ -1,0 +1,124 @@
+"""Options of `jaxserve serve`: vLLM's flags, names, the environment and files, completion by shells."""
+
+import pathlib
+import re
+import socket
+
+import pytest
+
+import jaxserve.llm
+from jaxserve import cli, vllm_flags, vllm_page
+from jaxserve.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "-O3 --enforce-eager --swap-space 4 --trust_remote_code --compilation-config.mode=3",
+        "--enable-auto-tool-choice --kv-cache-dtype auto -pp 1",
+        "--disable-log-requests --stream-interval=1",
+    ],
+)
+def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, capsys, flags):
+    assert cli.main(["serve", "scribe-2m", *flags.split()]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == sum(flag.startswith("-") for flag in flags.split())
+    assert all(re.match(r"jaxserve: --?\S+: nothing is needed: ", line) for line in lines)
+    assert pathlib.Path(served[0][0].model).name == "scribe-2m"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--speculative-config {}", "--speculative-config: not supported"),
+        ("--enable-lora", "--enable-lora: instead: merge the adapter"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported; only auto, bfloat16"),
+        ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
+        ("--quantization awq", "'awq': leave the flag out"),
+        ("--max-num-seqs 1.5", "'1.5' is not a whole number such as 4096, 8k (8000) or 8K (8192)"),
+        ("extra", "unexpected argument 'extra'"),
+    ],
+)
+def test_other_flags_end_with_the_usage_of_the_command_and_what_to_do(served, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "scribe-2m", *flags.split()])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: jaxserve serve [MODEL]")
+    assert message in err
+    assert not served
+
+
+def test_no_row_of_the_table_of_vllms_flags_hides_a_flag_that_we_have():
+    ours = {flag for flag in cli.flags_of_serve() if not flag.startswith("--no-")}
+    assert not ours & (vllm_flags.FLAGS.keys() | vllm_flags.RENAMED.keys())
+    assert {name for name in vllm_flags.RENAMED.values() if name not in cli.flags_of_serve()} == set()
+
+
+def test_the_page_of_vllms_flags_is_printed_from_the_table():
+    page = (pathlib.Path(jaxserve.__file__).parents[1] / "docs/vllm.md").read_text()
+    assert vllm_page.page() in page, "run python -m jaxserve.vllm_page"
+
+
+@pytest.mark.parametrize(("text", "number"), [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1M", 2**20), ("7", 7)])
+def test_numbers_may_have_a_suffix(served, text, number):
+    assert cli.main(["serve", "--max-num-seqs", text]) == 0
+    assert served[0][0].max_num_seqs == number
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_dtypes_have_pytorchs_names_too(served, word, dtype):
+    assert cli.main(["serve", "--dtype", word]) == 0
+    assert served[0][0].dtype == dtype
+    assert EngineConfig(dtype=word).dtype == dtype
+
+
+def test_a_model_may_have_several_names(served, capsys):
+    assert cli.main(["serve", "scribe-2m", "--served-model-name", "a", "b"]) == 0
+    assert served[0][1].served_model_name == ("a", "b")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--served-model-name", "a", "scribe-2m"])
+    assert "write MODEL first, or --model scribe-2m" in capsys.readouterr().err
+
+
+def test_options_come_from_the_command_line_then_the_environment_then_a_file(served, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: scribe-2m\nport: 1\nmax_num_seqs: 2\nserved-model-name: [a, b]\noverlap: false\nseed: 3\n")
+    monkeypatch.setenv("JAXSERVE_PORT", "4")
+    monkeypatch.setenv("JAXSERVE_SEED", "5")
+    assert cli.main(["serve", "--config", str(file), "--seed", "6"]) == 0
+    ((engine, server),) = served
+    assert (engine.max_num_seqs, engine.overlap, engine.seed) == (2, False, 6)
+    assert (server.port, server.served_model_name) == (4, ("a", "b"))
+    assert pathlib.Path(engine.model).name == "scribe-2m"
+    assert cli.main(["serve", "scribe-15m", "--config", str(file)]) == 0
+    assert pathlib.Path(served[1][0].model).name == "scribe-15m"
+    file.write_text("max-num-seq: 2\n")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--config", str(file)])
+    assert "unknown flag --max-num-seq, did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shells_complete_commands_and_flags(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--max-num-seqs" in script
+    assert "run-batch" in script
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 1
+    assert re.fullmatch(rf"jaxserve: error: cannot listen on 127.0.0.1:{port}: .+\n", capsys.readouterr().err)
+
+
+def test_serve_passes_its_options_on(monkeypatch):
+    served = []
+    monkeypatch.setattr("jaxserve.server.process.supervisor.serve", lambda *configs: served.append(configs) or 0)
+    assert cli.main(["serve", "scribe-2m", "--port", "0", "--seed", "7", "--api-workers", "2"]) == 0
+    ((engine, server),) = served
+    assert pathlib.Path(engine.model).name == "scribe-2m"
+    assert pathlib.Path(engine.model).is_dir()
+    assert (engine.seed, server.api_workers, server.served_model_name) == (7, 2, ("scribe-2m",))
