@@ -10,6 +10,7 @@ from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.execution.programs.kind import Kind
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.layers.sharding import with_explicit_axes
@@ -105,3 +106,14 @@ def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_onl
     step = builder.shapes.step_for(num_tokens, is_plain=False, is_decode_only=is_decode_only, **more)
     assert step.forward.bucket.num_tokens == num_tokens
     assert tuple(program and type(program) for program in (step.forward, step.finish)) == expected
+
+
+def test_a_kind_that_defines_too_little_cannot_be_made():
+    class Half(Kind, frozen=True):
+        takes = gives = ()
+
+        def arguments(self, model):
+            return ()
+
+    with pytest.raises(TypeError, match=r"abstract methods? 'function', 'made'"):
+        Half()
