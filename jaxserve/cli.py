@@ -6,6 +6,7 @@ Heavy modules are imported only when a command needs them, so that `--help` and 
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import re
@@ -19,11 +20,13 @@ from jaxserve import __version__, interrupts, logs, vllm_flags
 from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given, parse_size
+from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given, parse_size, unknown_variables
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 _SAMPLING_HELP = {
     "sampling": {
@@ -82,11 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    args, unknown = _parser().parse_known_args([_hyphenated(argument) for argument in argv])
+    parser = _parser()
+    args, unknown = parser.parse_known_args([_hyphenated(argument) for argument in argv])
     if unknown:
         args.parser.refuse(unknown)
     in_background = getattr(args, "logs_in_background", False)
     logs.configure(args.log_level, getattr(args, "log_format", "text"), in_background=in_background)
+    if args.parser.has_settings:
+        # A warning: the environment is inherited, and what another version knows must not stop a start.
+        for sentence in unknown_variables(os.environ, parser.variables()):
+            logger.warning(sentence)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         code = run(args) or 0

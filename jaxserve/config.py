@@ -43,6 +43,7 @@ ReasoningParser = Literal[
 
 
 WarmUp = Literal["background", "full", "none"]
+MaxModelLen = int | Literal["auto"] | None
 DTypeName = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 DTYPE_WORDS: Mapping[str, DType] = {"half": "float16", "float": "float32"}
 """Names that PyTorch has for dtypes."""
@@ -92,7 +93,13 @@ class EngineConfig:
         "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; default: as it has them",
         aliases=("-q",),
     )
-    max_model_len: int | None = _option(None, "model", "longest prompt plus output, in tokens; default: the model's")
+    max_model_len: MaxModelLen = _option(
+        None,
+        "model",
+        "longest prompt plus output, in tokens (8k: 8000, 8K: 8192); auto: what memory holds of the model's; "
+        "default: the model's",
+        words={"auto": "auto", "-1": "auto"},
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
         "auto", "model", "dummy: random weights of the model's shape, for benchmarks"
     )
@@ -166,7 +173,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_WORDS.get(str(self.dtype), self.dtype))
         _convert_fields(self, _ENGINE_RULES)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
+        if self.max_model_len == -1:  # as vLLM has it
+            object.__setattr__(self, "max_model_len", "auto")
+        if isinstance(self.max_model_len, int) and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, or 'auto', got {self.max_model_len}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -8,11 +8,12 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import configargparse
@@ -26,6 +27,15 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _COUNT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kKmMgG]?)")
 _COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+VARIABLES = "JAXSERVE_"
+"""Prefix of environment variables that set options."""
+
+OTHER_VARIABLES = frozenset({"JAXSERVE_TEST_DATA"})
+"""Variables with this prefix that set no option."""
+
+_KUBERNETES = re.compile(r"JAXSERVE_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
+"""Variables that Kubernetes sets in pods beside a Service named jaxserve; JAXSERVE_PORT is tcp://... then."""
 
 
 class Parser(configargparse.ArgumentParser):
@@ -43,11 +53,12 @@ class Parser(configargparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-            auto_env_var_prefix="JAXSERVE_" if has_settings else None,
+            auto_env_var_prefix=VARIABLES if has_settings else None,
             add_env_var_help=False,
             add_config_file_help=False,
             config_file_parser_class=configargparse.YAMLConfigFileParser,
         )
+        self.has_settings = has_settings
         self.groups: dict[str, list[argparse.Action]] = {}
         self._containers: dict[str, argparse._ArgumentGroup] = {}
         self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
@@ -64,6 +75,29 @@ class Parser(configargparse.ArgumentParser):
         """Return the names that an option may have in a file: with hyphens, or with underscores."""
         keys = super().get_possible_config_keys(action)
         return keys + [key.replace("-", "_") for key in keys]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **options: Any) -> Any:
+        """Parse as argparse does. Variables that Kubernetes sets are no options."""
+        return super().parse_known_args(args, namespace, **({"env_vars": _options_in(os.environ)} | options))
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of the options of all commands. Each maps to the one that sets the option,
+        itself or that of the flag's first name, or to an empty text if no help shows the flag.
+        """
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]  # pyright: ignore[reportPrivateUsage]
+        found = {} if not self.has_settings else dict(self._variables())
+        for parser in (parser for action in commands for parser in action.choices.values()):
+            found |= parser.variables()
+        return found
+
+    def _variables(self) -> Iterator[tuple[str, str]]:
+        for action in self._actions:
+            if not isinstance(action, _Help) and not action.is_config_file_arg:  # pyright: ignore[reportAttributeAccessIssue]
+                names = [name for name in action.option_strings if name.startswith("--")]
+                is_shown = action.help != argparse.SUPPRESS
+                yield from ((_variable(name), _variable(names[0]) if is_shown else "") for name in names)
+        for name, meant in vllm_flags.RENAMED.items():
+            yield _variable(name), _variable(meant)
 
     def add_flag(self, group: str, *names: str, **options: Any) -> None:
         """Call `add_argument` on the group with this title, which is created when it is first named."""
@@ -182,6 +216,36 @@ def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Return the flags among `names` that were given on the command line, with their values."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def unknown_variables(environment: Mapping[str, str], known: Mapping[str, str]) -> list[str]:
+    """Return a sentence about each variable with our prefix that sets nothing, with the one that may be meant.
+
+    `known` is what `Parser.variables` returns.
+    """
+    sentences = []
+    for name in sorted(_options_in(environment)):
+        if not name.startswith(VARIABLES) or name in OTHER_VARIABLES or known.get(name) in (name, ""):
+            continue
+        names = {meant.removeprefix(VARIABLES): meant for meant in known.values() if meant}
+        near = difflib.get_close_matches(name.removeprefix(VARIABLES), names, n=1, cutoff=0.7)
+        meant = known.get(name) or (names[near[0]] if near else None)
+        question = "" if meant is None else f", did you mean {meant}?"
+        sentences.append(f"the environment variable {name} sets no option{question}")
+    return sentences
+
+
+def _options_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what Kubernetes sets for a Service named jaxserve."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _KUBERNETES.fullmatch(name) and not (name == f"{VARIABLES}PORT" and value.startswith("tcp://"))
+    }
+
+
+def _variable(name: str) -> str:
+    return VARIABLES + name.strip("-").replace("-", "_").upper()
 
 
 def parse_size(text: str) -> int:

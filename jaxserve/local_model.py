@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from jaxserve import vllm_flags
-from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, Quantization, WarmUp, convert_option
+from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, MaxModelLen, Quantization, WarmUp, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -68,7 +68,7 @@ class LocalModel:
         tokenizer: str | None = None,
         dtype: DTypeName = "auto",
         quantization: Quantization | None = None,
-        max_model_len: int | None = None,
+        max_model_len: MaxModelLen = None,
         load_format: Literal["auto", "safetensors", "dummy"] = "auto",
         seed: int = 0,
         block_size: int = 16,

@@ -247,7 +247,7 @@ _SCALARS: Mapping[Any, Callable[[msgspec.Meta], Rule]] = {
 class _Choice(Rule):
     def __init__(self, choices: Sequence[str]):
         self._choices = choices
-        self.words = f"one of {', '.join(choices)}"
+        self.words = f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
 
     @override
     def takes(self, value: Any) -> bool:

@@ -21,8 +21,11 @@ except ConfigError as error:
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        ("EngineConfig(max_model_len='128')", "max_model_len must be an integer, got '128'"),
-        ("EngineConfig(max_model_len=True)", "max_model_len must be an integer, got True"),
+        ("EngineConfig(max_model_len='128')", "max_model_len must be an integer or 'auto', got '128'"),
+        ("EngineConfig(max_model_len='8k')", "max_model_len must be an integer or 'auto', got '8k'"),
+        ("EngineConfig(max_model_len=True)", "max_model_len must be an integer or 'auto', got True"),
+        ("EngineConfig(max_model_len=0)", "max_model_len must be at least 1, or 'auto', got 0"),
+        ("EngineConfig(max_model_len=-2)", "max_model_len must be at least 1, or 'auto', got -2"),
         ("EngineConfig(max_num_seqs=2**31)", "max_num_seqs must be at most 2147483647, got 2147483648"),
         ("EngineConfig(max_num_batched_tokens=10**30)", "max_num_batched_tokens must be at most 2147483647, got 1000"),
         ("EngineConfig(seed=None)", "seed must be an integer, got None"),

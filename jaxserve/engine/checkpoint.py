@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
     """The config as the family reads it."""
     eos: tuple[int, ...]
     max_model_len: int
-    """Tokens that it is served for."""
+    """Tokens that it is served for; with "auto", at most."""
 
 
 def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConfig, Checkpoint]:
@@ -85,7 +85,9 @@ def choose_weights(
 
 
 def _max_model_len(config: EngineConfig, model_config: Any) -> int:
+    if not isinstance(config.max_model_len, int):
+        return model_config.max_position_embeddings
     limit = max_context(model_config)
-    if config.max_model_len is not None and config.max_model_len > limit:
+    if config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model was made for at most {limit} tokens")
-    return config.max_model_len or model_config.max_position_embeddings
+    return config.max_model_len

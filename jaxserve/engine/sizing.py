@@ -19,6 +19,9 @@ KV_CACHE_UNIT = 2**26
 on disk again only if the next start arrives at the same number.
 """
 
+CONTEXT_MARGIN = 16
+"""One part in so many of the cache's memory that an automatic context leaves for steps."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizing:
@@ -73,6 +76,17 @@ class Sizing:
         """
         return self.num_blocks(free - self.weight_bytes - KV_CACHE_UNIT, step_memory)  # allocations are rounded up
 
+    def longest_context(self, free: int, step_memory: int) -> int:
+        """Return the longest context, up to `max_model_len`, of which the cache holds one request; arguments are as for
+        `expected_blocks`. Some memory is left for steps that need more than expected.
+        """
+        if not self.bytes_per_block:
+            return self.max_model_len
+        memory = self._memory(free - self.weight_bytes - KV_CACHE_UNIT, step_memory)
+        if self.is_measured:
+            memory -= memory // CONTEXT_MARGIN
+        return self.needs.longest(memory // self.bytes_per_block, limit=self.max_model_len)
+
     def num_blocks(self, free: int, step_memory: int) -> int:
         """Return the number of blocks for `free` bytes of each device besides the weights. Raises OutOfMemory.
 
@@ -80,11 +94,15 @@ class Sizing:
         """
         if not self.bytes_per_block:
             return self.max_num_seqs * self.needs.peak(self.max_model_len)
-        memory = self.kv_cache_memory
-        if memory is None:
-            left = free - step_memory - self.trial_bytes - GPU_MEMORY_RESERVE
-            memory = max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * self.num_shards
+        memory = self._memory(free, step_memory)
         return choose_num_blocks(memory, self.bytes_per_block, max_model_len=self.max_model_len, needs=self.needs)
+
+    def _memory(self, free: int, step_memory: int) -> int:
+        """Return the bytes for blocks on all devices."""
+        if self.kv_cache_memory is not None:
+            return self.kv_cache_memory
+        left = free - step_memory - self.trial_bytes - GPU_MEMORY_RESERVE
+        return max(left, 0) // KV_CACHE_UNIT * KV_CACHE_UNIT * self.num_shards
 
 
 def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, needs: BlockNeeds) -> int:
@@ -98,6 +116,6 @@ def choose_num_blocks(memory: int, bytes_per_block: int, *, max_model_len: int, 
         raise OutOfMemory(
             f"{memory / 2**20:.0f} MiB for the KV cache hold {needs.longest(num_blocks, limit=max_model_len)} tokens, "
             f"but max_model_len is {max_model_len} ({needed * bytes_per_block / 2**20:.0f} MiB): "
-            "lower --max-model-len or raise --kv-cache-memory"
+            "lower --max-model-len (auto: what there is memory for) or raise --kv-cache-memory"
         )
     return min(num_blocks, MAX_POSITIONS // needs.block_size)

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, WarmUp
@@ -44,6 +45,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     config, checkpoint = read_checkpoint(config, progress=progress)
     devices = choose_devices(config, mesh)
     builder, specs = declare_steps(config, checkpoint, devices)
+    if config.max_model_len == "auto":
+        checkpoint, builder = fit_context(config, checkpoint, devices, builder)
     sizing = size(config, devices, builder)
     num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
     warmup: WarmUp = config.warmup or ("background" if devices.is_cpu else "full")
@@ -124,6 +127,19 @@ def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing
             windows=model.layout.windows, block_size=model.block_size, max_chunk=devices.max_num_batched_tokens
         ),
     )
+
+
+def fit_context(
+    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder
+) -> tuple[Checkpoint, StepBuilder]:
+    """Return the checkpoint with the longest context that memory holds, at most its own, and the steps of that."""
+    sizing = size(config, devices, builder)
+    longest = sizing.longest_context(free_memory(devices.mesh), builder.expected_step_memory)
+    if not 0 < longest < checkpoint.max_model_len:
+        return checkpoint, builder
+    logger.info("max_model_len is %d: memory does not hold the model's %d", longest, checkpoint.max_model_len)
+    spec = msgspec.structs.replace(builder.spec, max_model_len=longest)
+    return checkpoint._replace(max_model_len=longest), StepBuilder(spec, devices.mesh)
 
 
 def count_blocks(sizing: Sizing, checkpoint: Checkpoint, builder: StepBuilder, *, free: int) -> int:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 import jaxserve.llm
-from jaxserve import cli, vllm_flags, vllm_page
+from jaxserve import cli, logs, vllm_flags, vllm_page
 from jaxserve.config import EngineConfig
 
 
@@ -97,6 +97,59 @@ def test_options_come_from_the_command_line_then_the_environment_then_a_file(ser
     with pytest.raises(SystemExit):
         cli.main(["serve", "--config", str(file)])
     assert "unknown flag --max-num-seq, did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("JAXSERVE_MAX_NUM_SEQ", "JAXSERVE_MAX_NUM_SEQS"),
+        ("JAXSERVE_MAX_MODEL_LENGTH", "JAXSERVE_MAX_MODEL_LEN"),
+        ("JAXSERVE_APIKEY", "JAXSERVE_API_KEY"),
+        ("JAXSERVE_NO_OVERLAP", "JAXSERVE_OVERLAP"),  # true or false is its value
+        ("JAXSERVE_API_SERVER_COUNT", "JAXSERVE_API_WORKERS"),  # another name of the flag
+        ("JAXSERVE_SSL_CA_CERT", "JAXSERVE_SSL_CA_CERTS"),
+        ("JAXSERVE_ZZZZZZZZ", None),
+        ("JAXSERVE_CONFIG", None),  # a file is named on the command line only
+    ],
+)
+@pytest.mark.parametrize("command", [["serve"], ["generate", "a", "--model", "/no/model"]], ids=lambda words: words[0])
+def test_a_variable_that_sets_nothing_is_reported(served, monkeypatch, capfd, command, name, meant):
+    monkeypatch.setenv(name, "1")
+    cli.main(command)
+    logs.flush()
+    reported = capfd.readouterr().err
+    question = "" if meant is None else f", did you mean {meant}?"
+    assert f"the environment variable {name} sets no option{question}\n" in reported
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAXSERVE_MAX_NUM_SEQS", "3"),
+        ("JAXSERVE_TEMPERATURE", "0"),  # an option of another command
+        ("JAXSERVE_TEST_DATA", "/tmp"),
+        ("JAXSERVE_SWAP_SPACE", "4"),  # vLLM's, and harmless
+        # What Kubernetes sets beside a Service named jaxserve.
+        ("JAXSERVE_PORT", "tcp://10.0.0.1:80"),
+        ("JAXSERVE_SERVICE_HOST", "10.0.0.1"),
+        ("JAXSERVE_SERVICE_PORT_HTTP", "80"),
+        ("JAXSERVE_PORT_80_TCP_ADDR", "10.0.0.1"),
+    ],
+)
+def test_other_variables_are_not(served, monkeypatch, capfd, name, value):
+    monkeypatch.setenv(name, value)
+    assert cli.main(["serve"]) == 0
+    logs.flush()
+    assert "sets no option" not in capfd.readouterr().err
+    ((_, server),) = served
+    assert server.port == 8000
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_the_context_may_be_what_memory_holds(served, text):
+    assert cli.main(["serve", "--max-model-len", text]) == 0
+    assert cli.main(["serve", f"--max-model-len={text}"]) == 0
+    assert [engine.max_model_len for engine, _ in served] == ["auto", "auto"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -67,3 +67,26 @@ def test_too_little_memory_says_for_what(check, message):
 def test_who_is_measured():
     assert make().is_measured
     assert not make(kv_cache_memory=1).is_measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "expected"),
+    [
+        ({"kv_cache_memory": 100 * 2**21}, 0, 1600),  # whole blocks, and nothing else is measured
+        ({"kv_cache_memory": 5 * GIB}, 0, 8192),  # not more than the model has
+        ({"bytes_per_block": 0}, 0, 8192),
+        ({}, 16 * GIB + GPU_MEMORY_RESERVE + KV_CACHE_UNIT + GIB, 512 * 15 // 16 * 16),  # a sixteenth is left
+        ({}, 16 * GIB, 0),
+        (
+            {"kv_cache_memory": 300 * 2**21, "needs": BlockNeeds(windows=(None, 64), block_size=16, max_chunk=64)},
+            0,
+            4656,  # 291 blocks, and 9 of the window and a chunk
+        ),
+    ],
+)
+def test_the_longest_context_is_what_memory_holds(changes, free, expected):
+    sizing = make(**changes)
+    longest = sizing.longest_context(free, 0)
+    if expected not in (0, sizing.max_model_len):
+        assert sizing.needs.peak(longest) < sizing.needs.peak(longest + 1)
+    assert longest == expected

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 import threading
@@ -251,3 +252,23 @@ def test_positions_of_a_huge_pool_are_int32():
     needs = BlockNeeds(windows=(None,), block_size=16, max_chunk=64)
     num_blocks = choose_num_blocks(2**50, 2**8, max_model_len=64, needs=needs)
     assert num_blocks * 16 + 2**20 < 2**31
+
+
+def test_an_automatic_context_is_what_memory_holds_of_the_models(caplog):
+    caplog.set_level(logging.INFO, "jaxserve")
+
+    def started(**options):
+        config = dataclasses.replace(CONFIG, max_model_len="auto", **options)
+        engine, info = startup.start_engine(config, mesh=None, progress=False)
+        engine.close()
+        return info
+
+    whole = started()
+    assert whole.max_model_len == 512
+    assert "memory does not hold" not in caplog.text
+    part = started(kv_cache_memory=6 * whole.kv_cache_bytes // whole.num_blocks)
+    assert part.max_model_len == 6 * 16
+    assert part.num_full_requests == 1
+    assert "max_model_len is 96: memory does not hold the model's 512" in caplog.text
+    with pytest.raises(OutOfMemory, match="lower --max-model-len"):
+        started(kv_cache_memory=1)
