@@ -76,9 +76,12 @@ class Parser(configargparse.ArgumentParser):
         keys = super().get_possible_config_keys(action)
         return keys + [key.replace("-", "_") for key in keys]
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None, **options: Any) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None, **options: Any
+    ) -> Any:
         """Parse as argparse does. Variables that Kubernetes sets are no options."""
-        return super().parse_known_args(args, namespace, **({"env_vars": _options_in(os.environ)} | options))
+        options.setdefault("env_vars", _options_in(os.environ))
+        return super().parse_known_args(args, namespace, **options)
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the options of all commands. Each maps to the one that sets the option,
