@@ -1,6 +1,8 @@
 """Decide which weights of a quantized checkpoint an engine holds as codes, unless configured."""
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.weight import Weight
 from jaxserve.quantization.scheme import Scheme
-from pallas_kernels import quantized_matmuls
+from pallas_kernels import grouped_codes, quantized_matmuls
 
 
 def why_not_held(
@@ -26,29 +28,44 @@ def why_not_held(
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
-        return "no kernel multiplies by codes of experts"
+        return _why_no_kernel_of_experts(spec.shape, scheme, dtype) or UNTRIED
     if num_devices > 1:
         return "no kernel multiplies by shards of codes"
     return _why_no_kernel(spec.shape, spec.num_inputs, scheme, dtype)
 
 
+UNTRIED = "the kernel that multiplies by codes of experts has not been tried on a GPU (--no-dequantize holds them)"
+
+
 @functools.cache  # layers are alike
-def _why_no_kernel(shape: tuple[int, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype) -> str | None:
-    """Return why no kernel multiplies by codes of such a weight, or None if one does."""
-    spec = ParamSpec(
-        shape=shape,
-        axes=(None,) * len(shape),
-        num_inputs=num_inputs,
-        source=("",),
-        scheme=scheme,
-        dtype=dtype,
-    )
-    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
-
-    def matrix(weight: Weight) -> quantized_matmuls.QuantizedMatrix | None:
-        return weight.quantized_matrix(num_inputs)
-
-    found = jax.eval_shape(matrix, stored)
+def _why_no_kernel_of_experts(shape: tuple[int, ...], scheme: Scheme, dtype: np.dtype) -> str | None:
+    """Return why no kernel multiplies by codes of experts, [X, *outputs, inputs], or None if one does."""
+    found = _matrix(shape, 1, scheme, dtype, lambda weight: weight.quantized_entries())
     if found is None:
         return f"no kernel converts {scheme}"
-    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, spec.row_size), jnp.dtype(dtype)), found)
+    return grouped_codes.why_not(jax.ShapeDtypeStruct((1, shape[-1]), jnp.dtype(dtype)), found)
+
+
+@functools.cache
+def _why_no_kernel(shape: tuple[int, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype) -> str | None:
+    """Return why no kernel multiplies by codes of such a weight, or None if one does."""
+    found = _matrix(shape, num_inputs, scheme, dtype, lambda weight: weight.quantized_matrix(num_inputs))
+    if found is None:
+        return f"no kernel converts {scheme}"
+    row_size = math.prod(shape[len(shape) - num_inputs :])
+    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, row_size), jnp.dtype(dtype)), found)
+
+
+def _matrix(
+    shape: tuple[int, ...],
+    num_inputs: int,
+    scheme: Scheme,
+    dtype: np.dtype,
+    view: Callable[[Weight], quantized_matmuls.QuantizedMatrix | None],
+) -> quantized_matmuls.QuantizedMatrix | None:
+    """Return the shapes of what kernels take of a weight that is held by a scheme, or None if they do not."""
+    spec = ParamSpec(
+        shape=shape, axes=(None,) * len(shape), num_inputs=num_inputs, source=("",), scheme=scheme, dtype=dtype
+    )
+    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
+    return jax.eval_shape(view, stored)

@@ -12,7 +12,7 @@ from jaxserve.layers.batch import Kernels
 from jaxserve.layers.parts import Kernel, experts_part, few_rows_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
-from pallas_kernels import quantized_matmuls, small_matmul
+from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers
 
@@ -120,27 +120,26 @@ def linear_of_groups(
     """Multiply each row by its group's matrix of a weight [X, N, K], or [X, 2, N, K] with an `activation`, which is as
     for `activations.gate_of`.
 
-    The weight is local to the device. Of one that is stored as codes, only the matrices of groups that have rows become
-    floats, one at a time.
+    The weight is local to the device. `tiles` are those of the kernel that `experts_part` names. Where no kernel
+    converts codes, XLA makes floats of those of groups that have rows only, of one group at a time.
     """
     gate = None if activation is None else gate_of(activation)
-    if weight.why_not_plain() is not None:
+    part = experts_part(weight, activation, dtype=x.dtype, kernels=kernels)
+    if gate is not None and part.kernel != Kernel.XLA and part.reason is not None:
+        whole, bias = weight.with_one_output_axis(), None if bias is None else bias.reshape(len(bias), -1)
+        halves = linear_of_groups(x, whole, bias, group_sizes, tiles=tiles, kernels=kernels)
+        return gate(*jnp.split(halves, 2, axis=1))
+    if part.kernel == Kernel.GROUPED_CODES:
+        codes = weight.quantized_entries()
+        assert codes is not None
+        return grouped_codes.grouped_matmul_of_codes(x, codes, group_sizes, bias=bias, activation=gate, tiles=tiles)
+    if weight.why_not_plain() is None:
+        return grouped_matmul(
+            x, weight.array(), group_sizes, bias=bias, activation=gate, tiles=tiles, implementation=kernels
+        )
 
-        def multiply(rows: Array, group: Array) -> Array:
-            return linear(rows, weight.entry(group)).reshape(len(rows), -1)
+    def multiply(rows: Array, group: Array) -> Array:
+        return linear(rows, weight.entry(group)).reshape(len(rows), -1)
 
-        y = multiply_used_groups(x, group_sizes, multiply, num_outputs=math.prod(weight.shape[1:-1]))
-        return finished(y, group_sizes, bias=bias, activation=gate)
-    values = weight.array()
-    if gate is None or kernels == "xla" or experts_part(weight, activation, kernels=kernels).reason is None:
-        return grouped_matmul(x, values, group_sizes, bias=bias, activation=gate, tiles=tiles, implementation=kernels)
-    num_groups, num_inputs = values.shape[0], values.shape[-1]
-    halves = grouped_matmul(
-        x,
-        values.reshape(num_groups, -1, num_inputs),
-        group_sizes,
-        bias=None if bias is None else bias.reshape(num_groups, -1),
-        tiles=tiles,
-        implementation=kernels,
-    )
-    return gate(*jnp.split(halves, 2, axis=1))
+    y = multiply_used_groups(x, group_sizes, multiply, num_outputs=math.prod(weight.shape[1:-1]))
+    return finished(y, group_sizes, bias=bias, activation=gate)

@@ -19,9 +19,10 @@ from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear, linear_of_groups
 from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import Kernel, routing_part
+from jaxserve.layers.parts import Kernel, experts_part, routing_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight, partition_specs
+from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.peers import PeerBuffers
 
@@ -254,6 +255,13 @@ def _run_local_experts(
     kernels: Kernels,
 ) -> Float[Array, "T E"]:
     """Return the partial sum of these experts, which begin at `first_expert`."""
+    num_choices, num_experts = len(x) * routing.num_experts_per_token, experts["down"].shape[0]
+    # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
+    is_of_codes = {
+        name: experts_part(experts[name], None, dtype=x.dtype, kernels=kernels).kernel == Kernel.GROUPED_CODES
+        for name in ("gate_up", "down")
+    }
+    has_tiles_of_codes = all(is_of_codes.values())
     routed_by = routing_part(len(x), routing, kernels=kernels).kernel
     routed = expert_routing(
         logits,
@@ -261,13 +269,24 @@ def _run_local_experts(
         routing=routing,
         selection_bias=selection_bias,
         first_expert=first_expert,
-        num_local_experts=experts["down"].shape[0],
+        num_local_experts=num_experts,
+        rows_of_tile=grouped_codes.tile_rows(num_choices, num_experts) if has_tiles_of_codes else None,
         implementation=kernels if routed_by == Kernel.EXPERT_ROUTING else "xla",
     )
-    multiply = functools.partial(linear_of_groups, group_sizes=routed.group_sizes, tiles=routed.tiles, kernels=kernels)
+
+    def multiply(rows: Array, name: str, activation: str | Gate | None = None) -> Array:
+        return linear_of_groups(
+            rows,
+            experts[name],
+            experts.get(f"{name}_bias"),
+            routed.group_sizes,
+            activation=activation,
+            tiles=routed.tiles if is_of_codes[name] == has_tiles_of_codes else None,
+            kernels=kernels,
+        )
+
     rows = x[routed.token]
-    inner = multiply(rows, experts["gate_up"], experts.get("gate_up_bias"), activation=activation)
-    y = multiply(inner, experts["down"], experts.get("down_bias"))
+    y = multiply(multiply(rows, "gate_up", activation), "down")
     has_row = routed.row < len(rows)
     y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
     # After the last group y may be NaN.

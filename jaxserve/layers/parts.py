@@ -12,7 +12,7 @@ import jax
 from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate, fuses
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.weight import Weight
-from pallas_kernels import all_reduce, expert_routing, gated_linear_unit, quantized_matmuls, small_matmul
+from pallas_kernels import all_reduce, expert_routing, gated_linear_unit, grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers
 
 
@@ -24,6 +24,7 @@ class Kernel(enum.StrEnum):
     SCALED_MATMUL = "scaled_matmul"
     GATED_LINEAR_UNIT = "gated_linear_unit"
     GROUPED_MATMUL = "grouped_matmul"
+    GROUPED_CODES = "grouped_codes"
     EXPERT_ROUTING = "expert_routing"
     ALL_REDUCE = "all_reduce"
     PAGED_ATTENTION = "paged_attention"
@@ -106,13 +107,21 @@ def routing_part(num_tokens: int, routing: expert_routing.Routing, *, kernels: K
     return Part(Kernel.EXPERT_ROUTING) if reason is None else Part(Kernel.XLA, reason)
 
 
-def experts_part(weight: Weight, activation: str | Gate | None, *, kernels: Kernels) -> Part:
-    """Return what multiplies tokens by the matrices of their experts, and why it does not include the activation."""
-    reason = weight.why_not_plain() or (NO_KERNELS if kernels == "xla" else None)
-    if reason is not None:
-        return Part(Kernel.XLA, reason)
-    reason = None if activation is None or fuses(activation) else why_not_activation(activation)
-    return Part(Kernel.GROUPED_MATMUL, reason)
+def experts_part(weight: Weight, activation: str | Gate | None, *, dtype: Any, kernels: Kernels) -> Part:
+    """Return what multiplies tokens of `dtype` by the matrices of their experts, and why it does not include the
+    activation. The weight is local to a device.
+    """
+    if kernels == "xla":
+        return Part(Kernel.XLA, weight.why_not_plain() or NO_KERNELS)
+    kernel = Kernel.GROUPED_MATMUL
+    if (stored := weight.why_not_plain()) is not None:
+        kernel = Kernel.GROUPED_CODES
+        codes = jax.eval_shape(lambda weight: weight.quantized_entries(), weight)
+        if codes is None:
+            return Part(Kernel.XLA, f"no kernel converts them: {stored}")
+        if (reason := grouped_codes.why_not(jax.ShapeDtypeStruct((1, weight.shape[-1]), dtype), codes)) is not None:
+            return Part(Kernel.XLA, reason)
+    return Part(kernel, None if activation is None or fuses(activation) else why_not_activation(activation))
 
 
 def sum_part(x: Any, peers: PeerBuffers | None) -> Part:

@@ -120,7 +120,7 @@ def _feed_forward(weights: Params, layer: LayerShape, step: StepShape) -> dict[s
         if name == "experts":
             assert layer.routing is not None
             parts["routing"] = routing_part(step.num_rows, layer.routing, kernels=step.kernels)
-            parts["experts"] = experts_part(weight["gate_up"], layer.activation, kernels=step.kernels)
+            parts["experts"] = experts_part(weight["gate_up"], layer.activation, dtype=step.dtype, kernels=step.kernels)
         elif name == "shared":
             shared = _feed_forward(weight, layer, step)
             parts |= {f"shared {part}": found for part, found in shared.items()}

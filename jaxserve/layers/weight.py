@@ -64,6 +64,10 @@ class Weight(abc.ABC):
         """Return the entry of the first axis at an index, such as one of the experts, as a weight of its own."""
 
     @abc.abstractmethod
+    def with_one_output_axis(self) -> "Weight":
+        """Return a weight [X, *outputs, K] as [X, outputs, K]."""
+
+    @abc.abstractmethod
     def why_not_plain(self) -> str | None:
         """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
 
@@ -72,6 +76,13 @@ class Weight(abc.ABC):
         """Return codes and scales as kernels for quantized matrices take them, or None if no kernel does.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
+        """
+
+    @abc.abstractmethod
+    def quantized_entries(self) -> QuantizedMatrix | None:
+        """Return codes and scales of all entries of the first axis as kernels for groups of rows take them, or None.
+
+        None if no kernel converts them.
         """
 
     @abc.abstractmethod
@@ -191,11 +202,19 @@ class Dense(Weight):
         return Dense(jax.lax.dynamic_index_in_dim(self.values, index, keepdims=False))
 
     @override
+    def with_one_output_axis(self) -> "Dense":
+        return Dense(_with_one_output_axis(self.values))
+
+    @override
     def why_not_plain(self) -> None:
         return None
 
     @override
     def quantized_matrix(self, num_inputs: int) -> None:
+        return None
+
+    @override
+    def quantized_entries(self) -> None:
         return None
 
     @override
@@ -278,8 +297,21 @@ class Quantized(Weight):
         return dataclasses.replace(self, parts=parts)
 
     @override
+    def with_one_output_axis(self) -> "Quantized":
+        return dataclasses.replace(self, parts=jax.tree.map(_with_one_output_axis, self.parts))
+
+    @override
     def why_not_plain(self) -> str:
         return f"it is stored as {self.scheme}"
+
+    @override
+    def quantized_entries(self) -> QuantizedMatrix | None:
+        name = self.scheme.codes
+        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None
+        if name == "nf4" or name == "fp4" or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
+            return None
+        codes, scales, zeros, *_ = self.parts
+        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
 
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
@@ -309,6 +341,10 @@ class Quantized(Weight):
         )
         y = multiply_rounded(x.reshape(len(x), -1), flat, output_dtype=output_dtype)
         return y.reshape(len(x), *self.shape[: self.ndim - (x.ndim - 1)])
+
+
+def _with_one_output_axis(values: Array) -> Array:
+    return values.reshape(values.shape[0], -1, values.shape[-1])
 
 
 def multiply_rounded(

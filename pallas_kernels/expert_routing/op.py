@@ -20,6 +20,7 @@ def expert_routing(
     selection_bias: Float[Array, " X"] | None = None,
     first_expert: int | Int[Array, ""] = 0,
     num_local_experts: int | None = None,
+    rows_of_tile: int | None = None,
     implementation: Implementation = "xla",
 ) -> Routed:
     """Return the k experts of each token with their weights, and the row order and tiles of `grouped_matmul` for them.
@@ -27,7 +28,8 @@ def expert_routing(
     The float32 logits are those of all X experts, among which each token chooses. Rows, groups and tiles cover the
     `num_local_experts` (by default all) from `first_expert` on, the shard of a device. Tokens from `num_tokens` on are
     padding: they have experts, but no rows. `selection_bias`, in float32, affects the choice but not the weights. Ties
-    go to the lower index. NaN in a token's logits only makes its own experts and weights meaningless.
+    go to the lower index. Tiles have up to `rows_of_tile` rows, a power of two, by default as `grouped_matmul` takes
+    them. NaN in a token's logits only makes its own experts and weights meaningless.
 
     "sm90" is one Mosaic kernel for Hopper GPUs, two for many tokens; "xla" runs anywhere. Raises ValueError for an
     unknown implementation or inconsistent sizes; NotImplementedError for what "sm90" does not support, see `why_not`.
@@ -59,4 +61,5 @@ def expert_routing(
         selection_bias=selection_bias,
         first_expert=first_expert,
         num_local_experts=num_local_experts,
+        rows_of_tile=rows_of_tile,
     )

@@ -79,6 +79,7 @@ def expert_routing_sm90(
     selection_bias: Float[Array, " X"] | None,
     first_expert: int | Int[Array, ""],
     num_local_experts: int,
+    rows_of_tile: int | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Routed:
@@ -91,7 +92,7 @@ def expert_routing_sm90(
         raise NotImplementedError(reason)
     config = config or heuristic(len(logits), num_local_experts)
     num_choices = len(logits) * routing.num_experts_per_token
-    rows = tile_rows(num_choices, num_local_experts)
+    rows = rows_of_tile or tile_rows(num_choices, num_local_experts)
     problem = Problem(
         routing=routing,
         num_tokens=len(logits),

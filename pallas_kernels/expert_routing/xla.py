@@ -17,6 +17,7 @@ def expert_routing_xla(
     selection_bias: Float[Array, " X"] | None,
     first_expert: int | Int[Array, ""],
     num_local_experts: int,
+    rows_of_tile: int | None,
 ) -> Routed:
     """See `expert_routing`."""
     weights, experts = _choose(logits, selection_bias, routing)
@@ -34,13 +35,14 @@ def expert_routing_xla(
         # Sums of comparisons, for a GPU would add by atomic operations.
         default=lambda group: jnp.sum(group[None] == jnp.arange(num_local_experts)[:, None], axis=1, dtype=jnp.int32),
     )
+    rows = rows_of_tile or tile_rows(num_choices, num_local_experts)
     return Routed(
         weights=weights,
         experts=experts,
         row=jnp.where(is_ours, row.reshape(experts.shape), num_choices),
         token=jnp.where(group[order] < num_local_experts, order // per_token, 0),
         group_sizes=group_sizes,
-        tiles=plan(group_sizes, num_rows=num_choices, tile_rows=tile_rows(num_choices, num_local_experts)),
+        tiles=plan(group_sizes, num_rows=num_choices, tile_rows=rows),
     )
 
 

@@ -45,14 +45,17 @@ _CODES = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 128)), _SWIZZLE))
 _ROWS = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 64)), _SWIZZLE))
 
 
-def add_product(code: Code, *, rows: int, is_gated: bool, num_scales: int, has_zeros: bool) -> Callable[..., Any]:
+def add_product(
+    code: Code, *, rows: int, is_gated: bool, num_scales: int, has_zeros: bool, has_pieces_apart: bool = False
+) -> Callable[..., Any]:
     """Return a function that adds a block's product to sums [64, rows] of float32.
 
     It takes the sums; the ring of codes, [slots, 256, 128] bytes, its slot and the warpgroup, which has 64 outputs in a
     row, or if `is_gated` 32 of the first 128, which are gate, and the same of the others, which are up, in turns of
     eight; the ring of rows, [slots, rows, columns] of bfloat16, interleaved, and its slot; `num_scales` factors for
     equal parts of the block's columns, [64, 8] with equal columns; and as many zero points, if there are any. Without
-    scales the sums are those of codes.
+    scales the sums are those of codes. With `has_pieces_apart` the ring of rows is [slots * pieces, rows, PIECE], and
+    its slot the first piece of the block.
     """
     vectors = (_LAYOUT,) * (num_scales * (1 + has_zeros))
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
@@ -92,9 +95,11 @@ def add_product(code: Code, *, rows: int, is_gated: bool, num_scales: int, has_z
             for start, a in zip(pieces, operands, strict=True):
                 if acc is None:
                     acc = mgpu.WGMMAAccumulator.zero(OUTPUTS, rows)
-                b = mgpu.memref_slice(
-                    x, (_index(_only(x_slot)), slice(None), slice(start // PIECE, start // PIECE + 1))
+                piece = start // PIECE
+                entry, tile = (
+                    (arith.addi(_only(x_slot), _i32(piece)), 0) if has_pieces_apart else (_only(x_slot), piece)
                 )
+                b = mgpu.memref_slice(x, (_index(entry), slice(None), slice(tile, tile + 1)))
                 acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
                 if scales_sums and (start + PIECE) % group_size == 0:
                     done.append((acc, scales[start // group_size]))
@@ -117,13 +122,15 @@ def add_product(code: Code, *, rows: int, is_gated: bool, num_scales: int, has_z
     return run
 
 
-def interleave_rows(ref: Any, slot: Any, code: Code) -> None:
+def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = None) -> None:
     """Put the columns of the rows ref[slot], [rows, columns], into the order of a thread's codes, as one warpgroup.
+
+    With `pieces` they are those of so many entries of ref from `slot` on, of PIECE columns each.
 
     Of 8 columns in a word of 4-bit codes, pairs are 4 apart, and 4 of a lane's pairs are operands of two products; of 4
     columns in a word of bytes, pairs are 2 apart. What other warpgroups read needs `commit_smem` first.
     """
-    tiles, column_tiles = ref.shape[1] // 8, ref.shape[2] // 64
+    tiles, column_tiles = ref.shape[1] // 8, pieces or ref.shape[2] // PIECE
     num_jobs = tiles * column_tiles * 2 * 8
 
     def run(_, ref, slot) -> None:
@@ -140,7 +147,10 @@ def interleave_rows(ref: Any, slot: Any, code: Code) -> None:
 
             def place(chunk: int, half=half, row=row, row_tile=row_tile, column_tile=column_tile) -> list[Any]:
                 chunk = arith.xori(arith.addi(arith.muli(half, _i32(4)), _i32(chunk)), row)
-                return [_index(i) for i in (_only(slot), row_tile, column_tile, row, arith.muli(chunk, _i32(8)))]
+                entry, tile = _only(slot), column_tile
+                if pieces is not None:
+                    entry, tile = arith.addi(entry, column_tile), _i32(0)
+                return [_index(i) for i in (entry, row_tile, tile, row, arith.muli(chunk, _i32(8)))]
 
             def interleave() -> None:
                 loaded = [utils.bitcast(vector.load(eight, ref, place(chunk)), words) for chunk in range(4)]

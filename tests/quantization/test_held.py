@@ -223,7 +223,10 @@ def test_what_is_held_where_nobody_has_said_it():
         assert "no kernel converts" in why_not_held(spec, HELD[name], **gpu)
         assert why_not_held(spec, HELD[name], **cpu) is None
     assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
-    assert "experts" in why_not_held(experts, HELD["int8"], **gpu)
+    assert "has not been tried" in why_not_held(experts, HELD["int8"], **gpu)
+    assert "has not been tried" in why_not_held(experts, HELD["MXFP4"], **gpu)
+    assert "no kernel converts" in why_not_held(experts, HELD["nf4"], **gpu)
+    assert "32 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
     assert "shards" in why_not_held(spec, HELD["int8"], **gpu | {"num_devices": 2})
     assert "every step" in why_not_held(spec, HELD["int8"], **gpu | {"kernels": "xla"})

@@ -1,0 +1,404 @@
+"""The body of the Hopper kernel: the work of a thread block's warpgroups. See sm90.py.
+
+An item is a tile of a group's rows times a tile of outputs. Four warpgroups multiply: each has 64 outputs, or the same
+ones as others and another part of K, whose sums are added up in shared memory. One warpgroup copies codes into a ring
+in shared memory; one copies rows, and puts their columns into the order of codes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import BAND
+from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE
+
+NUM_COMPUTE = 4
+"""Warpgroups that multiply."""
+RING_ROWS = NUM_COMPUTE * OUTPUTS
+"""Outputs whose codes a slot of the ring has; the same ones several times if warpgroups have parts of K."""
+COMPUTE_REGISTERS, WEIGHT_REGISTERS, ROW_REGISTERS = 96, 24, 72
+"""Registers per thread of the warpgroups that multiply, copy weights and copy rows: six times 80 at most."""
+CHUNK = 8
+"""Rows that are finished at a time."""
+ROWS_AT_A_TIME = 64
+"""Rows whose columns in a piece the threads of a warpgroup put in order together."""
+MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
+"""With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
+
+_int = jnp.int32
+
+
+class Problem(NamedTuple):
+    """Compile-time parameters of the kernel."""
+
+    code: Code
+    rows: int
+    """Rows of a tile: 8, 16, 32 or 64."""
+    across: int
+    """Warpgroups that have outputs of their own: 1, 2 or 4."""
+    halves: int
+    """Gate and up, or one."""
+    depth: int
+    num_outputs: int
+    """Outputs of each half."""
+    num_scales: int
+    """Scales of an output."""
+    has_zeros: bool
+    w_slots: int
+    x_slots: int
+    num_blocks: int
+    activation: Callable[[Any, Any], Any] | None
+    ops: Any
+    """Operations on registers that Pallas lacks: the module `device`, or what a test emulates them by."""
+
+    @property
+    def deep(self) -> int:
+        """Number of parts of K that warpgroups multiply at a time."""
+        return NUM_COMPUTE // self.across
+
+    @property
+    def block_k(self) -> int:
+        """Columns that a warpgroup multiplies in a step."""
+        return BYTES * codes_per_byte(self.code)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps per item."""
+        return -(-self.depth // (self.block_k * self.deep))
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of 64 columns in which the rows of a step are copied."""
+        return self.deep * self.block_k // PIECE
+
+    @property
+    def copied(self) -> int:
+        """Outputs that one copy has: half of those of a tile."""
+        return self.across * OUTPUTS // 2
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a tile, of each half."""
+        return 2 * self.copied // self.halves
+
+    @property
+    def output_tiles(self) -> int:
+        """Tiles that a row's outputs are cut into."""
+        return -(-self.num_outputs // self.tile)
+
+    @property
+    def scales_of_block(self) -> int:
+        """Scales of the columns of a block; 0 if an output has only one, which its sum is multiplied by."""
+        return 0 if self.num_scales == 1 else self.block_k * self.num_scales // self.depth
+
+    @property
+    def num_parts(self) -> int:
+        """Number of sums that are added to those of other warpgroups."""
+        return NUM_COMPUTE - self.across
+
+
+class Global(NamedTuple):
+    """Arrays in global memory; the first four are the plan's."""
+
+    group: Any
+    row: Any
+    num_rows: Any
+    first: Any
+    x: Any
+    weight: Any
+    """Codes, [X * halves, N, bytes of K]."""
+    scales: Any
+    """[X * halves * N, scales of an output], as are zero points; None without."""
+    zeros: Any
+    bias: Any
+    """[X * halves * N, 1], or None."""
+    y: Any
+
+
+class Shared(NamedTuple):
+    """Arrays and barriers in shared memory.
+
+    Codes and rows have two views of the same bytes each: one as they are multiplied, one as boxes that may be copied
+    from any row.
+    """
+
+    weights: Any
+    weight_boxes: Any
+    x: Any
+    """[slots * pieces, rows, 64]."""
+    x_boxes: Any
+    parts: Any
+    """Sums of warpgroups that others add to theirs."""
+    w_full: Any
+    w_free: Any
+    x_full: Any
+    x_ready: Any
+    """Filled when the columns of rows are in the order of codes."""
+    x_free: Any
+    parts_full: Any
+    parts_free: Any
+
+
+class Item(NamedTuple):
+    """A tile of rows and one of outputs."""
+
+    group: Any
+    row: Any
+    num_rows: Any
+    output: Any
+    """The first."""
+
+
+class _Block(NamedTuple):
+    problem: Problem
+    gmem: Global
+    smem: Shared
+    cta: Any
+    warpgroup: Any
+    num_tiles: Any
+
+    @property
+    def num_own(self) -> Any:
+        """Number of items of this thread block."""
+        num_items = self.num_tiles * self.problem.output_tiles
+        blocks = self.problem.num_blocks
+        return lax.div(lax.max(num_items - self.cta + (blocks - 1), _int(0)), _int(blocks))
+
+    def item(self, turn: Any) -> Item:
+        """Return an item of this thread block; `turn` may also be one past the last."""
+        problem, gmem = self.problem, self.gmem
+        last = self.num_tiles * problem.output_tiles - 1
+        index = lax.max(lax.min(self.cta + turn * problem.num_blocks, last), _int(0))
+        band = lax.div(index, _int(BAND * problem.output_tiles))
+        within = index - band * (BAND * problem.output_tiles)
+        band_size = lax.clamp(_int(1), self.num_tiles - band * BAND, _int(BAND))
+        tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
+        return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.tile)
+
+    def for_each_item(self, visit: Callable[[Item, Any], None]) -> None:
+        """Call `visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""
+
+        def turn(index, item):
+            following = self.item(index + 1)
+            visit(item, index * self.problem.steps)
+            return following
+
+        lax.fori_loop(_int(0), self.num_own, turn, self.item(_int(0)))
+
+
+def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
+    """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
+    warpgroup = lax.axis_index("wg")
+    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
+    block = _Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
+
+    @pl.when(warpgroup < NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        for free, slots in ((smem.w_free, problem.w_slots), (smem.x_free, problem.x_slots)):
+            for slot in range(slots):
+                plgpu.barrier_arrive(free.at[slot])
+        if problem.num_parts:
+            pl.when(warpgroup < problem.across)(lambda: plgpu.barrier_arrive(smem.parts_free))
+        block.for_each_item(lambda item, step: _compute(block, item, step))
+        if problem.num_parts:
+            pl.when(warpgroup >= problem.across)(lambda: plgpu.barrier_wait(smem.parts_free))
+
+    @pl.when(warpgroup == NUM_COMPUTE)
+    def _():
+        plgpu.set_max_registers(WEIGHT_REGISTERS, action="decrease")
+        block.for_each_item(lambda item, step: _copy_weights(block, item, step))
+        for slot in range(problem.w_slots):
+            plgpu.barrier_wait(smem.w_free.at[slot])  # no barrier ends unobserved
+
+    @pl.when(warpgroup == NUM_COMPUTE + 1)
+    def _():
+        plgpu.set_max_registers(ROW_REGISTERS, action="decrease")
+        block.for_each_item(lambda item, step: _copy_rows(block, item, step))
+        end = block.num_own * problem.steps
+        first = lax.max(end - (problem.x_slots - 1), _int(0))
+        lax.fori_loop(first, end, lambda step, _: _interleave(block, step), None)
+        for slot in range(problem.x_slots):
+            plgpu.barrier_wait(smem.x_free.at[slot])
+
+
+def _copy_weights(block: _Block, item: Item, first_step: Any) -> None:
+    """Copy the codes of an item: those of each part of K behind one another, gate and up in halves of the slot."""
+    problem, smem = block.problem, block.smem
+    copied = problem.copied
+
+    def one_step(k, _):
+        slot = lax.rem(first_step + k, _int(problem.w_slots))
+        full = smem.w_full.at[slot]
+        plgpu.barrier_wait(smem.w_free.at[slot])
+
+        @pl.loop(0, 2 * problem.deep)
+        def _(copy):
+            part, half = lax.div(copy, _int(2)), lax.rem(copy, _int(2))
+            columns = pl.ds((k * problem.deep + part) * BYTES, BYTES)
+            if problem.halves == 2:
+                matrix, output = item.group * 2 + half, item.output
+                place = half * (RING_ROWS // 2) + part * copied
+            else:
+                matrix, output, place = item.group, item.output + half * copied, copy * copied
+            source = block.gmem.weight.at[matrix, pl.ds(output, copied), columns]
+            plgpu.copy_gmem_to_smem(source, smem.weight_boxes.at[slot, pl.ds(place, copied)], full)
+
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+
+
+def _copy_rows(block: _Block, item: Item, first_step: Any) -> None:
+    """Copy the rows of an item, as far ahead of `_interleave` as there are slots.
+
+    Whatever follows the group's last row: a row of x only affects the same row of the result.
+    """
+    problem, smem = block.problem, block.smem
+
+    def one_step(k, _):
+        step = first_step + k
+        slot = lax.rem(step, _int(problem.x_slots))
+        plgpu.barrier_wait(smem.x_free.at[slot])
+
+        @pl.loop(0, problem.pieces)
+        def _(piece):
+            columns = pl.ds((k * problem.pieces + piece) * PIECE, PIECE)
+            source = block.gmem.x.at[pl.ds(item.row, problem.rows), columns]
+            place = smem.x_boxes.at[slot * problem.pieces + piece]
+            plgpu.copy_gmem_to_smem(source, place, smem.x_full.at[slot])
+
+        behind = step - (problem.x_slots - 1)
+        pl.when(behind >= 0)(lambda: _interleave(block, behind))
+
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
+
+
+def _interleave(block: _Block, step: Any) -> None:
+    """Put the columns of a step's rows into the order of codes, once they are there."""
+    problem, smem = block.problem, block.smem
+    slot = lax.rem(step, _int(problem.x_slots))
+    plgpu.barrier_wait(smem.x_full.at[slot])
+    pieces = min(problem.pieces, ROWS_AT_A_TIME // problem.rows)
+
+    @pl.loop(0, problem.pieces // pieces)
+    def _(turn):
+        first = slot * problem.pieces + turn * pieces
+        problem.ops.interleave_rows(smem.x, first, problem.code, pieces=pieces)
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.x_ready.at[slot])
+
+
+def _compute(block: _Block, item: Item, first_step: Any) -> None:
+    """Multiply a warpgroup's part of an item; the first ones along K add up the sums and finish them."""
+    problem, smem, ops = block.problem, block.smem, block.problem.ops
+    own = lax.rem(block.warpgroup, _int(problem.across))
+    first_output = item.output + own * (OUTPUTS // problem.halves)
+    sums = _multiply(block, item, first_output, first_step)
+    if not problem.num_parts:
+        _finish(block, item, first_output, sums)
+        return
+
+    @pl.when(block.warpgroup >= problem.across)
+    def _():
+        plgpu.barrier_wait(smem.parts_free)
+        ops.store_sums(smem.parts, sums, block.warpgroup - problem.across)
+        plgpu.barrier_arrive(smem.parts_full)
+
+    @pl.when(block.warpgroup < problem.across)
+    def _():
+        plgpu.barrier_wait(smem.parts_full)
+        total = sums
+        for part in range(problem.deep - 1):
+            total = total + ops.load_sums(smem.parts, own + part * problem.across, rows=problem.rows)
+        plgpu.barrier_arrive(smem.parts_free)
+        _finish(block, item, first_output, total)
+
+
+def _vector(block: _Block, item: Item, ref: Any, first_output: Any, column: Any) -> Any:
+    """Return a scale, a zero point or a bias of each output, [64, 8] with equal columns, as it is stored."""
+    problem = block.problem
+    return problem.ops.outputs_vector(
+        ref,
+        item.group * (problem.halves * problem.num_outputs),
+        first_output,
+        column,
+        num_outputs=problem.num_outputs,
+        is_gated=problem.halves == 2,
+    )
+
+
+def _multiply(block: _Block, item: Item, first_output: Any, first_step: Any) -> Any:
+    """Return this warpgroup's sums [64, rows]."""
+    problem, smem, ops = block.problem, block.smem, block.problem.ops
+    num_scales = problem.scales_of_block
+    add = ops.add_product(
+        problem.code,
+        rows=problem.rows,
+        is_gated=problem.halves == 2,
+        num_scales=num_scales,
+        has_zeros=problem.has_zeros,
+        has_pieces_apart=True,
+    )
+    part = lax.div(block.warpgroup, _int(problem.across))
+    loads_ahead = (
+        problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_scales * (1 + problem.has_zeros) <= MAX_VECTORS_TO_LOAD_AHEAD
+    )
+
+    def vectors_of(k):
+        """Load the scales and zero points of a step, in the types that they are stored in."""
+        first = (k * problem.deep + part) * num_scales
+        columns = [lax.min(first + index, _int(problem.num_scales - 1)) for index in range(num_scales)]
+        refs = (block.gmem.scales, *((block.gmem.zeros,) if problem.has_zeros else ()))
+        return tuple(_vector(block, item, ref, first_output, column) for ref in refs for column in columns)
+
+    def step(k, carry):
+        sums, *vectors = carry
+        following = vectors_of(k + 1) if loads_ahead else ()
+        vectors = vectors if loads_ahead else vectors_of(k)
+        w_slot = lax.rem(first_step + k, _int(problem.w_slots))
+        x_slot = lax.rem(first_step + k, _int(problem.x_slots))
+        plgpu.barrier_wait(smem.w_full.at[w_slot])
+        plgpu.barrier_wait(smem.x_ready.at[x_slot])
+        first_piece = x_slot * problem.pieces + part * (problem.block_k // PIECE)
+        places = [jnp.full((128,), place, jnp.int32) for place in (w_slot, block.warpgroup, first_piece)]
+        vectors = [vector.astype(jnp.float32) for vector in vectors]
+        sums = add(sums, smem.weights, places[0], places[1], smem.x, places[2], *vectors)
+        plgpu.barrier_arrive(smem.w_free.at[w_slot])
+        plgpu.barrier_arrive(smem.x_free.at[x_slot])
+        return sums, *following
+
+    zeros = ops.zeros(problem.rows)
+    return lax.fori_loop(_int(0), _int(problem.steps), step, (zeros, *(vectors_of(0) if loads_ahead else ())))[0]
+
+
+def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
+    """Scale the sums of 64 outputs, add the bias, apply the activation and store the rows that the item has."""
+    problem, gmem, ops = block.problem, block.gmem, block.problem.ops
+
+    def vector(ref):
+        return _vector(block, item, ref, first_output, _int(0)).astype(jnp.float32)
+
+    scale = None if problem.scales_of_block else vector(gmem.scales)
+    bias = None if gmem.bias is None else vector(gmem.bias)
+    for chunk in range(problem.rows // CHUNK):
+
+        @pl.when(chunk * CHUNK < item.num_rows)
+        def _(chunk=chunk):
+            y = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            y = y if scale is None else y * scale
+            y = y if bias is None else y + bias
+            if problem.activation is not None:
+                y = problem.activation(*ops.halves(y))
+            ops.store_rows(
+                gmem.y,
+                y,
+                item.row + chunk * CHUNK,
+                item.num_rows - chunk * CHUNK,
+                first_output,
+                is_gated=problem.halves == 2,
+            )

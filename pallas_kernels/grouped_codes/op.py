@@ -1,0 +1,50 @@
+"""The public operation: the matmuls of a layer's experts that are stored as codes, over tokens sorted by expert."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_codes.sm90 import grouped_codes_sm90
+from pallas_kernels.grouped_codes.sm90 import why_not as why_not_sm90
+from pallas_kernels.grouped_matmul import Plan
+from pallas_kernels.hopper import NUM_SMS, num_sms
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
+
+
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply such rows by such weights, or None if it can: arrays, or their shapes."""
+    if num_sms() < NUM_SMS:
+        return f"a GPU of {NUM_SMS} multiprocessors: {num_sms()}"
+    return why_not_sm90(x, weight)
+
+
+def grouped_matmul_of_codes(
+    x: Float[Array, "M K"],
+    weight: QuantizedMatrix,
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    activation: Callable[[Array, Array], Array] | None = None,
+    tiles: Plan | None = None,
+) -> Float[Array, "M N"]:
+    """Compute `grouped_matmul` with a weight of codes, [X, N, K], or [X, 2, N, K] with an `activation`; see there.
+
+    It is a Mosaic kernel for Hopper GPUs that reads the codes of groups with rows and converts them in registers; rows
+    stay in bfloat16, sums are in float32. Scales are of 16 or 32 bits, or powers of two (e8m0). `tiles` is the result
+    of `plan` for these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together,
+    NotImplementedError with the reason of `why_not` for what the kernel cannot do.
+    """
+    num_axes = 3 if activation is None else 4
+    if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):
+        wanted = "[X, N, K]" if activation is None else "[X, 2, N, K], gate and up"
+        raise ValueError(f"weight must be {wanted}, got shape {weight.shape}")
+    if weight.shape[-1] != x.shape[1]:
+        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
+    if group_sizes.shape != weight.shape[:1]:
+        raise ValueError(f"group_sizes must have {weight.shape[0]} entries, one a group, got {group_sizes.shape}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
+    if reason := why_not(x, weight):
+        raise NotImplementedError(f"the grouped matmul of codes takes {reason}")
+    return grouped_codes_sm90(x, weight, group_sizes, bias=bias, activation=activation, tiles=tiles)

@@ -1,0 +1,219 @@
+"""`grouped_matmul` of codes for Hopper (sm_90a), in Mosaic GPU: only the codes of groups with rows are read.
+
+As in `quantized_matmuls` codes are operand A of wgmma, converted to bfloat16 in registers, and rows operand B. With few
+rows there are few tiles: warpgroups then have the same outputs and parts of K, so that more thread blocks have one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_codes import device
+from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
+from pallas_kernels.grouped_matmul import Plan, plan
+from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.quantized_matmuls.codes import codes_per_byte
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE, UNIT
+
+SIZES = (8, 16, 32, 64)
+"""Rows that a tile may have."""
+SPARE = 1.5
+"""Rows of a tile over those that a group has on average, at least."""
+ROW_BYTES = 32 * 1024
+"""Most bytes of the rows of a step."""
+X_SLOTS = 3
+SMALLEST_GROUP = UNIT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is divided; `heuristic` picks one."""
+
+    rows: int
+    """Rows of a tile."""
+    across: int
+    """Warpgroups that have outputs of their own: 1, 2 or 4."""
+    num_blocks: int = NUM_SMS
+    """Number of thread blocks."""
+
+
+def num_used(num_rows: int, num_groups: int) -> float:
+    """Return how many groups have rows, if every row falls into any of them."""
+    return num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
+
+
+def tile_rows(num_rows: int, num_groups: int) -> int:
+    """Return the rows of the kernel's tiles, a power of two: most groups then have one tile."""
+    mean = num_rows / max(num_used(num_rows, num_groups), 1)
+    return next((size for size in SIZES if size >= SPARE * mean), SIZES[-1])
+
+
+def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
+    """Return the widest tiles of outputs that keep the multiprocessors reading. From arithmetic, see NOTES.md."""
+    num_groups, *halves, num_outputs, _ = weight.shape
+    rows = tile_rows(num_rows, num_groups)
+    tiles = max(num_used(num_rows, num_groups), num_rows / rows)
+
+    def balance(across: int) -> float:
+        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
+        items = tiles * -(-num_outputs * (1 + len(halves)) // (OUTPUTS * across))
+        return items / (-(-items // NUM_SMS) * NUM_SMS) if items else 1.0
+
+    def fits(across: int) -> bool:
+        block_k = BYTES * codes_per_byte(weight.code)
+        return across == NUM_COMPUTE or rows * block_k * NUM_COMPUTE // across * 2 <= ROW_BYTES
+
+    # Less than 6% of imbalance is not worth narrower tiles.
+    across = max(filter(fits, (1, 2, 4)), key=lambda across: (min(balance(across), 0.94), across))
+    return Config(rows=rows, across=across)
+
+
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
+    if x.dtype != jnp.bfloat16:
+        return f"rows of bfloat16, got {x.dtype}"
+    depth, outputs = weight.shape[-1], weight.shape[-2]
+    block = BYTES * codes_per_byte(weight.code)
+    if depth % (16 * codes_per_byte(weight.code)) or outputs % CHUNK or outputs < OUTPUTS:
+        return (
+            f"K in multiples of {16 * codes_per_byte(weight.code)} and outputs in multiples of {CHUNK}, at least "
+            f"{OUTPUTS}, got a weight of shape {weight.shape}"
+        )
+    group = weight.group_size
+    if group != depth and (group % UNIT or block % group):
+        return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"
+    if (weight.zeros is not None) != (weight.code == "uint4"):
+        return f"zero points of uint4, and of no other codes, got {weight.code}"
+    if weight.zeros is not None and group == depth:
+        return f"zero points of groups of columns, got those of all {group}"
+    return None
+
+
+def grouped_codes_sm90(
+    x: Float[Array, "M K"],
+    weight: QuantizedMatrix,
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "X *halves N"] | None = None,
+    activation: Callable[[Array, Array], Array] | None = None,
+    tiles: Plan | None = None,
+    config: Config | None = None,
+    ops: Any = device,
+) -> Float[Array, "M N"]:
+    """Run the kernel, see `grouped_matmul_of_codes`. `ops` replaces what the interpreter lacks."""
+    num_groups, *halves, num_outputs, depth = weight.shape
+    num_rows = len(x)
+    if num_rows == 0:
+        return jnp.zeros((0, num_outputs), x.dtype)
+    config = config or heuristic(num_rows, weight)
+    matrices = num_groups * (1 + len(halves))
+    empty = Problem(
+        code=weight.code,
+        rows=config.rows,
+        across=config.across,
+        halves=1 + len(halves),
+        depth=depth,
+        num_outputs=num_outputs,
+        num_scales=weight.scales.shape[-1],
+        has_zeros=weight.zeros is not None,
+        w_slots=0,
+        x_slots=X_SLOTS,
+        num_blocks=config.num_blocks,
+        activation=activation,
+        ops=ops,
+    )
+    used = (X_SLOTS * empty.pieces * PIECE * 2 + empty.num_parts * OUTPUTS * 4) * config.rows
+    problem = empty._replace(w_slots=min(6, (SHARED_MEMORY - 1024 - used) // (RING_ROWS * BYTES)))
+    if tiles is None:
+        tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
+
+    def by_output(values: Array | None) -> Array | None:
+        return None if values is None else values.reshape(matrices * num_outputs, -1)
+
+    scales = by_output(weight.scales)
+    assert scales is not None
+    if scales.dtype == jnp.float8_e8m0fnu:
+        scales = lax.bitcast_convert_type(scales, jnp.int8)
+    y = _call(
+        jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
+        lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
+        scales,
+        by_output(weight.zeros),
+        by_output(bias),
+        tiles,
+        problem=problem,
+    )
+    return y[:num_rows]
+
+
+# Jitted, so that the layers of a model use one trace and one compilation.
+@functools.partial(jax.jit, static_argnames="problem")
+def _call(
+    x: Float[Array, "M K"],
+    weight: Array,
+    scales: Array,
+    zeros: Array | None,
+    bias: Array | None,
+    tiles: Plan,
+    *,
+    problem: Problem,
+) -> Float[Array, "M N"]:
+    # Any: pyright takes them for abstract classes.
+    tiling, by_rows = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
+    is_emulated = problem.ops is not device
+
+    def views(*shape, dtype, width: int):
+        """Return a tiled view, and one of boxes that may begin at any row."""
+        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), by_rows))
+        return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(by_rows,)))
+
+    optional = [array for array in (zeros, bias) if array is not None]
+
+    def body(*refs):
+        *gmem, y, weights, rows, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free = refs
+        group, row, num_rows, first, x, weight, scales = gmem[:7]
+        rest = list(gmem[7:])
+        zeros = rest.pop(0) if problem.has_zeros else None
+        (w_tiled, w_boxes), (x_tiled, x_boxes) = weights, rows
+        if is_emulated:  # where views do not alias
+            w_tiled, x_tiled = w_boxes, x_boxes
+        bias = rest[0] if rest else None
+        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, bias, y)
+        rings = (w_tiled, w_boxes, x_tiled, x_boxes)
+        kernel(problem, arrays, Shared(*rings, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free))
+
+    x_slots, w_slots = problem.x_slots, problem.w_slots
+    return plgpu.kernel(
+        body,
+        kernel_name="grouped_codes",
+        out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), x.dtype),
+        scratch_types=(
+            views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8, width=BYTES),
+            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype, width=PIECE),
+            plgpu.SMEM((problem.num_parts, problem.rows // CHUNK, 128, 4) if problem.num_parts else (1,), jnp.float32),
+            plgpu.Barrier(num_barriers=w_slots, num_arrivals=2 * problem.deep),
+            plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),
+            plgpu.Barrier(num_barriers=x_slots, num_arrivals=problem.pieces),
+            plgpu.Barrier(num_barriers=x_slots),
+            plgpu.Barrier(num_barriers=x_slots, num_arrivals=NUM_COMPUTE),
+            plgpu.Barrier(num_arrivals=max(1, problem.num_parts)),
+            plgpu.Barrier(num_arrivals=problem.across),
+        ),
+        grid=(problem.num_blocks,),
+        grid_names=("block",),
+        num_threads=NUM_COMPUTE + 2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # nothing is reduced
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(*tiles, x, weight, scales, *optional)

@@ -1,0 +1,92 @@
+"""What the kernel of grouped codes does in inlined Mosaic GPU code, in plain Pallas, which the interpreter runs.
+
+A warpgroup's 64 outputs are in order; of gate and up, the 32 of gate come first.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quantized_matmuls.codes import codes_per_byte, values_of
+from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE
+
+TYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+def zeros(rows):
+    return jnp.zeros((OUTPUTS, rows), jnp.float32)
+
+
+def add_product(code, *, rows, is_gated, num_scales, has_zeros, has_pieces_apart):
+    assert has_pieces_apart
+    columns = BYTES * codes_per_byte(code)
+
+    def add(sums, codes, slot, warpgroup, x, first_piece, *vectors):
+        slot, warpgroup, first_piece = slot[0], warpgroup[0], first_piece[0]
+        if is_gated:
+            found = [codes[slot, pl.ds(128 * half + 32 * warpgroup, 32)] for half in range(2)]
+            stored = jnp.concatenate(found)
+        else:
+            stored = codes[slot, pl.ds(64 * warpgroup, 64)]
+        stored = lax.bitcast_convert_type(stored, TYPES.get(code, jnp.uint8))
+        values = e2m1_values(stored) if code == "e2m1" else values_of(stored, code)
+        if num_scales:
+            scales, minus = vectors[:num_scales], vectors[num_scales:]
+            of_group = values.reshape(OUTPUTS, num_scales, -1)
+            if has_zeros:
+                of_group -= jnp.stack([each[:, 0] for each in minus], axis=1)[..., None]
+            of_group *= jnp.stack([each[:, 0] for each in scales], axis=1)[..., None]
+            values = of_group.reshape(OUTPUTS, columns)
+        pieces = [x[first_piece + piece] for piece in range(columns // PIECE)]
+        plgpu.commit_smem()  # wgmma, which reads asynchronously, needs none
+        return sums + values @ jnp.concatenate(pieces, axis=1).astype(jnp.float32).T
+
+    return add
+
+
+def e2m1_values(stored):
+    """`values_of` without its table, which no kernel may close over."""
+    codes = jnp.stack([stored & jnp.uint8(15), stored >> jnp.uint8(4)], axis=-1).reshape(len(stored), -1)
+    codes = codes.astype(jnp.int32)
+    exponent, half, sign = (codes >> 1) & 3, (codes & 1).astype(jnp.float32) / 2, jnp.where(codes < 8, 1.0, -1.0)
+    power = lax.bitcast_convert_type((exponent + 126) << 23, jnp.float32)
+    return sign * jnp.where(exponent == 0, half, (1 + half) * power)
+
+
+def interleave_rows(ref, slot, code, *, pieces):
+    """Any order of columns will do that both operands have."""
+
+
+def outputs_vector(ref, base, first, column, *, num_outputs, is_gated):
+    size = OUTPUTS // 2 if is_gated else OUTPUTS
+    start = jnp.minimum(first, num_outputs - size)
+    own = jnp.minimum(first + jnp.arange(size), num_outputs - 1) - start
+    found = [ref[pl.ds(base + half * num_outputs + start, size), column][own] for half in range(1 + is_gated)]
+    values = jnp.concatenate(found)
+    if jnp.dtype(ref.dtype).itemsize == 1:
+        values = lax.bitcast_convert_type(values, jnp.float8_e8m0fnu).astype(jnp.float32)
+    return jnp.broadcast_to(values[:, None], (OUTPUTS, 8))
+
+
+def halves(y):
+    gate, up = jnp.split(y, 2)
+    return jnp.concatenate([gate] * 2), jnp.concatenate([up] * 2)
+
+
+def store_sums(ref, sums, part):
+    ref[part] = sums.reshape(ref.shape[1:])
+
+
+def load_sums(ref, part, *, rows):
+    return ref[part].reshape(OUTPUTS, rows)
+
+
+def store_rows(ref, y, row, num_rows, first, *, is_gated):
+    y = y.astype(ref.dtype)
+    for own in range(8):
+        for start in range(0, OUTPUTS // 2 if is_gated else OUTPUTS, 8):
+
+            @pl.when((own < num_rows) & (first + start < ref.shape[1]))
+            def _(own=own, start=start):
+                ref[row + own, pl.ds(first + start, 8)] = y[start : start + 8, own]
