@@ -16,6 +16,7 @@ from pallas_kernels.all_gather.bench import all_gather_rows
 from pallas_kernels.all_reduce.bench import all_reduce_rows
 from pallas_kernels.expert_routing.bench import expert_routing_rows
 from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
+from pallas_kernels.grouped_codes.bench import grouped_codes_rows
 from pallas_kernels.grouped_matmul.bench import grouped_matmul_rows
 from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
 from pallas_kernels.latent_attention.bench import latent_attention_rows
@@ -36,6 +37,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "decode_layer": decode_layer_rows,
     "expert_routing": expert_routing_rows,
     "gated_linear_unit": gated_linear_unit_rows,
+    "grouped_codes": grouped_codes_rows,
     "grouped_matmul": grouped_matmul_rows,
     "kv_write": rope_and_write_kv_rows,
     "latent_attention": latent_attention_rows,

@@ -15,7 +15,11 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.layers import launch
+from jaxserve.layers.params import rounded_to
 from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.models import get_family
+from jaxserve.quantization import mxfp4
+from jaxserve.quantization.scheme import Scheme
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 NUM_BLOCKS = 40_000
@@ -31,8 +35,8 @@ rest.
 """
 
 
-def make_builder(fields, num_devices=1):
-    return StepBuilder(make_spec(fields), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
+def make_builder(fields, num_devices=1, **options):
+    return StepBuilder(make_spec(fields, **options), with_explicit_axes(h200_mesh((num_devices,), ("tensor",))))
 
 
 def bucket_of(builder, num_tokens):
@@ -200,6 +204,37 @@ def test_decode_step_with_experts():
     assert program.num_launches <= 39
     # Logits in float32, and the rows of the chosen experts: nothing of the size of a weight (805 MB).
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
+
+
+GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 32, "num_experts_per_tok": 4}
+HELD = {
+    "fp8": (QWEN3_30B_A3B | {"num_hidden_layers": 1}, Scheme(codes="fp8", group_size=128)),
+    "mxfp4": (GPT_OSS, mxfp4.SCHEME),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [16, 2048])
+@pytest.mark.parametrize("held", HELD)
+def test_steps_with_codes_of_experts(held, num_tokens):
+    """The codes are read where they are: nothing of the size of an expert's weights is written."""
+    fields, scheme = HELD[held]
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    schemes = {name: scheme for name in rounded_to(specs, scheme) if "experts" in name}
+    builder = make_builder(fields, schemes=schemes)
+    bucket = bucket_of(builder, num_tokens)
+    program = compile_program(
+        builder, PlainDecode(bucket) if num_tokens == 16 else Forward(bucket, is_decode_only=False)
+    )
+    assert program.spill_bytes == 0
+    assert program.thunks == (DRAWING if num_tokens == 16 else {"kCommandBuffer": 1})
+    weights = builder.model.params["layers"][0]["mlp"]["experts"]
+    for leaf in jax.tree.leaves(weights):
+        assert program.copies_of(leaf.shape) == []
+    assert {kernel.name for kernel in program.kernels} >= {"grouped_codes", "expert_routing"}
+    if num_tokens == 16:
+        assert program.temp_bytes < 2**26
 
 
 @pytest.mark.slow

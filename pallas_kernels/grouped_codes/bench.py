@@ -1,0 +1,107 @@
+"""Benchmark of the grouped matmul of codes: gate and up, and down, of layers with experts, beside bfloat16."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_codes.op import grouped_matmul_of_codes
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
+from pallas_kernels.quantized_matmuls.codes import codes_per_byte
+from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+
+
+class _Experts(NamedTuple):
+    """The weight of a layer's experts and how many of them a token has."""
+
+    name: str
+    num_groups: int
+    per_token: int
+    outputs: int
+    depth: int
+    is_gated: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        halves = (2,) if self.is_gated else ()
+        return (self.num_groups, *halves, self.outputs, self.depth)
+
+
+_QWEN = (
+    _Experts("Qwen3-30B-A3B, gate and up", 128, 8, 768, 2048, True),
+    _Experts("Qwen3-30B-A3B, down", 128, 8, 2048, 768, False),
+)
+_GPT_OSS = (
+    _Experts("gpt-oss-20b, gate and up", 32, 4, 2880, 2880, True),
+    _Experts("gpt-oss-20b, down", 32, 4, 2880, 2880, False),
+)
+_CASES: tuple[tuple[tuple[_Experts, ...], Code, int | None], ...] = (
+    (_GPT_OSS, "e2m1", 32),
+    (_QWEN, "fp8", 128),
+    (_QWEN, "int4", 128),
+    (_QWEN, "int8", None),
+)
+_TOKENS = (1, 16, 64, 256, 8192)
+
+
+def grouped_codes_rows() -> Iterator[Row]:
+    """Yield a row for each weight, format and number of tokens, and one of bfloat16; nothing without a GPU."""
+    if not on_gpu():
+        return
+    for weights, code, group in _CASES:
+        for experts in weights:
+            codes = _codes(experts, code, group)
+            dense = jax.random.normal(jax.random.key(0), experts.shape, jnp.bfloat16)
+            for num_tokens in _TOKENS:
+                name = f"{num_tokens} of {experts.name}"
+                yield _row(f"{name}, {code}", experts, codes, num_tokens)
+                yield _row(f"{name}, bfloat16", experts, dense, num_tokens)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _row(name: str, experts: _Experts, weight: QuantizedMatrix | jax.Array, num_tokens: int) -> Row:
+    num_rows = num_tokens * experts.per_token
+    used = experts.num_groups * (1 - (1 - experts.per_token / experts.num_groups) ** num_tokens)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) / experts.num_groups * used
+    activation = _swiglu if experts.is_gated else None
+    if isinstance(weight, QuantizedMatrix):
+        function = functools.partial(grouped_matmul_of_codes, activation=activation)
+    else:
+        function = functools.partial(grouped_matmul, activation=activation, implementation="sm90")
+    inputs = [
+        (
+            jax.random.normal(jax.random.key(seed), (num_rows, experts.depth), jnp.bfloat16),
+            weight,
+            _sizes(experts, num_tokens, seed),
+        )
+        for seed in range(num_rotations(num_bytes))
+    ]
+    flops = 2.0 * num_rows * np.prod(experts.shape[1:])
+    return Row(name, "sm90", measure(function, inputs, repeats=5), floor(num_bytes=num_bytes, flops=float(flops)))
+
+
+def _sizes(experts: _Experts, num_tokens: int, seed: int) -> jax.Array:
+    """Return how many tokens each expert gets if each token has different ones at random; others for each seed."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.random((num_tokens, experts.num_groups)).argsort(axis=1)[:, : experts.per_token]
+    return jnp.asarray(np.bincount(chosen.ravel(), minlength=experts.num_groups), jnp.int32)
+
+
+def _codes(experts: _Experts, code: Code, group: int | None) -> QuantizedMatrix:
+    """Return random codes."""
+    *outputs, depth = experts.shape
+    groups = depth // group if group else 1
+    bits = jax.random.bits(jax.random.key(1), (*outputs, depth // codes_per_byte(code)), jnp.uint8)
+    scales = jnp.full((*outputs, groups), depth**-0.5 / 4, jnp.float8_e8m0fnu if code == "e2m1" else jnp.bfloat16)
+    if code == "fp8":
+        bits = jax.random.normal(jax.random.key(1), bits.shape).astype(jnp.float8_e4m3fn)
+    elif code == "int8":
+        bits = jax.lax.bitcast_convert_type(bits, jnp.int8)
+    return QuantizedMatrix(codes=bits, scales=scales, code=code)
