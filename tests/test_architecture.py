@@ -238,6 +238,18 @@ def test_programs_are_made_below_the_runner():
     assert not [found for found in IMPORTS if found.importer.startswith(programs) and "runner" in found.target]
 
 
+def test_operations_use_the_public_names_of_others():
+    """What kernels have in common is in rooms of its own; an operation is no library of another."""
+    common = {"device", "paging", "peers"}
+    inside = []
+    for found in IMPORTS:
+        importer, target = found.importer.split("."), found.target.split(".")
+        are_modules = importer[0] == target[0] == "pallas_kernels" and len(importer) == len(target) == 3
+        if are_modules and target[1] not in {importer[1], *common}:
+            inside.append(f"{found.importer}:{found.line} imports {found.target}")
+    assert not inside
+
+
 def test_a_start_goes_down_only():
     """The steps of a start do not know each other's order, nor who asks for it."""
     order = ["startup", "report", "checkpoint", "device", "sizing"]

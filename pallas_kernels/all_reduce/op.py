@@ -7,8 +7,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
-from pallas_kernels.add_rms_norm import why_not as why_not_normed
 from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
+from pallas_kernels.device.rows import why_not_row
 from pallas_kernels.peers import PeerBuffers
 
 Implementation = Literal["xla", "sm90"]
@@ -62,7 +62,7 @@ def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | 
                 f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
                 f"{x.shape[1]} in {x.dtype}"
             )
-    return why_not_normed(x.shape[1], x.dtype)
+    return why_not_row(x.shape[1], x.dtype)
 
 
 def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:

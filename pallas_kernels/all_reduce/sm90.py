@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import THREADS, norm, row_layout, why_not
+from pallas_kernels.device.rows import THREADS, norm, row_layout, why_not_row
 from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
@@ -51,7 +51,7 @@ def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
             f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
             f"{x.shape[1]} in {x.dtype} and {part.dtype}"
         )
-    if (reason := why_not(size, x.dtype)) is not None:
+    if (reason := why_not_row(size, x.dtype)) is not None:
         raise NotImplementedError(reason)
 
 

@@ -1,4 +1,5 @@
-"""Counters in global memory, by which CTAs tell each other that something is there.
+"""Counters in global memory, by which CTAs tell each other that something is there. Pallas's
+semaphores would need a memset before every call.
 
 Each function is executed by one warpgroup. The interpreter runs CTAs one after the other and supports none of them:
 `interpret` leaves them out.
@@ -29,6 +30,12 @@ def wait(counter, value, *, interpret: bool) -> None:
         _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
 
 
+def take(counter, value, *, interpret: bool) -> None:
+    """Wait until a counter has reached `value`, and subtract it; earlier writes are visible then, not to TMA."""
+    if not interpret:
+        _inline(_take, _REF, _SCALAR)(counter, jnp.full((128,), value))
+
+
 def clear(counter, *, interpret: bool) -> None:
     """Set a counter to 0."""
     if not interpret:
@@ -49,6 +56,11 @@ def _wait(_, counter, value) -> None:
     [value] = value.registers.flat
     _semaphore(counter).wait(value, decrement=False, memory_scope="gpu")
     mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+
+def _take(_, counter, value) -> None:
+    [value] = value.registers.flat
+    _semaphore(counter).wait(value, memory_scope="gpu")
 
 
 def _clear(_, counter) -> None:

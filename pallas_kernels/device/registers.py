@@ -1,11 +1,12 @@
-"""Registers of a matrix in WGMMA layout: which values are a lane's, and when a wgmma has written them."""
+"""Registers of a matrix in WGMMA layout: which values are a lane's, when a wgmma has written them, storing some."""
 
-from typing import Any
+from typing import Any, cast
 
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jax_internals import arith, ir
+from pallas_kernels.jax_internals import arith, ir, vector
 
 
 def written[Sums](sums: Sums) -> Sums:
@@ -30,3 +31,31 @@ def row_and_quarter() -> tuple[Any, Any]:
     warp = arith.remui(arith.divui(thread, c(32)), c(4))
     lane = arith.remui(thread, c(32))
     return arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), arith.remui(lane, c(4))
+
+
+def store_first_rows(ref, x, *, interpret: bool) -> None:
+    """Store the first rows of a [64, columns] float32 matrix in WGMMA layout, as many as the ref in global memory
+    has.
+    """
+    if interpret:
+        ref[...] = x[: ref.shape[0]]
+    else:
+        cast(Any, plgpu.inline_mgpu)(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(_store_first_rows)(ref, x)
+
+
+def _store_first_rows(_, ref, x) -> None:
+    num_rows, num_columns = ref.type.shape
+    i32 = ir.IntegerType.get_signless(32)
+
+    def c(value: int):
+        return mgpu.c(value, i32)
+
+    first_row, quarter = row_and_quarter()
+    first_column = arith.muli(quarter, c(2))
+    for half in range(2):
+        row = arith.addi(first_row, c(8 * half))
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(num_rows))):
+            for matrix in range(num_columns // 8):
+                place = (row, arith.addi(first_column, c(8 * matrix)))
+                values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
+                vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in place])

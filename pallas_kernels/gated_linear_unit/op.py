@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from jaxtyping import Array, Float
 
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
-from pallas_kernels.small_matmul.xla import matmul_xla
+from pallas_kernels.small_matmul import matmul
 
 Implementation = Literal["xla", "sm90"]
 
@@ -35,6 +35,4 @@ def gated_linear_unit(
         raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}, which must be [2, N, K]")
     if implementation == "sm90":
         return gated_linear_unit_sm90(x, weight, activation=activation)
-    return matmul_xla(
-        x, weight, squares=None, eps=0.0, bias=None, activation=activation, residual=None, output_dtype=None
-    )
+    return matmul(x, weight, activation=activation)

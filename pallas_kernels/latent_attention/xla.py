@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Scores
-from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
+from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
 def latent_attention_xla(
@@ -27,18 +27,17 @@ def latent_attention_xla(
     # Row b of those with one token is token b.
     decodes = slice(0, min(num_tokens, max_rows))
     is_decode = jnp.arange(decodes.stop) < num_decode_rows
-    out, _ = paged_attention_xla(
+    out, _ = paged_attention(
         q[decodes, None],
         pages,
         pages,
         block_tables=block_tables[decodes],
         seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
-        query_lens=None,
         room=num_tokens,
         scores=scores,
     )
     if not is_decode_only and num_tokens > 1:
-        out = ragged_prefill_attention_xla(
+        out = ragged_prefill_attention(
             q,
             pages,
             pages,

@@ -1,6 +1,6 @@
 """A decode step's attention as the first part of the kernel: rotation, the new keys and values, and the heads.
 
-Each CTA has a share of all contexts (see `pallas_kernels.paged_attention.plan`), whose pages go through the ring of
+Each CTA has a share of all contexts (see `pallas_kernels.paging.plan`), whose pages go through the ring of
 weights, before them. So the weights of the first matmul arrive while the CTA waits for other work. A row's newest key
 and value are not read from their page: they are the initial state of its running softmax.
 """
@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import counters, registers
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import device
-from pallas_kernels.paged_attention import device as parts_device
-from pallas_kernels.paged_attention.tiles import (
+from pallas_kernels.paging.tiles import (
     LOG2E,
     LOWEST,
     ROWS,
@@ -132,19 +132,19 @@ def attend(context: Context) -> Any:
             @pl.when(~is_whole)
             def _():
                 place = jnp.where(tile.is_begun, num_shares + share, gmem["shares"][share, 6])
-                parts_device.store_first_rows(gmem["parts"].at[place], acc, interpret=problem.interpret)
+                registers.store_first_rows(gmem["parts"].at[place], acc, interpret=problem.interpret)
                 for i, values in enumerate((maximum, total)):
                     device.store_vector(gmem["stats"].at[place, i], values, interpret=problem.interpret)
 
                 @pl.when(~tile.is_begun)
                 def _():
                     owner = gmem["shares"][share, 5]
-                    parts_device.signal(gmem["arrivals"].at[owner], interpret=problem.interpret)
+                    counters.signal(gmem["arrivals"].at[owner], interpret=problem.interpret)
 
                 @pl.when(tile.is_begun)
                 def _():
                     num_others = gmem["shares"][share, 7]
-                    parts_device.wait(gmem["arrivals"].at[share], num_others, interpret=problem.interpret)
+                    counters.take(gmem["arrivals"].at[share], num_others, interpret=problem.interpret)
                     parts, stats = gmem["parts"], gmem["stats"]
                     put_together(problem, tile.index, share, num_others, parts, stats, None, write)
 

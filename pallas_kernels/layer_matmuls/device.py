@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.counters import clear, signal, wait
 from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
-from pallas_kernels.paged_attention.tiles import part_layout
+from pallas_kernels.paging.tiles import part_layout
 
 __all__ = [
     "ROWS",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from pallas_kernels.small_matmul.reference import matmul_reference, rms_norm_reference
+from pallas_kernels.small_matmul import matmul_reference, rms_norm_reference
 
 
 def layer_matmuls_reference(

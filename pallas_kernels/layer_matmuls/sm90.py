@@ -25,9 +25,9 @@ from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
 from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
-from pallas_kernels.paged_attention.plan import make_plan
-from pallas_kernels.paged_attention.tiles import Config as AttentionConfig
-from pallas_kernels.paged_attention.tiles import part_rows
+from pallas_kernels.paging.plan import make_plan
+from pallas_kernels.paging.tiles import Config as AttentionConfig
+from pallas_kernels.paging.tiles import part_rows
 
 ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
 MAX_ROWS = ROWS

@@ -1,5 +1,5 @@
-"""Device operations of the Hopper kernel that Pallas lacks: counters in global memory (Pallas's semaphores would need a
-memset before every call), some rows or columns of a matrix in registers, and making a small matrix an operand of wgmma.
+"""Device operations of the Hopper kernel that Pallas lacks: some columns of a matrix in registers, and making a small
+matrix an operand of wgmma.
 
 Each is executed by one warpgroup. The interpreter supports none of them: `interpret` replaces them.
 """
@@ -26,28 +26,6 @@ _REF = plgpu.RefType()
 _SWIZZLED_REF = plgpu.RefType(SWIZZLED)
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT((128,))
-
-
-def signal(counter, *, interpret: bool) -> None:
-    """Add 1 to a counter, after whatever this warpgroup has written to global memory."""
-    if not interpret:
-        _signal(counter)
-
-
-def wait(counter, value, *, interpret: bool) -> None:
-    """Wait until a counter has reached `value`, and subtract it; earlier writes are visible then."""
-    if not interpret:  # the interpreter runs CTAs one after another
-        _wait(counter, jnp.full((128,), value))
-
-
-def store_first_rows(ref, x, *, interpret: bool) -> None:
-    """Store the first rows of a [64, columns] float32 matrix in WGMMA layout, as many as the ref in global memory
-    has.
-    """
-    if interpret:
-        ref[...] = x[: ref.shape[0]]
-    else:
-        _store_first_rows(ref, x)
 
 
 def store_columns(ref, x, *, interpret: bool) -> None:
@@ -101,37 +79,6 @@ def _reduced(x, exchanged, op: str):
 
 def _inline(*arg_types: Any, out: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return cast(Any, plgpu.inline_mgpu(arg_types=arg_types, return_type=out))
-
-
-@_inline(_REF)
-def _signal(_, counter) -> None:
-    mgpu.warpgroup_barrier()
-    mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
-
-
-@_inline(_REF, _SCALAR)
-def _wait(_, counter, value) -> None:
-    [value] = value.registers.flat
-    mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter)).wait(value, memory_scope="gpu")
-
-
-@_inline(_REF, _WGMMA)
-def _store_first_rows(_, ref, x) -> None:
-    num_rows, num_columns = ref.type.shape
-    i32 = ir.IntegerType.get_signless(32)
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
-    first_row, quarter = row_and_quarter()
-    first_column = arith.muli(quarter, c(2))
-    for half in range(2):
-        row = arith.addi(first_row, c(8 * half))
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(num_rows))):
-            for matrix in range(num_columns // 8):
-                place = (row, arith.addi(first_column, c(8 * matrix)))
-                values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
-                vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in place])
 
 
 def _c(value: int):

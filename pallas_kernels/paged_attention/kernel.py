@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import device, query_columns, query_rows
-from pallas_kernels.paged_attention.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
+from pallas_kernels.device import counters
+from pallas_kernels.paged_attention import query_columns, query_rows
+from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
 
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -144,12 +145,12 @@ def compute(problem, share, refs, scratch):
 
                 @pl.when(~tile.is_begun)
                 def _():
-                    device.signal(refs.arrivals.at[refs.shares[share, 5]], interpret=problem.interpret)
+                    counters.signal(refs.arrivals.at[refs.shares[share, 5]], interpret=problem.interpret)
 
                 @pl.when(tile.is_begun)
                 def _():
                     num_others = refs.shares[share, 7]
-                    device.wait(refs.arrivals.at[share], num_others, interpret=problem.interpret)
+                    counters.take(refs.arrivals.at[share], num_others, interpret=problem.interpret)
                     item = tile.row * problem.num_tiles + tile.index
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.registers import written
 from pallas_kernels.paged_attention import device
-from pallas_kernels.paged_attention.tiles import LOWEST, ROWS
+from pallas_kernels.paging.tiles import LOWEST, ROWS
 
 LAYOUT = plgpu.Layout.WGMMA
 VECTOR_LAYOUT = LAYOUT.reduce(0)

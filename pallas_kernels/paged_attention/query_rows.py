@@ -5,9 +5,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import registers
 from pallas_kernels.device.registers import written
-from pallas_kernels.paged_attention import device
-from pallas_kernels.paged_attention.tiles import LOWEST, ROWS
+from pallas_kernels.paging.tiles import LOWEST, ROWS
 
 LAYOUT = plgpu.Layout.WGMMA
 VECTOR_LAYOUT = LAYOUT.reduce(1)
@@ -89,7 +89,7 @@ def write_result(problem, out, acc, factor):
 
 def write_part(problem, part, acc):
     """Put the sums into global memory."""
-    device.store_first_rows(part, acc, interpret=problem.interpret)
+    registers.store_first_rows(part, acc, interpret=problem.interpret)
 
 
 def write_vector(_, ref, x):

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
-from pallas_kernels.paged_attention.plan import make_plan
-from pallas_kernels.paged_attention.tiles import ROWS, Config, Problem, part_rows
 from pallas_kernels.paging import Scores
 from pallas_kernels.paging.checks import check_pages
+from pallas_kernels.paging.plan import make_plan
+from pallas_kernels.paging.tiles import ROWS, Config, Problem, part_rows
 
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""

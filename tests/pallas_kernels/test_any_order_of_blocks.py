@@ -19,12 +19,14 @@ from emulated_grid import emulate
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import counters, registers
 from pallas_kernels.gated_linear_unit import kernel as gated_kernel
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
-from pallas_kernels.paged_attention import query_columns, query_rows, tiles
+from pallas_kernels.paged_attention import query_columns, query_rows
 from pallas_kernels.paged_attention import sm90 as paged_sm90
+from pallas_kernels.paging import tiles
 from pallas_kernels.sampling import kernel as sampling_kernel
 from pallas_kernels.sampling import sm90 as sampling_sm90
 from pallas_kernels.sampling import thread_ops
@@ -119,9 +121,9 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     def put(ref, values):
         ref[...] = values
 
-    monkeypatch.setattr(paged_device, "signal", grid.signal)
-    monkeypatch.setattr(paged_device, "wait", grid.wait_and_take)
-    monkeypatch.setattr(paged_device, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
+    monkeypatch.setattr(counters, "signal", grid.signal)
+    monkeypatch.setattr(counters, "take", grid.wait_and_take)
+    monkeypatch.setattr(registers, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
     monkeypatch.setattr(paged_device, "store_columns", lambda ref, x, **_: put(ref, x.T[: ref.shape[0]]))
     monkeypatch.setattr(paged_device, "store_vector", lambda ref, x: put(ref.at[pl.ds(0, x.shape[1])], x[0]))
     monkeypatch.setattr(paged_device, "copy_rows", lambda swizzled, rows, **_: put(swizzled, rows[...]))
@@ -270,15 +272,15 @@ def take_parts_that_have_not_come(grid, monkeypatch):
         grid.pause()
         counter.write(counter.read() - value)
 
-    monkeypatch.setattr(paged_device, "wait", take)
+    monkeypatch.setattr(counters, "take", take)
 
 
 def leave_parts_uncounted(grid, monkeypatch):
-    monkeypatch.setattr(paged_device, "signal", lambda *_, **__: None)
+    monkeypatch.setattr(counters, "signal", lambda *_, **__: None)
 
 
 def keep_arrivals(grid, monkeypatch):
-    monkeypatch.setattr(paged_device, "wait", grid.wait)
+    monkeypatch.setattr(counters, "take", grid.wait)
 
 
 def go_on_without_the_others(grid, monkeypatch):

@@ -12,10 +12,10 @@ from emulated_grid import emulate
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import counters, registers
 from pallas_kernels.layer_matmuls import attention, device, kernel, sm90
 from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90, layer_matmuls_sm90
-from pallas_kernels.paged_attention import device as parts_device
-from pallas_kernels.paged_attention import tiles
+from pallas_kernels.paging import tiles
 
 NUM_SMS = 6
 ROWS = 64
@@ -105,9 +105,9 @@ def emulate_layers(monkeypatch, seed=0) -> Any:
         monkeypatch.setattr(device, name, getattr(of_blocks, name))
     monkeypatch.setattr(device, "store_heads", of_blocks.store_heads)
     monkeypatch.setattr(device, "store_vector", of_blocks.store_first_rows)
-    monkeypatch.setattr(parts_device, "signal", grid.signal)
-    monkeypatch.setattr(parts_device, "wait", grid.wait_and_take)
-    monkeypatch.setattr(parts_device, "store_first_rows", of_blocks.store_first_rows)
+    monkeypatch.setattr(counters, "signal", grid.signal)
+    monkeypatch.setattr(counters, "take", grid.wait_and_take)
+    monkeypatch.setattr(registers, "store_first_rows", of_blocks.store_first_rows)
     return grid
 
 

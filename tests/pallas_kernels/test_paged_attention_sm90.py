@@ -15,10 +15,10 @@ from poisoned_pages import make_pages
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
 from pallas_kernels.paging import Scores
+from pallas_kernels.paging.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
 
 # Relative to the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or
 # 11. A row alone, with a few hundred values, may be somewhat worse.

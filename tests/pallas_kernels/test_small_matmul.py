@@ -14,8 +14,7 @@ from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.small_matmul import Normed, matmul, matmul_then_norm
-from pallas_kernels.small_matmul.reference import matmul_reference, rms_norm_reference
+from pallas_kernels.small_matmul import Normed, matmul, matmul_reference, matmul_then_norm, rms_norm_reference
 from pallas_kernels.small_matmul.sm90 import Config, Epilogue, matmul_sm90
 
 # Relative to the norm of the result, which is rounded to 8 or 11 bits.

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.paged_attention.plan import BLOCK_COST, TILE_COST, block_range
+from pallas_kernels.paging.plan import BLOCK_COST, TILE_COST, block_range
 
 ROWS = 64  # of a tile: what one wgmma instruction multiplies
 LOG2E = math.log2(math.e)
