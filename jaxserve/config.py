@@ -26,18 +26,21 @@ Quantization = Literal["int8", "fp8", "int4"]
 
 # fmt: off
 ToolCallParser = Literal[
-    "auto", "none", "hermes", "llama3_json", "pythonic", "llama4_pythonic", "lfm2", "olmo3", "mistral",
-    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "gpt_oss", "qwen3_coder", "seed_oss", "glm45",
-    "glm47", "minimax_m2", "step3", "kimi_k2", "gemma4", "functiongemma", "granite", "granite-20b-fc",
-    "phi4_mini_json", "xlam", "cohere_command3", "hunyuan_a13b", "jamba", "minimax", "nemotron_json", "ernie45",
-    "internlm", "apertus", "longcat", "gigachat3", "openai", "qwen3_xml", "nemotron_v3", "mimo", "step3p5",
-    "granite4", "llama4_json", "cohere_command4"
+    "auto", "none", "hermes", "llama3_json", "pythonic", "llama4_pythonic", "lfm2", "olmo3", "mistral", "deepseek_v3",
+    "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41", "gpt_oss", "qwen3_coder", "seed_oss", "glm45",
+    "glm47", "minimax_m2", "dots", "muse", "hy_v3", "hy_v4", "k2_horizon", "minicpm5", "step3", "kimi_k2", "kimi_k3",
+    "plamo3", "gemma4", "functiongemma", "granite", "granite-20b-fc", "phi4_mini_json", "xlam", "cohere_command3",
+    "hunyuan_a13b", "jamba", "minimax", "nemotron_json", "ernie45", "internlm", "apertus", "longcat", "inkling",
+    "gigachat3", "openai", "qwen3_xml", "nemotron_v3", "mimo", "step3p5", "step5", "granite4", "qwen3_json", "ling3",
+    "poolside_v1", "muse_glimmer", "musespark1x", "llama4_json", "cohere_command4"
 ]
 ReasoningParser = Literal[
     "auto", "none", "deepseek_r1", "qwen3", "glm45", "kimi_k2", "olmo3", "deepseek_v3", "minimax_m2",
     "minimax_m2_append_think", "step3", "granite", "cohere_command3", "cohere_command4", "mistral", "gemma4",
-    "seed_oss", "apertus", "hunyuan_a13b", "ernie45", "gpt_oss", "openai_gptoss", "nemotron_v3", "holo2",
-    "step3p5", "deepseek_v4"
+    "seed_oss", "apertus", "hunyuan_a13b", "ernie45", "minimax_m3", "kimi_k3", "k2_horizon", "plamo3", "muse",
+    "inkling", "gpt_oss", "openai_gptoss", "nemotron_v3", "holo2", "step3p5", "mimo", "minicpmv", "poolside_v1",
+    "granite_thinking_parser", "step5", "hy_v3", "hy_v4", "deepseek_v4", "deepseek_v41", "glm47", "ling3",
+    "muse_glimmer", "musespark1x"
 ]
 # fmt: on
 

@@ -319,7 +319,7 @@ def opening(name):
     return (
         "<|channel|>analysis<|message|>"
         if name == "gpt_oss"
-        else (row.section[0] or row.call[0] or row.name[0]).strip()
+        else (row.section[0] or row.call[0] or row.name[0]).strip().replace("{name}", "f")
     )
 
 
@@ -446,7 +446,7 @@ def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
         ("{'a': 'it\\'s \"x\"', \"b\": 'c'}", '{"a": "it\'s \\"x\\"", "b": "c"}'),
         ("{a: True, b: None, c: (1, .5,), d: 0x1f}", '{"a": true, "b": null, "c": [1, 0.5], "d": 31}'),
         ('{"a": 1 "b": 2,}', '{"a": 1 , "b": 2}'),
-        ("{a: {'x', 'y'}}", '{"a": {"x": null, "y": null}}'),
+        ("{a: {'x', 'y'}}", '{"a": ["x", "y"]}'),
         ('{"a": 1,, "b": 2,}', '{"a": 1, "b": 2}'),
         (
             "{a: Oslo Town, b: /tmp/x y, c: 5 Main Street }",

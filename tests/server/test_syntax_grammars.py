@@ -122,7 +122,7 @@ def sentence(grammar, choose, words=()):
             written = word[: matcher.validate_tokens(word)]
         assert matcher.consume_tokens(written), matcher.get_error()
         text += bytes(written)
-        assert len(text) < 5000
+        assert len(text) < 20_000
     return text.decode()
 
 

@@ -73,6 +73,7 @@ def write(calls, thoughts, message):
 
 
 def _write_call(calls, name, arguments, index):
+    opening = calls.call[0].replace("{name}", name)
     head = calls.name[0] + name + calls.name[1].replace("{index}", str(index))
     match calls.arguments:
         case Wrapped(name=""):
@@ -87,13 +88,20 @@ def _write_call(calls, name, arguments, index):
             body = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         case Tags() as tags:
             body = head + "".join(_write_tag(tags, key, value) for key, value in arguments.items())
-    return calls.call[0] + body + calls.call[1]
+    return opening + body + calls.call[1]
 
 
 def _write_tag(tags, key, value):
     text = value if isinstance(value, str) else dumps(value)
-    flag = tags.text_flag + ("true" if isinstance(value, str) else "false") if tags.text_flag else ""
+    flag = tags.text_flag + _flag(tags, value) if tags.text_flag else ""
     return tags.key[0] + key + tags.key[1] + flag + tags.value[0] + text + tags.value[1]
+
+
+def _flag(tags, value):
+    if len(tags.flags) == 2:
+        return tags.flags[not isinstance(value, str)]
+    kinds = {str: "string", bool: "boolean", dict: "object", list: "array", type(None): "null"}
+    return kinds.get(type(value), "number")
 
 
 def _write_channels(message):

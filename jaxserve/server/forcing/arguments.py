@@ -89,7 +89,7 @@ class TaggedArguments:
     def write_free(self) -> str:
         """Return a part of a rule for arguments of any names, with any values."""
         tags = self._tags
-        flag = f'{literal(tags.text_flag)} ("true" | "false")' if tags.text_flag else ""
+        flag = f"{literal(tags.text_flag)} ({' | '.join(map(literal, tags.flags))})" if tags.text_flag else ""
         before, after = self._spell(tags.key[0]), self._spell(tags.key[1])
         one = sequence(before, f"/{_KEY}/", after, flag, self._spell(tags.value[0]), "argument_text")
         return f"({one})*"
@@ -116,9 +116,13 @@ class TaggedArguments:
         return sequence(self._head(name, is_text=False), rule, self._value_end)
 
     def _head(self, name: str, *, is_text: bool) -> str:
-        tags = self._tags
-        flag = tags.text_flag + ("true" if is_text else "false") if tags.text_flag else ""
-        return self._spell(f"{tags.key[0]}{name}{tags.key[1]}{flag}{tags.value[0]}")
+        tags, spell = self._tags, self._spell
+        if not tags.text_flag:
+            return spell(f"{tags.key[0]}{name}{tags.key[1]}{tags.value[0]}")
+        flags = tags.flags[:1] if is_text else tags.flags[1:]
+        ends = [spell(f"{flag}{tags.value[0]}") for flag in flags]
+        end = ends[0] if len(ends) == 1 else f"({' | '.join(ends)})"
+        return sequence(spell(f"{tags.key[0]}{name}{tags.key[1]}{tags.text_flag}"), end)
 
     def _alternatives(self, values: Sequence[Any], kind: Kind) -> str:
         """Return values as the reader of this kind reads them back."""

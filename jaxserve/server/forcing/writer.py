@@ -1,7 +1,7 @@
 """Write the rules of a Lark grammar for calls in a given syntax.
 
 Where the reader needs no pattern, the grammar needs none either: a text that a mark ends is any text without that mark.
-If arguments that are written one by one cannot be held to their schema, the call is written as an object, which the
+If arguments that are written one by one cannot be held to their schema, the call has an object instead, which the
 reader accepts in any syntax.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from jaxserve.server.forcing.arguments import PythonArguments, Spell, TaggedArguments, Unsayable, literal, sequence
-from jaxserve.server.syntaxes.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Object, PythonCall, Tags, Thoughts, Wrapped
 from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import json_rule
 
@@ -108,36 +108,39 @@ def _native_call(calls: Calls, tool: Tool, *, spell: Spell, is_free: bool, prefi
     """Return a call whose arguments are written one by one, and its rules, whose names begin with `prefix`; None if the
     syntax has no such calls, or if they cannot be held to the tool's schema.
     """
-    opening, closing = calls.call
+    opening, closing = calls.call[0].replace("{name}", tool.name), calls.call[1]
     rules = []
     try:
         match calls.arguments:
             case Tags() as tags:
                 writer = TaggedArguments(calls, tags, spell)
                 arguments = writer.write_free() if is_free else writer.write(tool.parameters)
-                head = f"{opening}{calls.name[0]}{tool.name}{calls.name[1]}"
+                head = _head(calls, opening, tool, spell)
             case PythonCall():
                 writer = PythonArguments(prefix)
                 arguments = writer.write_free() if is_free else writer.write(tool.parameters)
                 rules = writer.rules
-                head, closing = f"{opening}{tool.name}(", f"){closing}"
+                head, closing = spell(f"{opening}{tool.name}("), f"){closing}"
             case _:
                 return None
     except Unsayable as error:
         _logger.debug("calls of %s are written as objects: %s", tool.name, error)
         return None
-    return sequence(spell(head), arguments, spell(closing)), rules
+    return sequence(head, arguments, spell(closing)), rules
+
+
+def _head(calls: Calls, opening: str, tool: Tool, spell: Spell) -> str:
+    """Return a part of a rule for what comes before the arguments."""
+    before, number, after = calls.name[1].partition("{index}")
+    return sequence(spell(f"{opening}{calls.name[0]}{tool.name}{before}"), "/[0-9]/" if number else "", spell(after))
 
 
 def _object_call(calls: Calls, tool: Tool, spell: Spell) -> str:
-    opening, closing = calls.call
-    if isinstance(calls.arguments, Object):
-        before, _, after = calls.name[1].partition("{index}")
-        index = "/[0-9]/" if calls.ids is Ids.NUMBERED else ""
-        head = [spell(f"{opening}{calls.name[0]}{tool.name}{before}"), index, spell(after)]
-        return sequence(*head, json_rule(tool.parameters), spell(closing))
+    opening, closing = calls.call[0].replace("{name}", tool.name), calls.call[1]
+    if isinstance(calls.arguments, Object | Tags):
+        return sequence(_head(calls, opening, tool, spell), json_rule(tool.parameters), spell(closing))
     wrapped = calls.arguments if isinstance(calls.arguments, Wrapped) else Wrapped()
-    return sequence(spell(opening), _object(wrapped, tool), spell(_object_end(calls)))
+    return sequence(spell(opening), _object(wrapped, tool), spell(closing))
 
 
 def _object(wrapped: Wrapped, tool: Tool) -> str:
@@ -147,10 +150,3 @@ def _object(wrapped: Wrapped, tool: Tool) -> str:
     number = [literal(f'{{"{wrapped.id}": "'), "/[0-9]/", literal('", ')] if wrapped.id else [literal("{")]
     keys = literal(f'"{wrapped.name}": {name}, "{wrapped.arguments}": ')
     return sequence(*number, keys, json_rule(tool.parameters), literal("}"))
-
-
-def _object_end(calls: Calls) -> str:
-    """Return what closes a call that is written as an object: where arguments are tags, not their own end."""
-    if isinstance(calls.arguments, Wrapped):
-        return calls.call[1]
-    return calls.call[1].splitlines()[-1] if calls.call[0] else ""

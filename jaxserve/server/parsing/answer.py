@@ -23,6 +23,7 @@ class AnswerReader(abc.ABC):
         self._source = Source()
         self._events: list[Event] = []
         self._steps = self._read()
+        self.was_thought = False  # the text that was decided on last, which resembled a call, is reasoning
 
     @property
     @abc.abstractmethod

@@ -1,8 +1,9 @@
 """Reads values as models write them, and passes them on as JSON: JSON unchanged, piece by piece, and near-JSON
 corrected.
 
-Also accepted: Python's True, None, tuples and single quotes, `**{...}` in a call, keys and texts without quotes, a
-syntax's own quotes, raw line breaks in texts, missing or superfluous commas, missing closing brackets.
+Also accepted: Python's True, None, tuples, sets and single quotes, `**{...}` in a call, keys and texts without quotes,
+a syntax's own quotes, quotes and line breaks that are not escaped, missing or superfluous commas, missing closing
+brackets.
 """
 
 import contextlib
@@ -21,12 +22,20 @@ _PLAIN = regex.compile(r"[^\"'\\\x00-\x1f]*")
 _TEXT_END = regex.compile(
     r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\U00[01][0-9a-fA-F]{5}|\\[^uxU]", regex.DOTALL
 )
-_AFTER_TEXT = regex.compile(r"\s{0,8}+[,:=)\]}<]")
+_AFTER_KEY = regex.compile(r"\s{0,256}+[:=,}]")
+_AFTER_TEXT = regex.compile(
+    r"\s{0,256}+(?:[)\]}<`\[]"  # brackets or marks; a comma and what can follow it; another key, without a comma
+    r"|,\s{0,256}+(?:[\"'\d\[\]{}()<*-]|\w{1,64}+\s{0,8}+[:=]|(?:true|false|null|True|False|None)\b)"
+    r"|(?<=\s)(?<quote>[\"'])[^\"'\\\n]{1,64}+(?P=quote)\s{0,8}+:)"
+)
+_SET = regex.compile(r"\{\s{0,64}+(?:\"[^\"\\\n]{0,200}+\"|'[^'\\\n]{0,200}+'|[\w.+-]{1,64}+)\s{0,64}+[,}]")
 _WORD = regex.compile(r"[\w.+-]*")
 _BARE = regex.compile(r"[^,{}()\[\]\"'`<\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "Infinity": "null", "undefined": "null"}
-_CLOSING = {"{": "}", "[": "]", "(": "]"}
+_KINDS = {"{": ("}", "}"), "[": ("])", "]"), "(": ("])", "]"), "set": ("}", "]"), "call": ("}])", "}")}
+"""What is open: the brackets that close it, and the one that does so in JSON."""
+
 _BASED = re.compile(r"[+-]?0[xXoObB]")
 _CODE = re.compile(r"[+-]?0\d")  # 02134 is no number
 _EQUALS = regex.compile("=")
@@ -73,8 +82,8 @@ class ValueReader:
 
     `quote` is a further quotation mark for texts. `ends` are the marks that end a value wherever they occur. A value
     that begins with `(` is the arguments of a Python call, which become an object; positional arguments get the names
-    of `positions`. `converters` returns the function that converts the text of a key of the outermost object to a
-    value; None: it stays a text.
+    of `positions`. `converters` returns the function that converts the text of a key of the outermost object, which is
+    in quotes or not, to a value; None: it stays what it is.
     """
 
     def __init__(
@@ -85,7 +94,7 @@ class ValueReader:
         quote: str = '"',
         ends: "ValueEnds | None" = None,
         positions: Sequence[str] | None = None,
-        converters: Callable[[str], Callable[[str], str] | None] | None = None,
+        converters: Callable[[str, bool], Callable[[str], str] | None] | None = None,
     ):
         self._source = source
         self._sink = sink
@@ -97,7 +106,7 @@ class ValueReader:
         self._positions = iter(positions or ())
         self._converters = converters
         self._key = ""  # of the outermost object
-        self._due: list[str] = []  # closing brackets of what is open, in JSON
+        self._open: list[str] = []  # keys of _KINDS
         self._num_spread = 0  # objects that are open, and whose items are arguments of the call: `**{`
         self._expected = "value"  # or "key", "colon", "comma"
         self._held = ""  # a comma, unless a bracket closes after it
@@ -110,7 +119,7 @@ class ValueReader:
             spaces = yield from self._source.spaces()
             if self._held:
                 self._held += spaces
-            elif self._due:
+            elif self._open:
                 self._sink(spaces)
             token = yield from self._source.peek(self._tokens)
             stop = self._ends.stop
@@ -121,12 +130,12 @@ class ValueReader:
             if not (yield from self._take(token[0])):
                 self._close(0)
                 return False
-            if not self._due and self._expected == "comma":
+            if not self._open and self._expected == "comma":
                 return True
 
     def read_on(self, expected: str) -> Generator[None, None, bool]:
         """Read the rest of an object, as `read` does; `expected` is what comes first, "key" or "value"."""
-        self._due, self._expected = ["}"], expected
+        self._open, self._expected = ["{"], expected
         return (yield from self.read())
 
     def _take(self, token: str) -> Generator[None, None, bool]:
@@ -134,23 +143,24 @@ class ValueReader:
         if token in (self._quote, '"', "'"):
             self._begin_item(is_key=not self._is_in_call)
             yield from self._text_item(token)
-        elif token in _CLOSING:
-            is_call = token == "(" and self._is_call and not self._due
+        elif token in _KINDS:
+            is_set = token == "{" and self._open and (yield from self._source.peek(_SET)) is not None
+            kind = "set" if is_set else "call" if token == "(" and self._is_call and not self._open else token
             self._source.take(1)
             self._begin_item(is_key=False)
-            self._due.append("}" if is_call else _CLOSING[token])
-            self._sink("{" if is_call or token == "{" else "[")
-            self._expected = "key" if self._due[-1] == "}" else "value"
+            self._open.append(kind)
+            self._sink("{" if _KINDS[kind][1] == "}" else "[")
+            self._expected = self._first_expected
         elif token in ("}", "]", ")"):
-            return self._take_closing("]" if token == ")" else token)
+            return self._take_closing(token)
         elif token == ",":
-            if self._expected == "colon":  # a set in Python
+            if self._expected == "colon":
                 self._complete_item()
             if self._expected not in ("comma", "key"):
                 return False
             self._source.take(1)
             self._held = "," if self._expected == "comma" else self._held
-            self._expected = "key" if self._due[-1] == "}" else "value"
+            self._expected = self._first_expected
         elif token[0] == "*":
             if not self._is_in_call or self._expected == "value":
                 return False
@@ -169,16 +179,15 @@ class ValueReader:
         return True
 
     def _take_closing(self, closing: str) -> bool:
-        if self._num_spread and closing == "}" and self._due == ["}"]:
+        if self._num_spread and closing == "}" and self._open == ["call"]:
             self._source.take(1)
             self._num_spread -= 1
             self._complete_item()
             return True
-        is_call = closing == "]" and self._is_call and self._due == ["}"]
-        if is_call:
-            closing = "}"
-        depth = next((depth for depth in range(len(self._due) - 1, -1, -1) if self._due[depth] == closing), None)
-        if depth is None:
+        depth = len(self._open) - 1
+        while depth >= 0 and closing not in _KINDS[self._open[depth]][0]:
+            depth -= 1
+        if depth < 0:
             return False
         self._source.take(1)
         self._sink(self._held[1:])
@@ -189,27 +198,32 @@ class ValueReader:
         """Complete everything that is open, except for `depth` brackets."""
         self._held = ""
         self._complete_item()
-        while len(self._due) > depth:
-            self._sink(self._due.pop())
+        while len(self._open) > depth:
+            self._sink(_KINDS[self._open.pop()][1])
         self._expected = "comma"
 
     def _complete_item(self) -> None:
         if self._expected == "colon":
             self._sink(": null")
             self._expected = "comma"
-        elif self._expected == "value" and self._due and self._due[-1] == "}":
+        elif self._expected == "value" and self._first_expected == "key":
             self._sink("null")
             self._expected = "comma"
 
     @property
+    def _first_expected(self) -> str:
+        """What an item of the innermost brackets begins with."""
+        return "key" if self._open and _KINDS[self._open[-1]][1] == "}" else "value"
+
+    @property
     def _is_in_call(self) -> bool:
-        return self._is_call and self._due == ["}"] and not self._num_spread
+        return self._open == ["call"] and not self._num_spread
 
     def _begin_item(self, *, is_key: bool = True) -> None:
         """Write the comma before a key or value that begins, and what may be missing."""
         if self._expected == "comma":
             self._held = self._held or ", "
-            self._expected = "key" if self._due[-1] == "}" else "value"
+            self._expected = self._first_expected
         elif self._expected == "colon":
             self._sink(": ")
             self._expected = "value"
@@ -234,30 +248,29 @@ class ValueReader:
         else:
             self._begin_item()
         if self._expected == "key":
-            self._key = word if self._due == ["}"] else self._key
+            self._key = word if len(self._open) == 1 else self._key
             self._sink(json.dumps(word, ensure_ascii=False))
         else:
-            if self._due:  # a text without quotes may have more words
+            if self._open:  # a text without quotes may have more words
                 yield from self._source.run(_BARE, pieces.append)
             text = "".join(pieces)
             word = text.rstrip()
             value = _json_word(word)
-            convert = self._convert if value[0] == '"' else None
+            convert = self._converter(is_quoted=False) if value[0] == '"' or self._quote != '"' else None
             self._sink(value if convert is None else convert(word))
             self._sink(text[len(word) :])
         self._end_item()
 
-    @property
-    def _convert(self) -> Callable[[str], str] | None:
-        """The converter of a text that comes next; None: it stays a text."""
-        if self._converters is None or self._expected != "value" or self._due != ["}"]:
+    def _converter(self, *, is_quoted: bool) -> Callable[[str], str] | None:
+        """Return the converter of a text that comes next; None: it stays what it is."""
+        if self._converters is None or self._expected != "value" or len(self._open) != 1:
             return None
-        return self._converters(self._key)
+        return self._converters(self._key, is_quoted)
 
     def _text_item(self, quote: str) -> Steps:
         """Read a text: a key, or a value that a converter may turn into another one."""
-        convert = self._convert
-        if convert is None and (self._expected == "value" or self._due != ["}"]):
+        convert = self._converter(is_quoted=True)
+        if convert is None and (self._expected == "value" or len(self._open) != 1):
             is_closed = yield from self._text(quote, self._sink)
         else:
             pieces: list[str] = []
@@ -275,6 +288,7 @@ class ValueReader:
         source.take(len(quote))
         sink('"')
         is_own = quote not in ('"', "'")
+        after = _AFTER_KEY if self._expected == "key" else _AFTER_TEXT
         while True:
             yield from source.run(self._ends.plain, (lambda text: sink(_escaped(text))) if is_own else sink)
             if not source.buffer:
@@ -291,9 +305,8 @@ class ValueReader:
                 end = yield from source.peek(_TEXT_END)
                 mark = source.take(1 if end is None else end.end())
             is_end = mark == quote
-            if is_end and quote == "'":  # models do not always escape those inside
-                after = yield from source.peek(_AFTER_TEXT)
-                is_end = after is not None or (source.is_last and not source.buffer.strip())
+            if is_end and not is_own and self._open:  # models do not always escape those inside
+                is_end = (yield from source.peek(after)) is not None or (source.is_last and not source.buffer.strip())
             if is_end:
                 sink('"')
                 return True

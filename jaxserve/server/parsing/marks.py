@@ -2,8 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import regex
@@ -14,8 +13,9 @@ from jaxserve.server.syntaxes.syntax import Calls, Object, PythonCall, Tags, Tho
 _NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have arrived
 _GAP = r"\s{0,8}"
 _PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
-_MARK = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]|◁[^▷]+▷")
+_MARK = re.compile(r"\]<\]\w+\[>\[</?\w+>|<[^<>]+>(?:\w+<[^<>]+>)*|\[/?[A-Z_]+\]|◁[^▷]+▷")
 _NEVER = r"(?!)"
+_DSML = "｜DSML｜"  # noqa: RUF001
 _FENCE = r"```[a-z]{0,8}+(?=[^a-z])"
 _JSON = r"\{\s{0,8}[\"'}]"
 _NOISE = rf"[\[\])}},;]|{_FENCE}"
@@ -29,116 +29,88 @@ TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,64})(?P=quote)")
 """A tool's name as a text of JSON."""
 
 
-@dataclass(frozen=True)
 class Marks:
-    """Patterns by their purpose; names of groups say which mark it is.
+    """Patterns by their purpose; the names of groups say which mark it is."""
 
-    Attributes:
-        in_words, in_thoughts: what ends words, and what ends thoughts.
-        bare: what may begin a call without a mark.
-        opening: the opening mark of a section that has an end, or of a call.
-        section_end: the closing mark of a section; None if it has none.
-        closing: any closing mark, with white space before it.
-        ending: a closing mark of a call, or remains that models leave around it.
-        leftover: what ends text inside a section that belongs to no call.
-        names: the name with the text before it, and the name alone.
-        after_name: the text between the name and the arguments.
-        arguments: what the arguments begin or end with, which confirms an uncertain name.
-        ends: what ends missing arguments.
-        value_ends: what ends an incomplete JSON value.
-        spare: what is never shown after a call.
-        tags: the marks around keys and values; empty texts if arguments have no tags.
-        key, key_end, value, value_end: parts of an argument between tags.
-    """
+    def __init__(self, calls: Calls | None, thoughts: Thoughts | None):
+        """Compile the patterns of a syntax."""
+        calls = calls or Calls(arguments=Wrapped())
+        thoughts = thoughts or Thoughts(opening=(), closing=())
+        tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
+        sections = [calls.section, *calls.others]
+        openings = [
+            _group("section", _any((opening for opening, end in sections if _MARK.search(end)), _section)),
+            _group("call", _any([calls.call[0], *(first for first, closing in sections if not _MARK.search(closing))])),
+        ]
+        section_ends = [_section(mark) for _, closing in sections for mark in _MARK.findall(closing)]
+        ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
+        closings = [*section_ends, *ends]
+        pieces = _PIECES.findall(calls.name[0].strip())
+        tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
+        prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
+        begins = [*openings, _group("begin", tag)]
+        thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
+        answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
+        hidden = _group("hidden", "|".join(map(_hidden, thoughts.hidden)))
+        line = _group("line", rf"\n{_bare(calls)}" if calls.is_bare else "")
 
-    in_words: Any
-    in_thoughts: Any
-    bare: Any
-    opening: Any
-    section_end: Any
-    closing: Any
-    ending: Any
-    leftover: Any
-    names: tuple[Any, ...]
-    after_name: Any
-    arguments: Any
-    ends: Any
-    value_ends: ValueEnds
-    spare: Any
-    tags: Tags
-    key: Any
-    key_end: Any
-    value: Any
-    value_end: Any
+        # What ends words, and what ends thoughts.
+        after = _group("end", "|".join(closings + ([_flexible(calls.separator)] if "<" in calls.separator else [])))
+        self.in_words = _compile([*begins, line, thinks, unthinks, *answers, after, hidden])
+        self.in_thoughts = _compile([thinks, unthinks, *(begins if thoughts.calls_end else ()), hidden])
+
+        # What may begin a call without a mark; the opening mark of a section that has an end, or of a call.
+        self.bare = regex.compile(_bare(calls)) if calls.is_bare else None
+        self.opening = _compile(openings)
+
+        # The closing mark of a section; any closing mark, with white space before it; that of a call, or remains that
+        # models leave around it; what ends text inside a section that belongs to no call; what is not shown after one.
+        self.section_end = _compile(section_ends) if section_ends else None
+        self.closing = regex.compile(rf"{_GAP}(?:{_either(closings)})")
+        self.ending = _compile([_group("end", "|".join(ends)), _NOISE])
+        self.leftover = _compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""])
+        self.spare = regex.compile(
+            rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"
+        )
+
+        # The name with the text before it, and the name alone; the text between the name and the arguments; what these
+        # begin or end with, which confirms an uncertain name; what ends missing arguments.
+        gap = _GAP if calls.name[0][-1:].isspace() else ""
+        word = "".join(re.findall(r"^\w+(?=[^\w\s])", calls.name[0]))  # it may be missing: functions.f, .f
+        before = f"(?:{word})?" + _flexible(calls.name[0].removeprefix(word))
+        names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{before}{gap}{_NAME}", _NAME]
+        after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
+        self.names = tuple(regex.compile(name + after_tag) for name in names)
+        self.after_name = _compile(_after_name(calls))
+        is_numbered = calls.name[1].startswith(":{index}")
+        argument_mark = _flexible(calls.name[1].partition("{index}")[2])
+        self.nameless = regex.compile(rf"(?:{word})?\W?\d{{1,9}}+{_GAP}{argument_mark}") if is_numbered else None
+        key_opening = _attribute(tags.key[0])
+        starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{key_opening}|{_JSON}"}
+        self.arguments = _compile([starts.get(type(calls.arguments), r"[\{\[]"), *section_ends, *ends, *openings])
+        self.ends = _compile([*section_ends, *ends, *openings])
+
+        # What ends an incomplete JSON value.
+        head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{names[0]}"
+        is_wrapped = isinstance(calls.arguments, Wrapped)
+        self.value_ends = _value_ends(calls, openings, [] if is_wrapped else [head], closings)
+
+        # Parts of an argument between tags.
+        quotes = "\"'" if tags.key[0].endswith('"') else '"'
+        whole_key = key_opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
+        end = _group("end", "|".join(closings))
+        self.tags = tags
+        self.key = _compile([_group("key", key_opening), end, *begins])
+        self.key_end = regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}")
+        kind = r"<[\w|]{0,24}type>[^<>]{0,64}</[\w|]{0,24}type>"  # of the value, which the schema knows
+        self.value = regex.compile(rf"(?:{kind}{_GAP})?{_flexible(tags.value[0]) or _NEVER}")
+        value_end = _group("value", _drifting(tags.value[1].strip()))
+        self.value_end = _compile(
+            [value_end, _group("next", whole_key if tags.key[0] else ""), end, _group("head", head)]
+        )
 
 
-@functools.lru_cache(maxsize=256)
-def marks_of(calls: Calls | None, thoughts: Thoughts | None) -> Marks:
-    """Compile the patterns of a syntax."""
-    calls = calls or Calls(arguments=Wrapped())
-    thoughts = thoughts or Thoughts(opening=(), closing=())
-    sections = [calls.section, *calls.others]
-    openings = [
-        _group("section", _any(opening for opening, closing in sections if _MARK.search(closing))),
-        _group("call", _any([calls.call[0], *(opening for opening, closing in sections if not _MARK.search(closing))])),
-    ]
-    pieces = _PIECES.findall(calls.name[0].strip())
-    tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
-    prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
-    begins = [*openings, _group("begin", tag)]
-    section_ends = [_drifting(mark) for _, closing in sections for mark in _MARK.findall(closing)]
-    ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
-    thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
-    answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
-    closings = [*section_ends, *ends]
-    after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
-    gap = _GAP if calls.name[0][-1:].isspace() else ""
-    word = "".join(re.findall(r"^\w+(?=[^\w\s])", calls.name[0]))  # it may be missing: functions.f, .f
-    before = f"(?:{word})?" + _flexible(calls.name[0].removeprefix(word))
-    names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{before}{gap}{_NAME}", _NAME]
-    tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
-    head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{names[0]}"
-    opening, quotes = _attribute(tags.key[0]), "\"'" if tags.key[0].endswith('"') else '"'
-    key = _group("key", opening)
-    whole_key = opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
-    starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{opening}|{_JSON}"}.get(type(calls.arguments), r"[\{\[]")
-    return Marks(
-        in_words=_compile(
-            [
-                *begins,
-                _group("line", rf"\n{_bare(calls)}" if calls.is_bare else ""),
-                thinks,
-                unthinks,
-                *answers,
-                _group("end", "|".join(closings)),
-            ]
-        ),
-        in_thoughts=_compile([thinks, unthinks, *(begins if thoughts.calls_end else ())]),
-        bare=regex.compile(_bare(calls)) if calls.is_bare else None,
-        opening=_compile(openings),
-        section_end=_compile(section_ends) if section_ends else None,
-        closing=regex.compile(rf"{_GAP}(?:{_either(closings)})"),
-        ending=_compile([_group("end", "|".join(ends)), _NOISE]),
-        leftover=_compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""]),
-        names=tuple(regex.compile(name + after_tag) for name in names),
-        after_name=_compile(_after_name(calls)),
-        arguments=_compile([starts, *section_ends, *ends, *openings]),
-        ends=_compile([*section_ends, *ends, *openings]),
-        value_ends=_value_ends(calls, openings, [] if isinstance(calls.arguments, Wrapped) else [head], closings),
-        spare=regex.compile(rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"),
-        tags=tags,
-        key=_compile([key, _group("end", "|".join(closings)), *begins]),
-        key_end=regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}"),
-        value=regex.compile(_flexible(tags.value[0]) or _NEVER),
-        value_end=_compile(
-            [
-                _group("value", _drifting(tags.value[1].strip())),
-                _group("next", whole_key if tags.key[0] else ""),
-                _group("end", "|".join(closings)),
-                _group("head", head),
-            ]
-        ),
-    )
+marks_of = functools.lru_cache(maxsize=256)(Marks)
 
 
 def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], closings: Sequence[str]) -> ValueEnds:
@@ -174,7 +146,9 @@ def _after_name(calls: Calls) -> list[str]:
     marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
     if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
         marks.append(_group("mark", _flexible(calls.name[1])))
-    index = _group("index", r":\d{1,9}+(?=\D)") if "{index}" in calls.name[1] else ""
+    index = _group("index", r":\d{1,9}+(?=\D)") if calls.name[1].startswith(":{index}") else ""
+    if calls.name[1].startswith('" '):  # further attributes of the tag
+        marks.append(_group("mark", r"[\"'][^<>\n]{0,64}(?=<)"))
     return [index, *marks, _group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE]
 
 
@@ -183,7 +157,7 @@ def _key_end(tags: Tags) -> str:
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
         quote = r"[\"']" if tags.key[1] == '"' else _flexible(tags.key[1])
-        return rf"{quote}(?:{_GAP}{flag})?[^<>\n]{{0,64}}>"
+        return rf"{quote}(?:{_GAP}{flag})?[^<>\n]{{0,64}}{_flexible(tags.value[0].lstrip('"'))}"
     closing = tags.key[1].strip()
     if closing.startswith("</"):
         return rf"(?:{_drifting(closing)}|(?={_flexible(tags.value[0]) or _NEVER}))"
@@ -191,9 +165,18 @@ def _key_end(tags: Tags) -> str:
 
 
 def _flexible(text: str) -> str:
-    """Return a pattern of a mark, with any white space where it has some, and between two tags."""
+    """Return a pattern of a mark, with any white space where it has some, and between two tags; a word of DSML may have
+    a blank before it.
+    """
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
-    return _GAP.join(regex.escape(part) for part in parts)
+    pattern = _GAP.join(regex.escape(part) for part in parts)
+    return pattern.replace(r"\{name\}", r"[\w.-]{1,64}+").replace(_DSML, f"{_DSML} ?")
+
+
+def _section(mark: str) -> str:
+    """Return a pattern of a mark of a section; in DSML, models misspell its word."""
+    match = re.fullmatch(rf"(</?){_DSML}\w+>\s*", mark)
+    return rf"{match[1]}{_DSML} ?(?!invoke|parameter)\w{{1,24}}>" if match else _drifting(mark)
 
 
 def _attribute(text: str) -> str:
@@ -204,13 +187,19 @@ def _attribute(text: str) -> str:
 
 def _drifting(mark: str) -> str:
     """Return a pattern of an end tag as models misspell it."""
-    if match := re.fullmatch(r"</([^<>]+)>", mark):
+    if match := re.fullmatch(r"</([^<>｜]+)>", mark):  # noqa: RUF001
         return rf"<\s{{0,4}}/\s{{0,4}}{regex.escape(match[1])}[\w=.: -]{{0,64}}>"
     return _flexible(mark)
 
 
-def _any(texts: Iterable[str]) -> str:
-    return "|".join(_flexible(text) for text in sorted(texts, key=len, reverse=True) if text.strip())
+def _hidden(text: str) -> str:
+    """Return a pattern of a text that is not shown; if it is a tag, also of its end, and with attributes after `:`."""
+    name = re.fullmatch(r"<(\w+)>", text)
+    return rf"</?{name[1]}(?::[\s\d,:\[\]]{{0,64}})?>" if name else regex.escape(text)
+
+
+def _any(texts: Iterable[str], pattern_of: Callable[[str], str] = _flexible) -> str:
+    return "|".join(pattern_of(text) for text in sorted(texts, key=len, reverse=True) if text.strip())
 
 
 def _group(name: str, pattern: str) -> str:

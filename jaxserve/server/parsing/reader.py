@@ -4,18 +4,19 @@
 - White space around thoughts and calls belongs to the marks and is dropped; before text that is not a mark it stays.
 - The marks of a section may be missing or doubled; inside one, text outside calls is dropped once there is a call.
 - A call that begins ends the one before it. Missing parts of its arguments are completed; missing arguments are `{}`.
+- A call ends thoughts that are open, unless more thoughts follow it up to their end: then it was only thought of.
 - An answer that was cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
 """
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import regex
 
 from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.events import Content, Reasoning
+from jaxserve.server.parsing.events import Content, Event, Reasoning, joined
 from jaxserve.server.parsing.literal import ValueReader, to_json
 from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
 from jaxserve.server.parsing.schema import arguments_of, json_value, property_kind, property_names
@@ -24,11 +25,20 @@ from jaxserve.server.parsing.tagged import TaggedReader
 from jaxserve.server.syntaxes.syntax import Object, PythonCall, Syntax, Tags, Wrapped
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
-_BRACKET, _LIST, _CALL, _COMMA = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ","))
+_BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
+_QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a text whose quotes are not escaped
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
+
+
+class _Held(NamedTuple):
+    """What had been read before a call in thoughts: events, calls, and white space that may belong to a mark."""
+
+    events: list[Event]
+    num_calls: int
+    spaces: list[str]
 
 
 class Reader(AnswerReader):
@@ -57,18 +67,24 @@ class Reader(AnswerReader):
         self._is_trimming = is_open  # leading white space is dropped
         self._spaces: list[str] = []  # white space that has arrived and may belong to a mark
         self._schema: Mapping[str, Any] = {}  # of the call that is read
+        self._held: _Held | None = None  # there was a call in thoughts, which may be no more than a thought
         if stays and is_open and syntax.thoughts is not None:
             self._events.append(Content("".join(syntax.thoughts.opening[:1])))
 
     @property
     @override
     def is_thinking(self) -> bool:
-        return self._is_thinking
+        return self._is_thinking or self._held is not None
 
     @property
     @override
     def may_think(self) -> bool:
-        return self._thoughts is not None and (self._is_fresh or self._is_thinking or self._may_reopen)
+        return self._thoughts is not None and (self._is_fresh or self.is_thinking or self._may_reopen)
+
+    @property
+    @override
+    def is_undecided(self) -> bool:
+        return super().is_undecided or self._held is not None
 
     @property
     def _may_reopen(self) -> bool:
@@ -108,20 +124,26 @@ class Reader(AnswerReader):
                 break
             kind = match.lastgroup
             if kind in ("section", "call", "begin"):
+                if self._is_thinking:
+                    self._hold()
                 yield from self._read_calls()
+                if self._is_thinking:
+                    self._release()
                 continue
             if kind == "line":  # a call without a mark may begin there
                 self._say(source.take(1))
                 yield from self._read_calls()
                 continue
+            if kind in ("opening", "closing") and self._held is not None:
+                self._release(are_thoughts=kind == "closing" and any(isinstance(e, Content) for e in self._events))
             mark = source.take(len(match[0]))
-            if not self._takes(kind):
+            if not self._takes(kind, mark):
                 self._say(mark)
         if not (self._is_thinking or self._num_calls or self._is_trimming):
             self._events.append(Content("".join(self._spaces)))
 
-    def _takes(self, kind: str) -> bool:
-        """Act on a mark. Returns false if it has no meaning here."""
+    def _takes(self, kind: str, mark: str) -> bool:
+        """Act on a mark. Returns false if it has no meaning here, and is to be shown."""
         match kind:
             case "opening" if self._is_fresh or (self._may_reopen and not self._is_thinking):
                 self._turn(to_thoughts=True)
@@ -135,9 +157,42 @@ class Reader(AnswerReader):
                 self._is_trimming = True
             case "end" if self._num_calls and self._is_fresh:
                 self._spaces = []
+            case "hidden":
+                pass
             case _:
-                return False
+                return self._thoughts is not None and mark in self._thoughts.hidden
         return True
+
+    # Calls that are written in thoughts: what follows them decides.
+
+    def _hold(self) -> None:
+        """Keep back what is read from here on."""
+        self._release()
+        self._held = _Held(self._events, self._num_calls, self._spaces)
+        self._events, self._source.kept = [], []
+
+    def _release(self, *, are_thoughts: bool = False) -> None:
+        """Report what has been kept back, as what it was read as, or as thoughts."""
+        if self._held is None:
+            return
+        held, kept = self._held, "".join(self._source.kept or ())
+        self._held = self._source.kept = None
+        self._events = [*held.events, *(() if are_thoughts else self._events)]
+        self.was_thought = are_thoughts
+        if are_thoughts:
+            self._num_calls, self._spaces = held.num_calls, held.spaces
+            self._is_thinking, self._is_trimming = True, self._is_fresh and not held.spaces
+            self._say(kept)
+
+    @override
+    def _told(self) -> list[Event]:
+        if self._source.is_last:
+            self._release()
+        if self._held is None:
+            return super()._told()
+        events = joined(self._held.events)
+        self._held.events.clear()
+        return events
 
     # Calls.
 
@@ -213,6 +268,8 @@ class Reader(AnswerReader):
                 return (yield from self._read_named(match["name"], head))
             if match is not None:
                 others.append((match["name"], len(match[0])))
+        if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
+            return (yield from self._read_nameless())
         if is_among and others and not isinstance(self._arguments, Tags):
             name, length = others[0]
             return (yield from self._read_named(name, source.take(length)))
@@ -253,6 +310,18 @@ class Reader(AnswerReader):
                 yield from self._read_arguments(self._argue, ends=self._marks.ends)
         return True
 
+    def _read_nameless(self) -> Generator[None, None, bool]:
+        """Read a call that has a number, but no name, which is known if only one tool has such arguments."""
+        pieces: list[str] = []
+        yield from self._values(pieces.append).read()
+        arguments = "".join(pieces)
+        keys = json.loads(arguments).keys() if arguments.startswith("{") else set()
+        fitting = [name for name in self._tools if keys and keys <= {*property_names(self._tools[name])}]
+        if len(fitting) == 1:
+            self._start_call(fitting[0])
+            self._argue(arguments)
+        return True
+
     @override
     def _start_call(self, name: str, call_id: str | None = None) -> None:
         self._source.taken = None
@@ -261,10 +330,11 @@ class Reader(AnswerReader):
         self._schema = self._tools[name]
         super()._start_call(name, call_id)
 
-    def _converter(self, key: str) -> Callable[[str], str] | None:
-        """Return the converter of a text if the schema does not allow a text; None if it does."""
+    def _converter(self, key: str, is_quoted: bool) -> Callable[[str], str] | None:
+        """Return the converter of a value of this key; None if it stays what it is written as."""
         kind = property_kind(self._schema, key)
-        return None if not kind.types or "string" in kind.types else lambda text: json_value(text, kind)
+        stays = not kind.types or (is_quoted and "string" in kind.types)
+        return None if stays else lambda text: json_value(text, kind)
 
     def _read_wrapped(self, *, is_among: bool) -> Generator[None, None, bool]:
         """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
@@ -331,8 +401,11 @@ class Reader(AnswerReader):
         source = self._source
         yield from source.spaces()
         has_ended = ends is not None and (yield from source.peek(ends)) is not None
-        if not has_ended and (yield from source.peek(_OBJECT)) is not None:
+        quote = "" if has_ended else (yield from source.accept(_QUOTED_OBJECT))
+        if not has_ended and (quote or (yield from source.peek(_OBJECT)) is not None):
             yield from self._values(sink).read()
+            if quote:
+                yield from source.accept(_QUOTE)
             return
         pieces: list[str] = []
         if not has_ended and (ends is None or (yield from source.peek(_LIST)) is not None):

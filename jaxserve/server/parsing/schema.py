@@ -196,6 +196,9 @@ def _candidates(text: str, exact: Any) -> list[Any]:
     if _DIGITS.fullmatch(bare):
         found.append(int(bare))
     inner = _loaded(bare)
+    if inner is _NOTHING and '\\"' in bare:  # it may have been escaped once more
+        inner = _loaded(to_json(f'"{bare}"') or "")
+        inner = _loaded(inner) if isinstance(inner, str) else _NOTHING
     if inner is not _NOTHING and not isinstance(inner, str):
         found.append(inner)
         if isinstance(inner, float) and inner.is_integer():

@@ -33,7 +33,7 @@ class Source:
         buffer: that text.
         is_last: no more will come.
         is_cut: the text ends because it reached a limit, not because it is complete.
-        taken: what has been taken since this list was set; None if it is not recorded.
+        taken, kept: what has been taken since this list was set; None if it is not recorded.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,14 @@ class Source:
         self.is_last = False
         self.is_cut = False
         self.taken: list[str] | None = None
+        self.kept: list[str] | None = None
 
     def take(self, length: int) -> str:
         """Take `length` characters."""
         text, self.buffer = self.buffer[:length], self.buffer[length:]
-        if self.taken is not None:
-            self.taken.append(text)
+        for record in (self.taken, self.kept):
+            if record is not None:
+                record.append(text)
         return text
 
     def peek(self, pattern: Pattern) -> Generator[None, None, Match | None]:

@@ -6,11 +6,14 @@ from typing import Any
 
 import regex
 
+from jaxserve.server.parsing.literal import to_json
 from jaxserve.server.parsing.marks import Marks
-from jaxserve.server.parsing.schema import Kind, json_value, property_kind
+from jaxserve.server.parsing.schema import Kind, json_value, property_kind, property_names
 from jaxserve.server.parsing.source import Sink, Source, Steps, drop
 
 _LINE_BREAK = regex.compile("\n")
+_CDATA, _CDATA_END = regex.compile(r"\s{0,8}<!\[CDATA\["), regex.compile(r"\]\]>")
+_WRAPPERS = ("arguments", "parameters", "properties", "input")
 _ANY_BUT_TEXT = Kind(frozenset(("null", "boolean", "integer", "number", "array", "object")))
 
 
@@ -47,17 +50,24 @@ class TaggedReader:
             key = yield from source.accept(marks.key_end)
             if key is None:
                 continue
-            self._sink(f"{comma}{json.dumps(key['key'], ensure_ascii=False)}: ")
-            comma = ", "
+            name = json.dumps(key["key"], ensure_ascii=False)
             kind = property_kind(self._schema, key["key"])
-            if tags.text_flag and key["flag"] == "false" and not kind.types:
+            if tags.text_flag and key["flag"] not in (None, tags.flags[0]) and not kind.types:
                 kind = _ANY_BUT_TEXT
-            yield from self._read_value(kind)
+            names = property_names(self._schema)
+            if key["key"] in _WRAPPERS and names and key["key"] not in names:
+                pieces: list[str] = []
+                yield from self._read_value(kind, pieces.append)
+                self._sink(comma + (_items("".join(pieces), names) or f"{name}: {''.join(pieces)}"))
+            else:
+                self._sink(f"{comma}{name}: ")
+                yield from self._read_value(kind, self._sink)
+            comma = ", "
             if source.is_cut and not source.buffer:
                 return
 
-    def _read_value(self, kind: Kind) -> Steps:
-        """Read one value to its end tag, or to the tag that follows where it has none."""
+    def _read_value(self, kind: Kind, sink: Sink) -> Steps:
+        """Read one value to its end tag, or to the tag that follows where it has none, and pass it on as JSON."""
         source, marks, tags = self._source, self._marks, self._marks.tags
         if tags.value[0].strip() and not tags.text_flag:
             yield from source.spaces()
@@ -74,11 +84,15 @@ class TaggedReader:
             held = "\n" if text.endswith("\n") and not is_all else ""  # it may belong to the end tag
             text = text[: len(text) - len(held)]
             if is_text:
-                self._sink(json.dumps(text, ensure_ascii=False)[1:-1])
+                sink(json.dumps(text, ensure_ascii=False)[1:-1])
             else:
                 pieces.append(text)
 
-        self._sink('"' if is_text else "")
+        sink('"' if is_text else "")
+        if tags.has_cdata and (yield from source.accept(_CDATA)) is not None:
+            yield from source.until(_CDATA_END, lambda text: tell(text, is_all=True))
+            source.take(3)
+            yield from source.until(marks.value_end, drop)
         while True:
             match = yield from source.until(marks.value_end, tell)
             if match is None or match.lastgroup != "head" or self._is_offered(match["name"]):
@@ -89,4 +103,12 @@ class TaggedReader:
         if match is not None and match.lastgroup == "value":
             source.take(len(match[0]))
             tell("", is_all=not pads)
-        self._sink('"' if is_text else json_value("".join(pieces), kind))
+        sink('"' if is_text else json_value("".join(pieces), kind))
+
+
+def _items(value: str, names: list[str]) -> str:
+    """Return the items of an object in JSON, or in a text, which all have one of these names; "" if it is none."""
+    text = json.loads(value) if value.startswith('"') else value
+    found = to_json(text) or ""
+    keys = json.loads(found).keys() if found.startswith("{") else ()
+    return found.strip()[1:-1].strip() if keys and {*keys} <= {*names} else ""

@@ -43,7 +43,7 @@ class ReasoningCounter:
             self._reader.push(self._token_text(token_id))
             if was_thinking and self._reader.is_thinking:
                 self._num_undecided += token_id not in self._special_token_ids
-            elif not self._reader.is_thinking:
+            elif not self._reader.is_thinking and not self._reader.was_thought:
                 self._num_undecided = 0  # they have become a call
             if not self._reader.is_undecided:
                 num_thoughts += self._num_undecided

@@ -47,12 +47,16 @@ class Tags:
     Attributes:
         key: the marks around a key.
         value: the marks around a value.
-        text_flag: an attribute after the key that says whether the value is a text, without its value: ` string=`.
+        text_flag: an attribute after the key that says whether the value is a text, without its value: ` string="`.
+        flags: values of that attribute: the first one is for texts, the others for other values.
+        has_cdata: values may be in `<![CDATA[` and `]]>`.
     """
 
     key: Pair
     value: Pair
     text_flag: str = ""
+    flags: tuple[str, ...] = ("true", "false")
+    has_cdata: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class Calls:
 
     An answer with calls is: `section[0]`, then each call, with `separator` between two of them, then `section[1]`. A
     call is `call[0]`, the name between the texts of `name`, its arguments, and `call[1]`; `Wrapped` arguments hold the
-    name themselves. In `name`, `{index}` is the number of the call.
+    name themselves. In `name`, `{index}` is the number of the call, and in `call[0]`, `{name}` is its name once more.
 
     Attributes:
         others: further marks of sections, which are read, but never written.
@@ -139,6 +143,7 @@ class Thoughts:
         reopens: thoughts may come again after the answer has begun.
         starts_open: an answer begins with thoughts unless the end of the prompt says otherwise.
         stay: thoughts stay in the content, after the opening mark.
+        hidden: texts that are not shown, in thoughts or in words; a tag stands for its end, too, and for attributes.
         signs, not_signs: as in `Calls`.
     """
 
@@ -149,13 +154,14 @@ class Thoughts:
     reopens: bool = False
     starts_open: bool = False
     stay: bool = False
+    hidden: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     not_signs: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[str]:
         """All texts that have marks of thoughts in them."""
-        return [*self.opening, *self.closing, *self.answer]
+        return [*self.opening, *self.closing, *self.answer, *self.hidden]
 
 
 @dataclass(frozen=True)

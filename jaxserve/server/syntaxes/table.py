@@ -24,13 +24,18 @@ _DSML = Calls(
     call=("", "</｜DSML｜invoke>\n"),
     name=('<｜DSML｜invoke name="', '">\n'),
 )
+_INVOKE = Calls(
+    arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
+    call=("", "</invoke>\n"),
+    name=('<invoke name="', '">\n'),
+)
 _GLM = Calls(
     arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
     call=("<tool_call>", "</tool_call>"),
     name=("", "\n"),
     separator="\n",
     signs=("<tool_call>", "<arg_key>", "<arg_value>"),
-    not_signs=("</arg_key><arg_value>",),
+    not_signs=("</arg_key><arg_value>", "<tool_sep>"),
 )
 
 _FORMS: dict[str, Calls] = {
@@ -94,6 +99,15 @@ _FORMS: dict[str, Calls] = {
     "deepseek_v4": replace(
         _DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")
     ),
+    "deepseek_v41": Calls(
+        arguments=Tags(
+            key=('<｜DSML｜ parameter name="', '"'), value=('">', "</｜DSML｜ parameter>\n"), text_flag=' string="'
+        ),
+        section=("<｜DSML｜ calls>\n", "</｜DSML｜ calls>"),
+        call=("", "</｜DSML｜ invoke>\n"),
+        name=('<｜DSML｜ invoke name="', '">\n'),
+        signs=("DSML", " calls>"),
+    ),
     "gpt_oss": Calls(arguments=Channels(), is_parallel=False, signs=("<|channel|>commentary",)),  # a call is the end
     "qwen3_coder": replace(
         _LINES,
@@ -116,12 +130,45 @@ _FORMS: dict[str, Calls] = {
         call=("<tool_call>", "</tool_call>"),
         signs=("<tool_call>", "</arg_key><arg_value>"),
     ),
-    "minimax_m2": Calls(
-        arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
-        section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
-        call=("", "</invoke>\n"),
-        name=('<invoke name="', '">\n'),
-        signs=("<minimax:tool_call>",),
+    "minimax_m2": replace(
+        _INVOKE, section=("<minimax:tool_call>\n", "</minimax:tool_call>"), signs=("<minimax:tool_call>",)
+    ),
+    "dots": replace(
+        _INVOKE, section=("<dots_function_call>\n", "</dots_function_call>"), signs=("<dots_function_call>",)
+    ),
+    "muse": Calls(
+        arguments=Tags(key=('<atem:parameter name="', '">'), value=("", "</atem:parameter>\n")),
+        call=("to={name}<|message|><atem:function_calls>\n", "</atem:invoke>\n</atem:function_calls>"),
+        name=('<atem:invoke name="', '">\n'),
+        separator="<|eom|><|start|>assistant ",
+        signs=("<atem:function_calls>",),
+    ),
+    "hy_v3": Calls(
+        arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
+        section=("<tool_calls>\n", "\n</tool_calls>"),
+        call=("<tool_call>", "</tool_call>"),
+        name=("", "<tool_sep>\n"),
+        separator="\n",
+        signs=("<tool_calls>", "<tool_sep>"),
+    ),
+    "hy_v4": Calls(
+        arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+        section=("<tool_calls>", "</tool_calls>"),
+        call=("<tool_call>", "</tool_call>"),
+    ),
+    "k2_horizon": Calls(
+        arguments=Tags(key=("<ifm|arg_key>", "</ifm|arg_key>"), value=("<ifm|arg_value>", "</ifm|arg_value>\n")),
+        section=("<ifm|tool_calls>\n", "</ifm|tool_calls>"),
+        call=("<ifm|tool_call>", "</ifm|tool_call>\n"),
+        name=("", "\n"),
+        signs=("<ifm|tool_calls>",),
+    ),
+    "minicpm5": Calls(
+        arguments=Tags(key=('<param name="', '">'), value=("", "</param>"), has_cdata=True),
+        call=("", "</function>"),
+        name=('<function name="', '">'),
+        separator="\n",
+        signs=('<function name="', '<param name="'),
     ),
     "step3": Calls(
         arguments=Tags(key=('<steptml:parameter name="', '">'), value=("", "</steptml:parameter>\n")),
@@ -137,6 +184,31 @@ _FORMS: dict[str, Calls] = {
         name=("functions.", ":{index}<|tool_call_argument_begin|>"),
         ids=Ids.NUMBERED,
         signs=("<|tool_calls_section_begin|>",),
+    ),
+    "kimi_k3": Calls(
+        arguments=Tags(
+            key=('<|open|>argument key="', '"'),
+            value=('"<|sep|>', "<|close|>argument<|sep|>"),
+            text_flag=' type="',
+            flags=("string", "number", "boolean", "object", "array", "null"),
+        ),
+        section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        call=("<|open|>call ", "<|close|>call<|sep|>"),
+        name=('tool="', '" index="{index}"<|sep|>'),
+        signs=("<|open|>", "<|sep|>"),
+    ),
+    "plamo3": replace(
+        _OBJECT,
+        section=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"),
+        call=(
+            "<|plamo:begin_tool_request:plamo|>",
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+        ),
+        name=(
+            "<|plamo:begin_tool_name:plamo|>",
+            "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+        ),
+        signs=("<|plamo:begin_tool_requests:plamo|>",),
     ),
     "gemma4": Calls(
         arguments=Object(quote='<|"|>'),
@@ -182,6 +254,12 @@ _FORMS: dict[str, Calls] = {
     ),
     "longcat": replace(
         _LINES, call=("<longcat_tool_call>\n", "\n</longcat_tool_call>"), signs=("<longcat_tool_call>",)
+    ),
+    "inkling": Calls(
+        arguments=Wrapped(arguments="args"),
+        call=("<|content_invoke_tool_json|>", "<|end_message|>"),
+        separator="<|message_model|>",
+        signs=("<|content_invoke_tool_json|>",),
     ),
     "gigachat3": replace(_JSON, call=("<|function_call|>", ""), signs=("<|function_call|>",)),
 }
@@ -250,6 +328,7 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         opening=("<|START_THINKING|>",),
         closing=("<|END_THINKING|>",),
         answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        hidden=("<co>",),
         signs=("<|START_THINKING|>",),
         not_signs=("<|START_TEXT|>",),
     ),
@@ -257,11 +336,16 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         opening=("<|START_THINKING|>",),
         closing=("<|END_THINKING|>",),
         answer=("<|START_TEXT|>", "<|END_TEXT|>"),
+        hidden=("<co>",),
         signs=("<|START_THINKING|>", "<|START_TEXT|>"),
     ),
     "mistral": Thoughts(opening=("[THINK]",), closing=("[/THINK]",), calls_end=False, signs=("[THINK]",)),
     "gemma4": Thoughts(
-        opening=("<|channel>thought\n",), closing=("\n<channel|>",), reopens=True, signs=("<|channel>thought",)
+        opening=("<|channel>thought\n", "<|channel><|channel>thought"),
+        closing=("\n<channel|>",),
+        reopens=True,
+        hidden=("<channel|>",),
+        signs=("<|channel>thought",),
     ),
     "seed_oss": Thoughts(opening=("<seed:think>",), closing=("</seed:think>",), signs=("<seed:think>",)),
     "apertus": Thoughts(
@@ -281,6 +365,45 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         starts_open=True,
         signs=("</think>", "<response>", "<tool_call>"),
     ),
+    "minimax_m3": Thoughts(
+        opening=("<mm:think>",), closing=("</mm:think>",), reopens=True, signs=("<mm:think>", "]<]minimax[>[")
+    ),
+    "kimi_k3": Thoughts(
+        opening=("<|open|>think<|sep|>",),
+        closing=("<|close|>think<|sep|>",),
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        hidden=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        signs=("<|open|>", "<|sep|>"),
+    ),
+    "k2_horizon": Thoughts(
+        opening=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+        closing=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+        signs=("<ifm|think>",),
+    ),
+    "plamo3": Thoughts(
+        opening=("<|plamo:begin_think:plamo|>",),
+        closing=("<|plamo:end_think:plamo|>",),
+        reopens=True,
+        hidden=("<|plamo:end_think:plamo|>", "<|plamo:tag|>"),
+        signs=("<|plamo:begin_think:plamo|>",),
+    ),
+    "muse": Thoughts(
+        opening=("to=self<|message|>",),
+        closing=("<|eom|>",),
+        answer=("to=user<|message|>", "<|eot|>"),
+        calls_end=False,
+        reopens=True,
+        hidden=("<|start|>assistant", "to=user<|message|>", "to=commentary<|message|>", "<|eom|>", "<|eot|>"),
+        signs=("to=self<|message|>", "<atem:"),
+    ),
+    "inkling": Thoughts(
+        opening=("<|content_thinking|>",),
+        closing=("<|end_message|>",),
+        answer=("<|content_text|>", "<|end_message|>"),
+        reopens=True,
+        hidden=("<|message_model|>", "<|content_text|>", "<|end_message|>", "<|content_model_end_sampling|>"),
+        signs=("<|content_thinking|>",),
+    ),
     "gpt_oss": Thoughts(opening=(), closing=(), signs=("<|channel|>analysis",)),
 }
 
@@ -296,7 +419,13 @@ TOOL_PARSERS |= {
         ("nemotron_v3", "qwen3_coder"),
         ("mimo", "qwen3_coder"),
         ("step3p5", "qwen3_coder"),
+        ("step5", "qwen3_coder"),
         ("granite4", "hermes"),
+        ("qwen3_json", "hermes"),
+        ("ling3", "glm47"),
+        ("poolside_v1", "glm47"),
+        ("muse_glimmer", "muse"),
+        ("musespark1x", "muse"),
         ("llama4_json", "llama3_json"),
         ("cohere_command4", "cohere_command3"),
     )
@@ -308,6 +437,18 @@ REASONING_PARSERS |= {
         ("nemotron_v3", "qwen3"),
         ("holo2", "qwen3"),
         ("step3p5", "qwen3"),
+        ("mimo", "qwen3"),
+        ("minicpmv", "qwen3"),
+        ("poolside_v1", "qwen3"),
+        ("granite_thinking_parser", "qwen3"),
+        ("step5", "deepseek_r1"),
+        ("hy_v3", "deepseek_r1"),
+        ("hy_v4", "deepseek_r1"),
         ("deepseek_v4", "deepseek_v3"),
+        ("deepseek_v41", "deepseek_v3"),
+        ("glm47", "glm45"),
+        ("ling3", "glm45"),
+        ("muse_glimmer", "muse"),
+        ("musespark1x", "muse"),
     )
 }
