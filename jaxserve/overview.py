@@ -60,6 +60,8 @@ MAX_CHUNK = 8192
 MAX_ROWS = 256
 """Default number of requests that run at once on a GPU."""
 
+ALL_CODES = "with --no-dequantize"
+
 _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: "as declared", OTHER: "-"}
 
 
@@ -101,6 +103,8 @@ class Needs:
     """The model's context length in tokens."""
     held_bytes: int
     """Weight bytes in `dtype` with the codes that an H100 or H200 holds as the checkpoint has them."""
+    codes_bytes: int
+    """Weight bytes with all codes that can be held, as with `--no-dequantize`."""
     rounded_bytes: dict[str, int]
     """Weight bytes by what `--quantization` may round matrices to, others being in `dtype`."""
     floors: dict[str, float]
@@ -146,6 +150,7 @@ def needs(
         return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
 
     held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, num_devices=tensor_parallel_size)
+    codes = stored_specs(path, specs, dtype=served, quantization=None)
     rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
     held_bytes = bytes_of(held)
     routing = getattr(config, "routing", None)
@@ -167,10 +172,11 @@ def needs(
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
         weight_bytes={name: bytes_of(specs, np.dtype(kind)) for name, kind in DTYPES.items()},
         held_bytes=held_bytes,
+        codes_bytes=bytes_of(codes),
         rounded_bytes={name: bytes_of(specs) for name, specs in rounded.items()},
         floors={
             name: _bytes_read(specs, bytes_of, read_share) / BYTES_PER_MILLISECOND
-            for name, specs in ({"as held": held} | rounded).items()
+            for name, specs in ({"as held": held} | ({} if codes == held else {ALL_CODES: codes}) | rounded).items()
         },
         dtype=str(served),
         block_size=block_size,
@@ -265,16 +271,13 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
         ["  rounded", ", ".join(f"{_size(size)} in {name}" for name, size in found.rounded_bytes.items())],
-        *(
-            [["  as codes", f"{_size(found.held_bytes)} in {found.dtype} and the checkpoint's codes"]]
-            if found.held_bytes != found.weight_bytes[found.dtype]
-            else []
-        ),
+        *_codes_rows(found),
         [
             "  floor",
             "a token reads them on an H200 in "
             + ", ".join(
-                f"{time:.2f} ms {name if name == 'as held' else f'in {name}'}" for name, time in found.floors.items()
+                f"{time:.2f} ms {f'in {name}' if name in found.rounded_bytes else name}"
+                for name, time in found.floors.items()
             ),
         ],
         ["KV", f"{_kv(found)} in {found.dtype}"],
@@ -292,6 +295,15 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
     rows += [["on H100/H200" if index == 0 else "", line] for index, line in enumerate(found.paths)]
     rows += [["compiled" if index == 0 else "", line] for index, line in enumerate(found.programs)]
     return _aligned([*rows, *more])
+
+
+def _codes_rows(found: Needs) -> list[list[str]]:
+    """Say what the weights take as codes of the checkpoint, if it has any."""
+    if found.codes_bytes == found.weight_bytes[found.dtype]:
+        return []
+    held, everywhere = _size(found.held_bytes), f"{_size(found.codes_bytes)} {ALL_CODES}"
+    text = f"{held} in {found.dtype} and the checkpoint's codes"
+    return [["  as codes", text if found.codes_bytes == found.held_bytes else f"{text}, {everywhere}"]]
 
 
 def _kv(found: Needs) -> str:

@@ -66,7 +66,7 @@ MAY_IMPORT = {
 
 # Modules, or whole packages, in which jax is never loaded.
 QUANTIZATION = (
-    *("awq", "bitsandbytes", "common", "declared", "ggml", "gptq"),
+    *("awq", "bitsandbytes", "common", "declared", "expected", "ggml", "gptq"),
     *("mxfp4", "nvfp4", "packed", "plain", "scheme", "stored"),
 )
 

@@ -141,6 +141,32 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 """The shape of Qwen3 30B A3B: 128 experts a layer, 8 of which are active per token."""
 
+QWEN3_30B_A3B_FP8: dict[str, Any] = QWEN3_30B_A3B | {
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+}
+"""The same in FP8 with scales of blocks, as it is published."""
+
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 199998,
+    "eos_token_id": 200002,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+"""The shape of gpt-oss-20b, whose experts are MXFP4: 32 a layer, 4 of which are active per token."""
+
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "vocab_size": 102400,
@@ -190,6 +216,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_3_8B,
     "llama-3-70b": LLAMA_3_70B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-fp8": QWEN3_30B_A3B_FP8,
+    "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
 }
 """Shapes to run with random weights, by name."""

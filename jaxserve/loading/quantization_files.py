@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
 from jaxserve.quantization.declared import formats_of
+from jaxserve.quantization.expected import Expected
 from jaxserve.quantization.stored import Format
 
 FILES = {
@@ -52,6 +53,17 @@ def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[
     if len(set(found.values())) > 1:
         raise CheckpointError(f"{directory}: {' and '.join(found)} contradict each other")
     return next(iter(found.values()), ())
+
+
+def expected_schemes(directory: pathlib.Path, fields: Mapping[str, Any]) -> Expected | None:
+    """Return what a directory whose weights are not there says of their formats; None if all are floats.
+
+    Raises CheckpointError as `stored_formats` does.
+    """
+    stored_formats(directory, fields)
+    for method, content in _declared(directory, fields).values():
+        return Expected(method, content)
+    return None
 
 
 def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:

@@ -15,6 +15,7 @@ from jaxserve.config import Quantization
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import Params, ParamSpec, path_name, rounded_to, with_schemes
 from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
+from jaxserve.loading.expected_weights import expected_weights
 from jaxserve.quantization.scheme import SCHEMES, Scheme
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,11 @@ def stored_specs(
 
 def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotHeld) -> dict[str, Scheme]:
     """Return the schemes of the weights whose codes are held, by path in the tree, and log why others are not."""
-    directory = pathlib.Path(path)
-    has_weights = not directory.is_dir() or any(directory.glob("*.safetensors"))  # not if they are to be random
-    if not has_weights or (directory.is_dir() and not huggingface.is_quantized(directory)):
+    if pathlib.Path(path).is_dir() and not huggingface.is_quantized(path):
         return {}
     held: dict[str, Scheme] = {}
     reasons: collections.Counter[str] = collections.Counter()
-    with open_weights(path, specs) as weights:
+    with _open_described(path, specs) as weights:
         for where, weight in jax.tree_util.tree_leaves_with_path(weights):
             scheme = weight.stored_scheme() if weight.spec.num_inputs else None
             reason = why_not_held(weight.spec, scheme) if isinstance(scheme, Scheme) else scheme
@@ -96,6 +95,17 @@ def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotH
     for reason, count in reasons.items():
         logger.info("codes of %d matrices are held as floats: %s", count, reason)
     return held
+
+
+def _open_described(path: str | pathlib.Path, specs: Params) -> contextlib.AbstractContextManager[Params]:
+    """Return weights that know their schemes: of a checkpoint, or if only the config is there, as that describes them.
+
+    Weights are not there if they are to be random, or if only sizes are asked for.
+    """
+    directory = pathlib.Path(path)
+    if not directory.is_dir() or any(directory.glob("*.safetensors")):
+        return open_weights(path, specs)
+    return contextlib.nullcontext(expected_weights(directory, specs))
 
 
 def load_weights(

@@ -81,7 +81,7 @@ def _row(name: str, experts: _Experts, weight: QuantizedMatrix | jax.Array, num_
             weight,
             _sizes(experts, num_tokens, seed),
         )
-        for seed in range(num_rotations(num_bytes))
+        for seed in range(num_rotations(int(num_bytes)))
     ]
     flops = 2.0 * num_rows * np.prod(experts.shape[1:])
     return Row(name, "sm90", measure(function, inputs, repeats=5), floor(num_bytes=num_bytes, flops=float(flops)))

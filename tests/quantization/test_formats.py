@@ -1,5 +1,6 @@
 """Quantized checkpoints load as the matrices that their codes encode; everything unknown in them is named."""
 
+import copy
 import functools
 import json
 import shutil
@@ -221,6 +222,40 @@ def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, nam
     plain = values_of(load_weights(floats, family.param_specs(config), dtype=float32, mesh=mesh, progress=False))
     # Packages round products to the type of the scales, which codes that are held do not.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-8), values, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
+    """Sizes are known before a download, and random weights are as the model's; groups as the config states them."""
+    config, make = CASES[name]
+    sizes = {"gptq": 8, "gptq 2": 16, "packed groups": 8, "packed zeros": 16, "packed order": 8, "packed 8": 32}
+    if "config_groups" in config:
+        for described in (config := copy.deepcopy(config))["config_groups"].values():
+            described["weights"] |= {"group_size": sizes.get(name), "symmetric": name != "packed zeros"}
+    elif config["quant_method"] == "gptq":
+        config = config | {"group_size": sizes.get(name, 8)}
+    elif config["quant_method"] == "modelopt":
+        config = config | {"exclude_modules": ["lm_head*"]}
+    quantized, floats = write_models(tmp_path, config, make)
+    specs = load_golden(floats)[2].param_specs(load_golden(floats)[1])
+    there = schemes_of(stored_specs(quantized, specs, dtype=np.dtype(np.float32), quantization=None))
+    (quantized / "model.safetensors").unlink()
+    expected = schemes_of(stored_specs(quantized, specs, dtype=np.dtype(np.float32), quantization=None))
+    is_implied = name not in NOT_IMPLIED
+
+    def described(schemes):
+        return {where: (scheme.codes, scheme.group_size, scheme.has_zeros) for where, scheme in schemes.items()}
+
+    assert (described(expected) == described(there)) == is_implied
+
+
+NOT_IMPLIED = {
+    "packed order": "the order of groups is in a tensor",
+    "gptq order": "the order of groups is in a tensor",
+    "packed 4 and 8": "both groups have the same targets",
+    "nvfp4 and fp8 of modelopt": "the config does not list the matrices",
+}
+"""Cases in which only tensors tell."""
 
 
 def test_files_that_declare_it_instead_of_the_config(tmp_path):
