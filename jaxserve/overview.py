@@ -18,7 +18,15 @@ from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers.held import why_not_held
-from jaxserve.layers.params import Params, abstract_params, rounded_to, schemes_of, shard_bytes, with_schemes
+from jaxserve.layers.params import (
+    Params,
+    abstract_params,
+    rounded_to,
+    schemes_of,
+    shard_bytes,
+    with_rounded_activations,
+    with_schemes,
+)
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
@@ -151,6 +159,7 @@ def needs(
 
     held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, num_devices=tensor_parallel_size)
     codes = stored_specs(path, specs, dtype=served, quantization=None)
+    more = {} if schemes_of(codes).keys() == schemes_of(held).keys() else {ALL_CODES: codes}
     rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
     held_bytes = bytes_of(held)
     routing = getattr(config, "routing", None)
@@ -176,7 +185,7 @@ def needs(
         rounded_bytes={name: bytes_of(specs) for name, specs in rounded.items()},
         floors={
             name: _bytes_read(specs, bytes_of, read_share) / BYTES_PER_MILLISECOND
-            for name, specs in ({"as held": held} | ({} if codes == held else {ALL_CODES: codes}) | rounded).items()
+            for name, specs in ({"as held": held} | more | rounded).items()
         },
         dtype=str(served),
         block_size=block_size,
@@ -195,7 +204,9 @@ def needs(
 def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devices: int) -> Params:
     """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
     policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, num_devices=num_devices)
-    return stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy)
+    return with_rounded_activations(
+        stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy), {"fp8"}
+    )
 
 
 def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_share: float) -> float:

@@ -122,7 +122,7 @@ def self_attention(
     with jax.named_scope("attention"):
         heads, cache = attend_heads(
             params,
-            linear(x, params["qkv"], params.get("qkv_bias")),
+            linear(x, params["qkv"], params.get("qkv_bias"), kernels=batch.kernels),
             cache,
             batch=batch,
             rotation=rotation,

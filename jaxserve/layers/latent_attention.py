@@ -229,9 +229,11 @@ def latent_attention(
     """Compute one block with the weights of `latent_attention_specs`; return its output and the updated cache."""
     with jax.named_scope("attention"):
         ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
-        query_latent, latent, key = jnp.split(linear(x, params["down"], params.get("down_bias")), ends, axis=1)
+        down = linear(x, params["down"], params.get("down_bias"), kernels=batch.kernels)
+        query_latent, latent, key = jnp.split(down, ends, axis=1)
         source = x if heads.query_rank is None else rms_norm(query_latent, params["q_norm"], LATENT_NORM_EPS)
-        plain, rotated = jnp.split(linear(source, params["q"]), [heads.plain_size], axis=-1)
+        queries = linear(source, params["q"], kernels=batch.kernels)
+        plain, rotated = jnp.split(queries, [heads.plain_size], axis=-1)
         q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
         latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
         stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)

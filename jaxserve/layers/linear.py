@@ -1,6 +1,8 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import Gate, gate_of
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.parts import Kernel, experts_part, few_rows_part
+from jaxserve.layers.parts import Kernel, experts_part, few_rows_part, linear_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
@@ -22,16 +24,21 @@ def linear(
     weight: Weight,
     bias: Float[Array, "*outputs"] | None = None,
     *,
+    kernels: Kernels = "xla",
     output_dtype: jnp.dtype | None = None,
     leaves_partial_sums: bool = False,
 ) -> Float[Array, " T *outputs"]:
     """Multiply by the weight as `Weight.multiply` does, and add the bias; the result is in x's dtype by default.
 
-    Raises ValueError for `leaves_partial_sums` with a bias.
+    With `kernels` few rows are multiplied by codes where a kernel converts them. Raises ValueError for
+    `leaves_partial_sums` with a bias.
     """
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
-    y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
+    if linear_part(x, weight, kernels=kernels).kernel == Kernel.QUANTIZED_MATMUL:
+        y = _quantized_linear(x, weight, output_dtype=output_dtype)
+    else:
+        y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
     return y if bias is None else y + bias[None]
 
 
@@ -48,8 +55,8 @@ def linear_with_sum(
     if there are any. With `leaves_partial_sums` they do not.
     """
     if leaves_partial_sums or peers is None:
-        return linear(x, weight, bias, leaves_partial_sums=leaves_partial_sums)
-    y = summed(linear(x, weight, leaves_partial_sums=True), peers, kernels=kernels)
+        return linear(x, weight, bias, kernels=kernels, leaves_partial_sums=leaves_partial_sums)
+    y = summed(linear(x, weight, kernels=kernels, leaves_partial_sums=True), peers, kernels=kernels)
     return y if bias is None else y + bias[None]
 
 
@@ -66,12 +73,8 @@ def linear_of_few_rows(
     start of an 8B model.
     """
     kernel = few_rows_part(x, weight, kernels=kernels).kernel
-    if kernel == Kernel.QUANTIZED_MATMUL:
-        matrix = weight.quantized_matrix(1)
-        assert matrix is not None
-        return _quantized_linear(x, weight, matrix, output_dtype=output_dtype)
     if kernel != Kernel.SMALL_MATMUL:
-        return linear(x, weight, output_dtype=output_dtype)
+        return linear(x, weight, kernels=kernels, output_dtype=output_dtype)
 
     def multiply(x: Array, weight: Array) -> Array:
         matrix = weight.reshape(-1, weight.shape[-1])
@@ -89,22 +92,38 @@ def linear_of_few_rows(
 
 
 def _quantized_linear(
-    x: Float[Array, " T inputs"],
-    weight: Weight,
-    matrix: quantized_matmuls.QuantizedMatrix,
-    *,
-    output_dtype: jnp.dtype | None,
+    x: Float[Array, " T *inputs"], weight: Weight, *, output_dtype: jnp.dtype | None
 ) -> Float[Array, " T *outputs"]:
     """Multiply by a weight whose codes the kernel converts; each device has all of it."""
+    matrix = weight.quantized_matrix(x.ndim - 1)
+    assert matrix is not None
+    y = _multiply_codes(x.reshape(len(x), -1), matrix.ungated(), output_dtype=output_dtype)
+    return y.reshape(len(x), *weight.shape[: weight.ndim - (x.ndim - 1)])
 
-    def multiply(x: Array, matrix: quantized_matmuls.QuantizedMatrix) -> Array:
-        y = quantized_matmuls.quantized_matmul(x, matrix, output_dtype=output_dtype, implementation="sm90")
-        return y.reshape(len(x), *weight.shape[:-1])
 
-    if not weight.mesh.empty:
+def gated_linear_of_codes(
+    x: Float[Array, "T E"], weight: Weight, activation: Callable[[Array], Array]
+) -> Float[Array, "T F"]:
+    """Return activation(gate) * up of few rows and a weight [2, F, E] whose codes the kernel converts."""
+    matrix = weight.quantized_matrix(1)
+    assert matrix is not None
+    return _multiply_codes(x, matrix, activation=activation)
+
+
+def _multiply_codes(
+    x: Float[Array, "T K"],
+    matrix: quantized_matmuls.QuantizedMatrix,
+    *,
+    activation: Callable[[Array], Array] | None = None,
+    output_dtype: jnp.dtype | None = None,
+) -> Float[Array, "T N"]:
+    run = functools.partial(
+        quantized_matmuls.quantized_matmul, activation=activation, output_dtype=output_dtype, implementation="sm90"
+    )
+    if not jax.typeof(x).sharding.mesh.empty:
         everywhere = PartitionSpec()
-        multiply = jax.shard_map(multiply, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    return multiply(x, matrix)
+        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return run(x, matrix)
 
 
 def linear_of_groups(

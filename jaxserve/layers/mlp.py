@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import linear, linear_with_sum
+from jaxserve.layers.linear import gated_linear_of_codes, linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import Kernel, gate_up_part
 from jaxserve.layers.weight import Weight, multiply_rounded
@@ -89,7 +89,7 @@ def _gated_linear_unit(
 ) -> Float[Array, "T F"]:
     part = gate_up_part(x, weight, activation, kernels=kernels, has_bias=bias is not None)
     if part.reason is not None:
-        gate_up = linear(x, weight, bias)
+        gate_up = linear(x, weight, bias, kernels=kernels)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
     assert isinstance(activation, str)
     function = ACTIVATIONS[activation]
@@ -97,6 +97,8 @@ def _gated_linear_unit(
         matrix = weight.matrix_of_rounded(len(x), 1)
         assert matrix is not None
         return multiply_rounded(x, matrix, activation=function, output_dtype=x.dtype)
+    if part.kernel == Kernel.QUANTIZED_MATMUL:
+        return gated_linear_of_codes(x, weight, function)
     run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
         out_spec = PartitionSpec(None, weight.spec[1])
@@ -132,5 +134,5 @@ def mlp(
     """down(activation(up(x))); `activation` is a key of ACTIVATIONS, `peers` are those of `linear_with_sum`."""
     sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": False}
     with jax.named_scope("mlp"):
-        inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias")))
+        inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias"), kernels=kernels))
         return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)

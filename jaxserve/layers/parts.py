@@ -53,42 +53,45 @@ class AttendsByKernels(Protocol):
         ...
 
 
-def linear_part(x: Any, weight: Weight, reason: str | None = None) -> Part:
-    """Return what computes `Weight.multiply`; `x` is an array or its shape, `reason` is against faster kernels.
+def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: Kernels) -> Part:
+    """Return what computes `linear`; `x` is an array or its shape, `reason` is against faster kernels.
 
     For matrices of 16 bits XLA's kernels are the fastest with many rows, and tried out for each shape.
     """
-    matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(x.shape[0], len(x.shape) - 1), weight)
+    num_inputs = len(x.shape) - 1
+    matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(x.shape[0], num_inputs), weight)
     if matrix is not None:
         return Part(Kernel.SCALED_MATMUL, reason)
-    return Part(Kernel.XLA, reason or weight.why_not_plain())
+    if (stored := weight.why_not_plain()) is None or kernels == "xla":
+        return Part(Kernel.XLA, reason or stored)
+    codes = None if weight.is_split else jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
+    if codes is None:
+        return Part(Kernel.XLA, reason or (f"devices have shards of it, and {stored}" if weight.is_split else stored))
+    why = quantized_matmuls.why_not(jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype), codes)
+    return Part(Kernel.QUANTIZED_MATMUL, reason) if why is None else Part(Kernel.XLA, reason or f"{stored}: {why}")
 
 
 def few_rows_part(x: Any, weight: Weight, *, kernels: Kernels, has_bias: bool = False) -> Part:
     """Return what computes `linear_of_few_rows`; `x` is an array or its shape."""
     if kernels == "xla" or has_bias:
-        return linear_part(x, weight, NO_KERNELS if kernels == "xla" else "it has a bias")
-    quantized = None if weight.is_split else jax.eval_shape(lambda weight: weight.quantized_matrix(1), weight)
-    if quantized is not None:
-        reason = quantized_matmuls.why_not(x, quantized)
-        return Part(Kernel.QUANTIZED_MATMUL) if reason is None else linear_part(x, weight, reason)
+        return linear_part(x, weight, NO_KERNELS if kernels == "xla" else "it has a bias", kernels=kernels)
+    if weight.why_not_plain() is not None:
+        return linear_part(x, weight, kernels=kernels)
     shard = weight.shard
     matrix = jax.ShapeDtypeStruct((math.prod(shard.shape[:-1]), shard.shape[-1]), shard.dtype)
-    reason = weight.why_not_plain()
-    if reason is None and shard.shape[-1] != weight.shape[-1]:
-        reason = "devices have parts of its inputs"
+    reason = "devices have parts of its inputs" if shard.shape[-1] != weight.shape[-1] else None
     reason = reason or small_matmul.why_not(x, matrix)
-    return Part(Kernel.SMALL_MATMUL) if reason is None else linear_part(x, weight, reason)
+    return Part(Kernel.SMALL_MATMUL) if reason is None else linear_part(x, weight, reason, kernels=kernels)
 
 
 def gate_up_part(x: Any, weight: Weight, activation: str | Gate, *, kernels: Kernels, has_bias: bool) -> Part:
     """Return what computes the first matmul of a gated feed-forward, and why it does not include the activation."""
     if has_bias:
-        return linear_part(x, weight, "it has a bias")
+        return linear_part(x, weight, "it has a bias", kernels=kernels)
     if not isinstance(activation, str) or activation not in FUSED_ACTIVATIONS:
-        return linear_part(x, weight, why_not_activation(activation))
-    part = linear_part(x, weight)
-    if part.kernel == Kernel.SCALED_MATMUL:
+        return linear_part(x, weight, why_not_activation(activation), kernels=kernels)
+    part = linear_part(x, weight, kernels=kernels)
+    if part.kernel in (Kernel.SCALED_MATMUL, Kernel.QUANTIZED_MATMUL):
         return part
     if kernels == "xla":
         return Part(part.kernel, NO_KERNELS)

@@ -102,13 +102,14 @@ def _operations(layer: LayerShape, step: StepShape) -> dict[str, Part]:
     """Return what computes the parts of a layer that is not fused."""
     weights = layer.weights["attention"]
     parts = {
-        name: linear_part(_rows(step, weight), weight)
+        name: linear_part(_rows(step, weight), weight, kernels=step.kernels)
         for name, weight in weights.items()
         if isinstance(weight, Weight) and name != "out"
     }
     parts["attention"] = _attention(layer, step)
     output = weights["out"]
-    parts["out"] = linear_part(_rows(step, output, num_inputs=output.ndim - 1), output)
+    rows = _rows(step, output, num_inputs=output.ndim - 1)
+    parts["out"] = linear_part(rows, output, kernels=step.kernels)
     parts |= _feed_forward(layer.weights["mlp"], layer, step)
     return parts
 
@@ -128,7 +129,7 @@ def _feed_forward(weights: Params, layer: LayerShape, step: StepShape) -> dict[s
             x, has_bias = _rows(step, weight), "gate_up_bias" in weights
             parts[name] = gate_up_part(x, weight, layer.activation, kernels=step.kernels, has_bias=has_bias)
         elif isinstance(weight, Weight):
-            parts[name] = linear_part(_rows(step, weight), weight)
+            parts[name] = linear_part(_rows(step, weight), weight, kernels=step.kernels)
     return parts
 
 

@@ -334,12 +334,7 @@ class Quantized(Weight):
     def _multiply_rounded(
         self, x: Float[Array, " T *inputs"], matrix: QuantizedMatrix, *, output_dtype: jnp.dtype
     ) -> Float[Array, " T *outputs"]:
-        flat = dataclasses.replace(
-            matrix,
-            codes=matrix.codes.reshape(matrix.num_outputs, -1),
-            scales=matrix.scales.reshape(matrix.num_outputs, -1),
-        )
-        y = multiply_rounded(x.reshape(len(x), -1), flat, output_dtype=output_dtype)
+        y = multiply_rounded(x.reshape(len(x), -1), matrix.ungated(), output_dtype=output_dtype)
         return y.reshape(len(x), *self.shape[: self.ndim - (x.ndim - 1)])
 
 

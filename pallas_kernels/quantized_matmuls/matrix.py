@@ -49,6 +49,16 @@ class QuantizedMatrix:
         """Columns that have a scale in common."""
         return self.depth // self.scales.shape[-1]
 
+    def ungated(self) -> "QuantizedMatrix":
+        """Return it as [N, K], even if it is gate and up."""
+
+        def by_output(array: Any) -> Any:
+            return None if array is None else array.reshape(self.num_outputs, -1)
+
+        return dataclasses.replace(
+            self, codes=by_output(self.codes), scales=by_output(self.scales), zeros=by_output(self.zeros)
+        )
+
     def dequantize(self) -> Float[Array, "..."]:
         """Return the weight in float32."""
         groups = values_of(self.codes, self.code).reshape(*self.scales.shape, -1)
