@@ -13,10 +13,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
 from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
-from pallas_kernels.quantized_matmuls.device import halves
-from pallas_kernels.quantized_matmuls.product import OUTPUTS, add_product, interleave_rows
 
 __all__ = [
     "add_product",
@@ -73,6 +72,16 @@ def _power_of_two(exponent: Any) -> Any:
     bits = arith.shli(wide, _i32(23))
     bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wide, _i32(0)), _i32(1 << 22), bits)
     return utils.bitcast(bits, ir.F32Type.get())
+
+
+def halves(y: Any) -> tuple[Any, Any]:
+    """Return [64, 8] of y's gate, each value twice, and of its up."""
+
+    def run(_, y):
+        return tuple(_chunk([y.registers[_at(0, half)]] * 2) for half in range(2))
+
+    chunk = plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), jnp.float32, layout=_LAYOUT)
+    return _inline(run, _LAYOUT, out=(chunk, chunk))(y)
 
 
 def store_sums(ref: Any, sums: Any, part: Any) -> None:

@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.codes import Code, codes_per_byte
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.grouped_matmul import BAND
-from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""

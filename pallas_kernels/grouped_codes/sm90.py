@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, UNIT
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.codes import codes_per_byte
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE, UNIT
 
 SIZES = (8, 16, 32, 64)
 """Rows that a tile may have."""

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.plan import Plan
 from pallas_kernels.grouped_matmul.sm90 import grouped_matmul_sm90
+from pallas_kernels.grouped_matmul.tiles import Plan
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 
 Implementation = Literal["xla", "sm90"]

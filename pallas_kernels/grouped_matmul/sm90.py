@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.plan import ROWS, Plan, plan, tile_rows
 from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
+from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, plan, tile_rows
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 
 MAX_TILE = 256  # weight rows of one wgmma

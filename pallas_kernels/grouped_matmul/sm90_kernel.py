@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.registers import written
-from pallas_kernels.grouped_matmul.plan import ROWS
+from pallas_kernels.grouped_matmul.tiles import ROWS
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 BAND = 8

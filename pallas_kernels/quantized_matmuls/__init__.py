@@ -1,6 +1,6 @@
 """Matmuls of a decode step's few rows and weights of 8 or 4 bits, which are dequantized in registers."""
 
-from pallas_kernels.quantized_matmuls.codes import Code
+from pallas_kernels.device.codes import Code
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
 from pallas_kernels.quantized_matmuls.op import (
     Implementation,

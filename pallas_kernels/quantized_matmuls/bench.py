@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
+from pallas_kernels.device.codes import Code, codes_per_byte
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
 from pallas_kernels.quantized_matmuls.op import Implementation, QuantizedWeights, quantized_layer_matmuls
 from pallas_kernels.timing import Row, floor, measure, on_gpu

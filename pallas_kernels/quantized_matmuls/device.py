@@ -14,9 +14,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.product_of_codes import OUTPUTS
 from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
-from pallas_kernels.quantized_matmuls.product import OUTPUTS
 
 COLUMNS = 8
 """Rows of the product that are finished at a time."""

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
+from pallas_kernels.device.codes import Code, codes_per_byte
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, add_product, interleave_rows
 from pallas_kernels.quantized_matmuls import device
-from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, add_product, interleave_rows
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""

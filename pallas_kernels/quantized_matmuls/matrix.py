@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantized_matmuls.codes import Code, codes_per_byte, values_of
+from pallas_kernels.device.codes import Code, codes_per_byte, values_of
 
 
 @jax.tree_util.register_dataclass

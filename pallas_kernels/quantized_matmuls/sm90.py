@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, UNIT
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
-from pallas_kernels.quantized_matmuls.codes import codes_per_byte
 from pallas_kernels.quantized_matmuls.kernel import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared, kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, UNIT
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4

@@ -12,12 +12,12 @@ import pytest
 from depths import quick_first
 from interpreting import interpret
 
+from pallas_kernels.device.codes import codes_per_byte, values_of
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_codes import grouped_matmul_of_codes, tile_rows, why_not
 from pallas_kernels.grouped_codes.sm90 import Config, grouped_codes_sm90, heuristic
 from pallas_kernels.grouped_matmul import grouped_matmul_reference, plan
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.codes import codes_per_byte, values_of
 
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}
 TOLERANCE = 6e-3

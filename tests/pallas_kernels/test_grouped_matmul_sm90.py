@@ -13,8 +13,8 @@ from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
-from pallas_kernels.grouped_matmul.plan import max_tiles, plan, tile_rows
 from pallas_kernels.grouped_matmul.sm90 import Config, grouped_matmul_sm90, heuristic
+from pallas_kernels.grouped_matmul.tiles import max_tiles, plan, tile_rows
 from pallas_kernels.hopper import SHARED_MEMORY
 
 # Relative to the norm of the result, which is rounded to 8 or 11 bits.

@@ -14,6 +14,7 @@ from depths import examples, quick_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.quantized_matmuls import (
@@ -24,7 +25,6 @@ from pallas_kernels.quantized_matmuls import (
     why_no_layer,
     why_not,
 )
-from pallas_kernels.quantized_matmuls.codes import codes_per_byte
 from pallas_kernels.quantized_matmuls.sm90 import Product, cut
 
 EPS = 1e-5

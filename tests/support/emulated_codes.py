@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.quantized_matmuls.codes import codes_per_byte, values_of
-from pallas_kernels.quantized_matmuls.product import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.codes import codes_per_byte, values_of
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 
 TYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 

@@ -14,9 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.registers import row_and_quarter
-from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
-from pallas_kernels.quantized_matmuls.codes import (
+from pallas_kernels.device.codes import (
     Code,
     codes_per_byte,
     pair_of_bytes,
@@ -24,6 +22,8 @@ from pallas_kernels.quantized_matmuls.codes import (
     rearranged,
     times,
 )
+from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
 
 OUTPUTS = 64
 """Outputs of a block, one block per warpgroup."""
