@@ -167,7 +167,7 @@ class EngineConfig:
         "compilation",
         "what is compiled before the first request is taken: the programs without which there would be requests to "
         "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
-        "default: background on CPUs, full on GPUs",
+        "default: background",
     )
     compilation_cache_dir: str | None = _option(
         None, "compilation", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"

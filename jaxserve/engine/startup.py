@@ -49,7 +49,7 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
         checkpoint, builder = fit_context(config, checkpoint, devices, builder)
     sizing = size(config, devices, builder)
     num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
-    warmup: WarmUp = config.warmup or ("background" if devices.is_cpu else "full")
+    warmup: WarmUp = config.warmup or "background"
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
         lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder)
@@ -160,8 +160,9 @@ def begin_to_lower(builder: StepBuilder, num_blocks: int, warmup: WarmUp, *, fol
         return Lowering(builder, folder=None, num_workers=0)
     if not builder.model.has_kernels:
         return Lowering(builder, folder=folder and folder / "steps", num_workers=0)
-    lowering = Lowering(builder, folder=folder and folder / "steps")
-    for program in builder.first_programs() if warmup == "background" else builder.shapes.programs:
+    programs = builder.first_programs() if warmup == "background" else builder.shapes.programs
+    lowering = Lowering(builder, folder=folder and folder / "steps", max_workers=len(programs))
+    for program in programs:
         lowering.prepare(program, num_blocks)
     return lowering
 

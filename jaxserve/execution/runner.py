@@ -232,11 +232,11 @@ class Runner:
         """Compile the programs that are missing while steps run in those that are there. `lowering` is closed, and
         `on_end` is called by another thread, when all is compiled.
         """
-        self._ready = {program for program, _ in self.steps.items()}
-        in_order = [program for phase in self.builder.order() for program in phase.programs]
+        self._ready = ready = {program for program, _ in self.steps.items()}
+        phases = [[program for program in phase.programs if program not in ready] for phase in self.builder.order()]
         self._background = BackgroundWarmUp(
             self.steps,
-            [program for program in in_order if program not in self._ready],
+            phases,
             num_blocks=self.num_blocks,
             lowering=lowering,
             kernels_of=functools.partial(self._kernels_of, lowering),

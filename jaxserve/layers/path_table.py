@@ -62,6 +62,12 @@ def describe(layers: Sequence[LayerShape], steps: Iterable[tuple[StepShape, int]
     return [_line(list(alike)) for _, alike in itertools.groupby(rows, key=lambda row: row.key)]
 
 
+def multiplies_by_xla(layers: Sequence[LayerShape], step: StepShape, head: Head, *, num_logits: int) -> bool:
+    """Return true if XLA makes the kernel of a matrix product in such a step; arguments are as for `describe`."""
+    parts = _row(layers, step, head, num_logits).parts.values()
+    return any(part.kernel in (Kernel.XLA, Kernel.NONE) for found in parts for part in found)
+
+
 def _row(layers: Sequence[LayerShape], step: StepShape, head: Head, num_logits: int) -> _Row:
     paths = choose(layers, step)
     kinds = [path.kind for path in paths]

@@ -4,14 +4,14 @@ A module of a family declares what is its own and ends with its `FAMILY`; `famil
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.decoder import activation_of, layer_shapes
 from jaxserve.layers.params import Params
-from jaxserve.layers.path_table import Head, describe
-from jaxserve.layers.paths import StepShape
+from jaxserve.layers.path_table import Head
+from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
@@ -87,13 +87,10 @@ def get_family(hf_config: dict[str, Any]) -> Family:
     raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
 
 
-def describe_paths(
-    family: Family, config: Any, params: Params, caches: Sequence[Any], steps: Iterable[tuple[StepShape, int]]
-) -> list[str]:
-    """Return lines that say which kernels run a family's model in such steps, and why no faster ones do.
+def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Head]:
+    """Return the layers and the LM head of a family's model, from which kernels are chosen.
 
-    `params` and `caches` are the weights and LayerCaches, or their shapes; with each step comes the number of rows of
-    which it computes logits.
+    `params` and `caches` are the weights and LayerCaches, or their shapes.
     """
     rope = getattr(config, "rope", None)
     shapes = layer_shapes(
@@ -106,7 +103,7 @@ def describe_paths(
         routing=getattr(config, "routing", None),
     )
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return describe(shapes, steps, Head(table, has_bias="lm_head_bias" in params))
+    return shapes, Head(table, has_bias="lm_head_bias" in params)
 
 
 def max_context(config: Any) -> int:

@@ -103,6 +103,22 @@ def test_the_same_answers_before_and_after_all_is_compiled(traits, gated, monkey
     engine.close()
 
 
+@pytest.mark.slow
+def test_answers_stay_the_same_while_programs_come(monkeypatch):
+    """Under a load that does not end before all is compiled, with the programs of a GPU."""
+    monkeypatch.setattr(device, "ON_CPU", ON_GPU)
+    engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
+    early = answers(engine)
+    rounds = 0
+    while engine.runner.is_warming_up:
+        assert answers(engine) == early
+        rounds += 1
+    assert rounds > 1
+    assert answers(engine) == early
+    assert engine.stats().num_recompiles_after_warmup == 0
+    engine.close()
+
+
 def test_steps_run_in_what_is_there(gated):
     """In the smallest program of those that are compiled, as soon as it is."""
     engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)

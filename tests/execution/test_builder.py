@@ -80,7 +80,7 @@ def test_xla_tries_out_matmuls_of_few_tokens_only():
     programs = [program for program in builder.shapes.programs if not program.compiler_options(builder.model)]
     assert {type(program) for program in programs} == {PlainDecode, Forward}
     assert sorted({program.bucket.num_tokens for program in programs}) == [1, 4, 16, 32, 64]
-    on_cpu = make_builder(max_num_seqs=256, max_num_batched_tokens=1024)
+    on_cpu = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, traits=ON_CPU)
     assert not any(program.compiler_options(on_cpu.model) for program in on_cpu.shapes.programs)
 
 

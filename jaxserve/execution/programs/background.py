@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmUp:
-    """A thread that compiles programs in the order given, with the processor time that others leave.
+    """A thread that compiles programs phase by phase, with the processor time that others leave.
 
     Attributes:
         is_done: whether all of them are compiled.
@@ -27,7 +27,7 @@ class BackgroundWarmUp:
     def __init__(
         self,
         steps: CompiledSteps,
-        programs: Sequence[Program],
+        phases: Sequence[Sequence[Program]],
         *,
         num_blocks: int,
         lowering: Lowering,
@@ -39,7 +39,7 @@ class BackgroundWarmUp:
         """`on_compiled` is called with each program, and `on_end` when the last one is compiled, by other threads."""
         self.is_done = False
         self._steps = steps
-        self._programs = programs
+        self._phases = phases
         self._num_blocks = num_blocks
         self._lowering = lowering
         self._kernels_of = kernels_of
@@ -58,19 +58,24 @@ class BackgroundWarmUp:
     def _run(self) -> None:
         start = time.perf_counter()
         try:
-            self._steps.warm_up(
-                self._programs,
-                lower=lambda program: self._lowering.lower(program, self._num_blocks),
-                num_lowered_elsewhere=self._lowering.num_workers,
-                is_background=True,
-                on_compiled=self._on_compiled,
-                kernels_of=self._kernels_of,
-                mesh=self._mesh,
-                progress=False,
-            )
+            programs = [program for phase in self._phases for program in phase]
+            if self._lowering.num_workers:  # others lower those of later phases meanwhile
+                for program in programs:
+                    self._lowering.prepare(program, self._num_blocks)
+            for phase in self._phases:
+                self._steps.warm_up(
+                    phase,
+                    lower=lambda program: self._lowering.lower(program, self._num_blocks),
+                    num_lowered_elsewhere=self._lowering.num_workers,
+                    is_background=True,
+                    on_compiled=self._on_compiled,
+                    kernels_of=self._kernels_of,
+                    mesh=self._mesh,
+                    progress=False,
+                )
             self.is_done = True
             seconds = time.perf_counter() - start
-            logger.info("all programs are compiled: %d in %.1f s while serving", len(self._programs), seconds)
+            logger.info("all programs are compiled: %d in %.1f s while serving", len(programs), seconds)
         except concurrent.futures.CancelledError:
             logger.debug("the engine is closed before all programs are compiled")
         except Exception:  # nobody waits for this thread: the engine goes on with the programs that it has

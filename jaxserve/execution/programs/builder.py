@@ -3,7 +3,8 @@
 What is exported is a function of flat lists of arrays; its caller assembles the pytrees.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,14 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.execution.programs.kinds import Begin, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
-from jaxserve.layers.paths import StepShape
-from jaxserve.models import describe_paths
+from jaxserve.layers.path_table import Head, describe, multiplies_by_xla
+from jaxserve.layers.paths import LayerShape, StepShape
+from jaxserve.models import shapes_of
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """The custom calls of steps for which jax guarantees no compatibility. None is needed: an export is for one version of
@@ -74,7 +76,7 @@ class StepBuilder:
 
     def order(self) -> list[Phase]:
         """Return what is compiled, for what, in which order."""
-        return self.shapes.order(lambda program: program.is_tuned(self.model))
+        return self.shapes.order(self._is_tuned)
 
     def first_programs(self) -> list[Program]:
         """Return the programs without which there would be requests to wait for a compiler."""
@@ -82,24 +84,39 @@ class StepBuilder:
 
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
-        model, steps = self.model, []
-        for program in self.shapes.programs:
-            if isinstance(program, PlainDecode | Forward | Begin):
-                is_decode_only = isinstance(program, PlainDecode) or (
-                    isinstance(program, Forward) and program.is_decode_only
-                )
-                step = StepShape(
-                    num_rows=program.bucket.num_tokens,
-                    dtype=model.dtype,
-                    kernels=model.kernels,
-                    is_decode_only=is_decode_only,
-                    peers=None if model.peers is None else model.peers.sums,
-                )
-                steps.append((step, program.bucket.num_rows))
+        programs = [each for each in self.shapes.programs if isinstance(each, PlainDecode | Forward | Begin)]
+        layers, head = self._shapes
+        with self.model.on_mesh():
+            return describe(layers, [(self._step_shape(each), each.bucket.num_rows) for each in programs], head)
+
+    def _is_tuned(self, program: Program) -> bool:
+        """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""
+        if not program.is_tuned(self.model):
+            return False
+        if not self.model.has_kernels or not isinstance(program, PlainDecode | Forward | Begin | Finish):
+            return True
+        layers, head = self._shapes
+        with self.model.on_mesh():
+            return multiplies_by_xla(layers, self._step_shape(program), head, num_logits=program.bucket.num_rows)
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[Sequence[LayerShape], Head]:
+        model = self.model
         cache = model.kv_cache(1)
         caches = [cache.of_layer(index) for index in range(len(model.params["layers"]))]
         with model.on_mesh():
-            return describe_paths(model.family, model.config, model.params, caches, steps)
+            return shapes_of(model.family, model.config, model.params, caches)
+
+    def _step_shape(self, program: PlainDecode | Forward | Begin | Finish) -> StepShape:
+        model = self.model
+        return StepShape(
+            num_rows=program.bucket.num_tokens,
+            dtype=model.dtype,
+            kernels=model.kernels,
+            is_decode_only=isinstance(program, PlainDecode)
+            or (isinstance(program, Forward) and program.is_decode_only),
+            peers=None if model.peers is None else model.peers.sums,
+        )
 
     def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.

@@ -71,10 +71,12 @@ class Kind(msgspec.Struct, frozen=True, tag=True, metaclass=_AbstractStruct):
 
     def compiler_options(self, model: StepModel) -> dict[str, Any]:
         """Return XLA's options. Few steps run a program with a matrix product that has no layers."""
-        return _LEFT_TO_CUBLAS if model.has_kernels else {}
+        return _LEFT_TO_CUBLAS if model.traits.tries_out_matmuls else {}
 
     def is_tuned(self, model: StepModel) -> bool:
-        """Return true if XLA tries out matrix products on the device while it compiles the program."""
+        """Return true if XLA tries out the matrix products of the program, if it has any, on the device while it
+        compiles the program.
+        """
         return model.traits.tries_out_matmuls and not self.compiler_options(model)
 
     @property

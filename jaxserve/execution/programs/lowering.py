@@ -108,13 +108,17 @@ class Lowering:
         *,
         folder: pathlib.Path | None,
         num_workers: int | None = None,
+        max_workers: int = MAX_WORKERS,
         is_background: bool = False,
     ):
-        """Lowered steps are kept in `folder`, if there is one. Without workers this process lowers; in the background
-        they get what processor time others leave.
+        """Lowered steps are kept in `folder`, if there is one. `num_workers` is by default what processors allow, at
+        most `max_workers`. Without workers this process lowers; in the background they get what processor time others
+        leave.
         """
         assert isinstance(builder.model.mesh, Mesh)
-        self.num_workers = min(MAX_WORKERS, num_usable_cpus() * 8 // 5) if num_workers is None else num_workers
+        self.num_workers = (
+            min(MAX_WORKERS, max_workers, num_usable_cpus() * 8 // 5) if num_workers is None else num_workers
+        )
         self._is_background = is_background
         self.num_found = 0
         self.num_made = 0
