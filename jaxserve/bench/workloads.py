@@ -144,7 +144,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 QWEN3_30B_A3B_FP8: dict[str, Any] = QWEN3_30B_A3B | {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 }
-"""The same in FP8 with scales of blocks, as it is published."""
+"""Qwen3 30B A3B in FP8 with scales of blocks, as it is published."""
 
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
