@@ -13,8 +13,7 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.server.answers import message_of
 from jaxserve.server.choosing.choice import Choice, choose
-from jaxserve.server.parsing.readers import call_id, reader_of
-from jaxserve.server.parsing.thoughts import are_open
+from jaxserve.server.parsing.readers import reader_of
 from jaxserve.server.protocol.chat import AssistantMessage
 from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.tools import ToolDefinition, callable_tools
@@ -65,14 +64,14 @@ def parse(
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk must be at least 1, not {chunk}")
     thoughts = syntax.thoughts
-    is_open = None if thoughts is None else are_open(thoughts, prompt_end)
+    is_open = None if thoughts is None else thoughts.are_open(prompt_end)
     if is_open is None:
         is_open = thoughts is not None and thoughts.starts_open
     reader = reader_of(syntax, AnyTool() if tools is None else tools, is_open=is_open)
     size = chunk or max(1, len(text))
     events = [event for start in range(0, len(text), size) for event in reader.push(text[start : start + size])]
     ids = Ids.ANY if syntax.calls is None else syntax.calls.ids
-    return message_of([*events, *reader.finish()], lambda start, number: call_id(ids, start, number))
+    return message_of([*events, *reader.finish()], lambda start, number: ids.make(start.name, number, own=start.id))
 
 
 def not_offered(text: str, syntax: Syntax, tools: Mapping[str, Any], *, prompt_end: str = "") -> list[str]:

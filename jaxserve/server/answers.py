@@ -7,9 +7,9 @@ from msgspec import UNSET
 from jaxserve.request import CompletionOutput
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning, joined
-from jaxserve.server.parsing.thoughts import ReasoningCounter
 from jaxserve.server.protocol.chat import AssistantMessage, ChatFinishReason, Delta
 from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+from jaxserve.server.thought_counter import ReasoningCounter
 
 
 class AnswerWriter:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from jaxserve.server.forcing.forcing import Forcing
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallStart
-from jaxserve.server.parsing.readers import call_id, reader_of
-from jaxserve.server.parsing.thoughts import ReasoningCounter
+from jaxserve.server.parsing.readers import reader_of
 from jaxserve.server.syntaxes.syntax import Channels, Syntax
 from jaxserve.server.syntaxes.table import TOOL_PARSERS
 from jaxserve.server.syntaxes.tool import Tool
+from jaxserve.server.thought_counter import ReasoningCounter
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -68,4 +68,4 @@ class ModelSyntax:
 
     def call_id(self, start: CallStart, number: int) -> str:
         """Return an id for the call `number` of an answer, as this model's template takes it back."""
-        return call_id(self.calls.ids, start, number)
+        return self.calls.ids.make(start.name, number, own=start.id)

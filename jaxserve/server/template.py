@@ -7,7 +7,6 @@ from typing import Any
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.server.model_syntax import ModelSyntax
-from jaxserve.server.parsing.thoughts import are_open
 from jaxserve.server.protocol.messages import MessageStyle, check_unusual_roles, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables
 from jaxserve.server.protocol.tools import template_tools
@@ -55,12 +54,12 @@ def thinks_first(
         assert reader is not None
         reader.push(_messages(style, body)[-1]["content"] or "")
         return reader.is_thinking
-    is_open = are_open(thoughts, prompt)
+    is_open = thoughts.are_open(prompt)
     if is_open or thoughts.starts_open:  # a message may contain the mark
         other = _rendered(tokenizer, body, [_without_texts(message) for message in _messages(style, body)])
         pairs = zip(reversed(prompt), reversed(other), strict=False)
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        is_open = are_open(thoughts, prompt[len(prompt) - length :])
+        is_open = thoughts.are_open(prompt[len(prompt) - length :])
     return thoughts.starts_open if is_open is None else is_open
 
 

@@ -9,16 +9,16 @@ from depths import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.server.literals.schema import property_kind
+from jaxserve.server.literals.source import Source
+from jaxserve.server.literals.value import ValueReader
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning, joined
 from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.literal import ValueReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.parsing.schema import property_kind
-from jaxserve.server.parsing.source import Source
-from jaxserve.server.parsing.thoughts import ReasoningCounter, are_open
 from jaxserve.server.syntaxes.harmony import MARKS
 from jaxserve.server.syntaxes.syntax import Channels, Syntax, Thoughts
 from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.thought_counter import ReasoningCounter
 
 NAMES = {
     "get_weather": {
@@ -402,9 +402,9 @@ def think(*, is_open):
 
 def test_the_template_s_last_mark_says_whether_thoughts_are_open():
     for name in ("deepseek_r1", "qwen3"):
-        assert are_open(REASONING_PARSERS[name], "...<|Assistant|><think>\n") is True
-        assert are_open(REASONING_PARSERS[name], "<think>\n\n</think>\n\n") is False
-        assert are_open(REASONING_PARSERS[name], "Hello") is None
+        assert REASONING_PARSERS[name].are_open("...<|Assistant|><think>\n") is True
+        assert REASONING_PARSERS[name].are_open("<think>\n\n</think>\n\n") is False
+        assert REASONING_PARSERS[name].are_open("Hello") is None
 
 
 def test_thoughts_that_a_call_has_ended_leave_no_mark():

@@ -5,7 +5,7 @@ import json
 import pytest
 from written_answers import Message, loaded, read, reader, rows
 
-from jaxserve.server.parsing.schema import json_value, property_kind
+from jaxserve.server.literals.schema import json_value, property_kind
 
 DEFS = {
     "Zip": {"type": "string"},

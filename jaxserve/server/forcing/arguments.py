@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.server.parsing.schema import Kind, json_value, property_kind
+from jaxserve.server.literals.schema import Kind, json_value, property_kind
 from jaxserve.server.syntaxes.syntax import Calls, Tags
 from jaxserve.structured.disjoint import follow, types
 from jaxserve.structured.grammar import json_rule

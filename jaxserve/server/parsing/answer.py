@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.server.literals.source import Cut, Source, Steps
 from jaxserve.server.parsing.events import CallArguments, CallStart, Event, joined
-from jaxserve.server.parsing.source import Cut, Source, Steps
 
 PIECE = 4096
 """Most characters read at once: a source copies its remaining text at each step."""

@@ -6,22 +6,20 @@ one to another recipient is words or thoughts, according to its channel. Text ou
 marks around it.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, override
 
 import regex
 
+from jaxserve.server.literals.source import Steps, drop
+from jaxserve.server.literals.value import ValueReader
 from jaxserve.server.parsing.answer import AnswerReader
+from jaxserve.server.parsing.calls import read_arguments
 from jaxserve.server.parsing.events import Content, Reasoning
-from jaxserve.server.parsing.literal import ValueReader, to_json
-from jaxserve.server.parsing.schema import arguments_of
-from jaxserve.server.parsing.source import Steps
 from jaxserve.server.syntaxes.harmony import CHANNEL, CONSTRAIN, MARKS, MESSAGE, START
 
 _MARK = regex.compile("|".join(regex.escape(mark) for mark in MARKS))
 _RECIPIENT_FIRST = regex.compile(r"to=")
-_OBJECT = regex.compile(r"\{")
 _RECIPIENT = regex.compile(r"(?:^|\s)to=(\S*)")
 _CHANNEL = regex.compile(r"\s*(\w*)\s?")
 
@@ -121,14 +119,7 @@ class HarmonyReader(AnswerReader):
         """Read the arguments of a call, which are all of its message."""
         source = self._source
         self._start_call(name)
-        yield from source.spaces()
-        if (yield from source.peek(_OBJECT)) is not None:
-            yield from ValueReader(source, self._argue).read()
-            yield from source.until(_MARK, lambda _: None)
-            return
-        pieces: list[str] = []
-        yield from source.until(_MARK, pieces.append)
-        text = "".join(pieces).strip()
-        if not source.is_cut or source.buffer:
-            value = to_json(text) or (text and json.dumps(text, ensure_ascii=False))
-            self._argue(arguments_of(value, self._tools[name]))
+        yield from read_arguments(
+            source, self._argue, self._tools[name], lambda sink: ValueReader(source, sink), ends=_MARK
+        )
+        yield from source.until(_MARK, drop)

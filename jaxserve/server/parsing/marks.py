@@ -7,7 +7,7 @@ from typing import Any
 
 import regex
 
-from jaxserve.server.parsing.literal import ValueEnds
+from jaxserve.server.literals.text import ValueEnds
 from jaxserve.server.syntaxes.syntax import Calls, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have arrived

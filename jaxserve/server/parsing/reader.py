@@ -8,29 +8,15 @@
 - An answer that was cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
 """
 
-import json
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, override
 
-import regex
-
+from jaxserve.server.literals.source import Steps, drop
 from jaxserve.server.parsing.answer import AnswerReader
+from jaxserve.server.parsing.calls import CallReader
 from jaxserve.server.parsing.events import Content, Event, Reasoning, joined
-from jaxserve.server.parsing.literal import ValueReader, to_json
-from jaxserve.server.parsing.marks import KEY, TEXT_NAME, marks_of
-from jaxserve.server.parsing.schema import arguments_of, json_value, property_kind, property_names
-from jaxserve.server.parsing.source import Pattern, Sink, Steps, drop
-from jaxserve.server.parsing.tagged import TaggedReader
-from jaxserve.server.syntaxes.syntax import Object, PythonCall, Syntax, Tags, Wrapped
-
-_OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
-_BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
-_QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a text whose quotes are not escaped
-
-_NAME_KEYS = ("name", "tool_name")
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
+from jaxserve.server.parsing.marks import marks_of
+from jaxserve.server.syntaxes.syntax import Syntax, Wrapped
 
 
 class _Held(NamedTuple):
@@ -55,18 +41,23 @@ class Reader(AnswerReader):
         """`is_open`: the prompt has ended inside of thoughts. Calls beyond `max_calls` are dropped."""
         super().__init__(tools, max_calls=max_calls)
         calls = syntax.calls if tools else None
-        self._arguments = Wrapped() if calls is None else calls.arguments
         stays = syntax.thoughts is not None and syntax.thoughts.stay
         self._thoughts = None if stays else syntax.thoughts
         self._marks = marks_of(calls, self._thoughts)
-        self._ends = replace(self._marks.value_ends, is_offered=tools.__contains__)
+        self._call = CallReader(
+            self._source,
+            self._marks,
+            tools,
+            Wrapped() if calls is None else calls.arguments,
+            start=self._start_call,
+            argue=self._argue,
+        )
         self._is_thinking = is_open and not stays
         self._has_thought = is_open
         self._in_answer = False  # between the marks of the answer
         self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
         self._is_trimming = is_open  # leading white space is dropped
         self._spaces: list[str] = []  # white space that has arrived and may belong to a mark
-        self._schema: Mapping[str, Any] = {}  # of the call that is read
         self._held: _Held | None = None  # there was a call in thoughts, which may be no more than a thought
         if stays and is_open and syntax.thoughts is not None:
             self._events.append(Content("".join(syntax.thoughts.opening[:1])))
@@ -219,7 +210,7 @@ class Reader(AnswerReader):
                     return self._end_calls([] if self._num_calls > num_before else raw)
                 is_empty = is_marked and in_list and ending[0] == "]"
                 in_list = ending[0] == "[" or (in_list and ending[0] != "]")
-            elif (yield from self._read_call(is_marked=is_marked, is_among=in_section or in_list)):
+            elif (yield from self._call.read(is_marked=is_marked, is_among=in_section or in_list)):
                 has_words = True  # unless a tool that is offered is called
                 if self._num_calls > num_before:
                     source.taken = raw = []
@@ -249,188 +240,9 @@ class Reader(AnswerReader):
         if words:
             self._say("".join(words))
 
-    def _read_call(self, *, is_marked: bool, is_among: bool) -> Generator[None, None, bool]:
-        """Read one call from its name on. Returns false if there is none.
-
-        With `is_among`, other calls may follow: then a call of a tool that is not offered is read to its end, so that
-        nothing in it is taken for a call, and the following ones are read.
-        """
-        source, marks = self._source, self._marks
-        if (yield from source.peek(_OBJECT)) is not None:
-            return (yield from self._read_wrapped(is_among=is_among))
-        if isinstance(self._arguments, Wrapped):
-            return False
-        others: list[tuple[str, int]] = []
-        for pattern in marks.names if is_marked else marks.names[:1]:
-            match = yield from source.peek(pattern)
-            if match is not None and match["name"] in self._tools:
-                head = source.take(len(match[0]))
-                return (yield from self._read_named(match["name"], head))
-            if match is not None:
-                others.append((match["name"], len(match[0])))
-        if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
-            return (yield from self._read_nameless())
-        if is_among and others and not isinstance(self._arguments, Tags):
-            name, length = others[0]
-            return (yield from self._read_named(name, source.take(length)))
-        return False
-
-    def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
-        """Read what follows a name. Returns false if nothing there makes it a call."""
-        source, marks = self._source, self._marks
-        is_sure, call_id = head != name, None
-        while True:
-            yield from source.spaces()
-            between = yield from source.accept(marks.after_name)
-            if between is None:
-                break
-            is_sure |= between.lastgroup == "mark"
-            if between.lastgroup == "index":
-                call_id = head + between[0]
-            elif between.lastgroup == "id":
-                call_id = between[0].removeprefix("[CALL_ID]")
-        if name not in self._tools:
-            is_python = isinstance(self._arguments, PythonCall)
-            if (yield from source.peek(_CALL if is_python else _BRACKET)) is None:
-                return False
-            quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
-            yield from ValueReader(source, drop, quote=quote, positions=() if is_python else None).read()
-            return True
-        is_sure &= not isinstance(self._arguments, Tags) and bool(source.buffer)
-        if not is_sure and (yield from source.peek(marks.arguments)) is None:
-            return False
-        self._start_call(name, call_id)
-        match self._arguments:
-            case Tags() if (yield from source.peek(_OBJECT)) is None:
-                is_offered = self._tools.__contains__
-                yield from TaggedReader(source, self._argue, marks, self._schema, is_offered=is_offered).read()
-            case PythonCall() if (yield from source.peek(_CALL)) is not None:
-                yield from self._values(self._argue, property_names(self._schema)).read()
-            case _:
-                yield from self._read_arguments(self._argue, ends=self._marks.ends)
-        return True
-
-    def _read_nameless(self) -> Generator[None, None, bool]:
-        """Read a call that has a number, but no name, which is known if only one tool has such arguments."""
-        pieces: list[str] = []
-        yield from self._values(pieces.append).read()
-        arguments = "".join(pieces)
-        keys = json.loads(arguments).keys() if arguments.startswith("{") else set()
-        fitting = [name for name in self._tools if keys and keys <= {*property_names(self._tools[name])}]
-        if len(fitting) == 1:
-            self._start_call(fitting[0])
-            self._argue(arguments)
-        return True
-
     @override
     def _start_call(self, name: str, call_id: str | None = None) -> None:
         self._source.taken = None
         self._turn(to_thoughts=False)
         self._is_trimming = False
-        self._schema = self._tools[name]
         super()._start_call(name, call_id)
-
-    def _converter(self, key: str, is_quoted: bool) -> Callable[[str], str] | None:
-        """Return the converter of a value of this key; None if it stays what it is written as."""
-        kind = property_kind(self._schema, key)
-        stays = not kind.types or (is_quoted and "string" in kind.types)
-        return None if stays else lambda text: json_value(text, kind)
-
-    def _read_wrapped(self, *, is_among: bool) -> Generator[None, None, bool]:
-        """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
-        source, wrapped = self._source, self._arguments
-        name: str | None = None
-        call_id: str | None = None
-        held: list[str] | None = None  # arguments that came before the name
-        has_arguments = False
-        own = wrapped if isinstance(wrapped, Wrapped) else Wrapped()
-        name_keys, argument_keys = (own.name, *_NAME_KEYS), (own.arguments, *_ARGUMENT_KEYS)
-        source.take(1)
-        while True:
-            yield from source.spaces()
-            if (yield from source.accept(_COMMA)) is not None:
-                continue
-            match = yield from source.accept(KEY)
-            if match is None:
-                break
-            key = match["key"]
-            yield from source.spaces()
-            is_name_key = not own.name and key in self._tools
-            if name is None and (is_name_key or key in name_keys):
-                named = match if is_name_key else (yield from source.accept(TEXT_NAME))
-                found = None if named is None else named["key" if is_name_key else "name"]
-                if found is None or found not in self._tools:
-                    yield from source.accept(_COMMA)
-                    yield from source.spaces()
-                    following = None if found is None or not is_among else (yield from source.peek(KEY))
-                    if following is None or following["key"] not in argument_keys:
-                        return False
-                    yield from ValueReader(source, drop).read_on("key")
-                    return True
-                name = found
-                self._start_call(found, call_id)
-                if held is not None:
-                    self._argue("".join(held))
-            if is_name_key or (key in argument_keys and not has_arguments):
-                has_arguments = True
-                if name is None:
-                    held = []
-                yield from self._read_arguments(self._argue if held is None else held.append)
-            elif key in name_keys:
-                continue
-            elif name is None and key not in _OTHER_KEYS:
-                if is_among and not own.name:
-                    yield from ValueReader(source, drop).read_on("value")
-                    return True
-                return False
-            else:
-                other: list[str] = []
-                yield from ValueReader(source, other.append).read()
-                call_id = _text("".join(other)) if "id" in key else call_id
-        if name is None:
-            return False
-        yield from source.accept(_OBJECT_END)
-        if not has_arguments:
-            self._argue("{}")
-        return True
-
-    def _read_arguments(self, sink: Sink, *, ends: Pattern | None = None) -> Steps:
-        """Read the arguments of a call that are one value. `ends` is what follows them if they come after a name; the
-        value may then be empty, or a text without quotes.
-        """
-        source = self._source
-        yield from source.spaces()
-        has_ended = ends is not None and (yield from source.peek(ends)) is not None
-        quote = "" if has_ended else (yield from source.accept(_QUOTED_OBJECT))
-        if not has_ended and (quote or (yield from source.peek(_OBJECT)) is not None):
-            yield from self._values(sink).read()
-            if quote:
-                yield from source.accept(_QUOTE)
-            return
-        pieces: list[str] = []
-        if not has_ended and (ends is None or (yield from source.peek(_LIST)) is not None):
-            yield from self._values(pieces.append).read()
-            value = "".join(pieces)
-        else:
-            if ends is not None:
-                yield from source.until(ends, pieces.append)
-            text = "".join(pieces).strip().removesuffix("```").strip()
-            value = to_json(text) or (text and json.dumps(text, ensure_ascii=False))
-        if not source.is_cut or source.buffer:
-            sink(arguments_of(value, self._schema))
-
-    def _values(self, sink: Sink, positions: Sequence[str] | None = None) -> ValueReader:
-        """Return a reader of a value in a call, which ends where another call begins."""
-        quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
-        return ValueReader(
-            self._source, sink, quote=quote, ends=self._ends, positions=positions, converters=self._converter
-        )
-
-
-def _text(value: str) -> str | None:
-    """Return the text of a JSON string; None if it is not one, or one that cannot be sent."""
-    try:
-        text = json.loads(value)
-        return text if isinstance(text, str) and text.encode() is not None else None
-    except (ValueError, RecursionError):
-        return None

@@ -1,15 +1,12 @@
-"""The reader of an answer in a given syntax, and ids for the calls in it."""
+"""The reader of an answer in a given syntax."""
 
-import secrets
-import string
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.events import CallStart
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.syntaxes.syntax import Channels, Ids, Syntax
+from jaxserve.server.syntaxes.syntax import Channels, Syntax
 
 
 def reader_of(
@@ -21,14 +18,3 @@ def reader_of(
     if syntax.calls is not None and isinstance(syntax.calls.arguments, Channels):
         return HarmonyReader(schemas, max_calls=max_calls)
     return Reader(syntax, schemas, is_open=is_open, max_calls=max_calls)
-
-
-def call_id(ids: Ids, start: CallStart, number: int) -> str:
-    """Return an id for the call `number` of an answer, of a kind that a chat template takes back."""
-    match ids:
-        case Ids.NINE:
-            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        case Ids.NUMBERED:
-            return start.id or f"functions.{start.name}:{number}"
-        case _:
-            return f"call_{secrets.token_hex(12)}"

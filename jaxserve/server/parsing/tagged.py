@@ -6,10 +6,10 @@ from typing import Any
 
 import regex
 
-from jaxserve.server.parsing.literal import to_json
+from jaxserve.server.literals.schema import Kind, json_value, keys_of, property_kind, property_names
+from jaxserve.server.literals.source import Sink, Source, Steps, drop
+from jaxserve.server.literals.value import to_json
 from jaxserve.server.parsing.marks import Marks
-from jaxserve.server.parsing.schema import Kind, json_value, property_kind, property_names
-from jaxserve.server.parsing.source import Sink, Source, Steps, drop
 
 _LINE_BREAK = regex.compile("\n")
 _CDATA, _CDATA_END = regex.compile(r"\s{0,8}<!\[CDATA\["), regex.compile(r"\]\]>")
@@ -108,7 +108,6 @@ class TaggedReader:
 
 def _items(value: str, names: list[str]) -> str:
     """Return the items of an object in JSON, or in a text, which all have one of these names; "" if it is none."""
-    text = json.loads(value) if value.startswith('"') else value
-    found = to_json(text) or ""
-    keys = json.loads(found).keys() if found.startswith("{") else ()
-    return found.strip()[1:-1].strip() if keys and {*keys} <= {*names} else ""
+    found = to_json(json.loads(value) if value.startswith('"') else value) or ""
+    keys = keys_of(found)
+    return found.strip()[1:-1].strip() if keys and keys <= {*names} else ""

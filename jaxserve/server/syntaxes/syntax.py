@@ -6,6 +6,8 @@ Nothing here is a pattern: the reader itself tolerates other white space, and mi
 """
 
 import enum
+import secrets
+import string
 from dataclasses import dataclass
 
 from jaxserve.server.syntaxes import harmony
@@ -78,6 +80,14 @@ class Ids(enum.Enum):
     ANY = "call_ and 24 hexadecimal digits"
     NINE = "nine letters and digits"
     NUMBERED = "what the model itself writes around the name: functions.f:0"
+
+    def make(self, name: str, number: int, *, own: str | None) -> str:
+        """Return an id for the call `number` of an answer. `own` is the id that the model wrote, if it did."""
+        if self is Ids.NINE:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        if self is Ids.NUMBERED:
+            return own or f"functions.{name}:{number}"
+        return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +172,16 @@ class Thoughts:
     def texts(self) -> list[str]:
         """All texts that have marks of thoughts in them."""
         return [*self.opening, *self.closing, *self.answer, *self.hidden]
+
+    def are_open(self, written: str) -> bool | None:
+        """Return true if a text leaves thoughts open; None if it contains none of their marks.
+
+        `written` must be what the chat template itself writes at the end of a prompt, never the text of a message.
+        """
+        opening, closing = (
+            max((written.rfind(mark.strip()) for mark in marks), default=-1) for marks in (self.opening, self.closing)
+        )
+        return None if opening == closing else opening > closing
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,13 @@ import contextlib
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 
 import regex
 
-from jaxserve.server.parsing.source import Sink, Source, Steps
+from jaxserve.server.literals.source import Sink, Source, Steps
+from jaxserve.server.literals.text import ValueEnds, escaped, read_text
 
-_PLAIN = regex.compile(r"[^\"'\\\x00-\x1f]*")
-_TEXT_END = regex.compile(
-    r"[\"'\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\U00[01][0-9a-fA-F]{5}|\\[^uxU]", regex.DOTALL
-)
-_AFTER_KEY = regex.compile(r"\s{0,256}+[:=,}]")
-_AFTER_TEXT = regex.compile(
-    r"\s{0,256}+(?:[)\]}<`\[]"  # brackets or marks; a comma and what can follow it; another key, without a comma
-    r"|,\s{0,256}+(?:[\"'\d\[\]{}()<*-]|\w{1,64}+\s{0,8}+[:=]|(?:true|false|null|True|False|None)\b)"
-    r"|(?<=\s)(?<quote>[\"'])[^\"'\\\n]{1,64}+(?P=quote)\s{0,8}+:)"
-)
-_SET = regex.compile(r"\{\s{0,64}+(?:\"[^\"\\\n]{0,200}+\"|'[^'\\\n]{0,200}+'|[\w.+-]{1,64}+)\s{0,64}+[,}]")
 _WORD = regex.compile(r"[\w.+-]*")
 _BARE = regex.compile(r"[^,{}()\[\]\"'`<\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -38,8 +26,8 @@ _KINDS = {"{": ("}", "}"), "[": ("])", "]"), "(": ("])", "]"), "set": ("}", "]")
 
 _BASED = re.compile(r"[+-]?0[xXoObB]")
 _CODE = re.compile(r"[+-]?0\d")  # 02134 is no number
+_SET = regex.compile(r"\{\s{0,64}+(?:\"[^\"\\\n]{0,200}+\"|'[^'\\\n]{0,200}+'|[\w.+-]{1,64}+)\s{0,64}+[,}]")
 _EQUALS = regex.compile("=")
-_OWN_ESCAPES = '"\\/bfnrt'
 MAX_NUMBER = 1000
 """Characters of a number in Python's spelling, which takes the square of its length to read."""
 
@@ -47,34 +35,6 @@ MAX_NUMBER = 1000
 @functools.lru_cache(maxsize=64)
 def _tokens(quote: str) -> regex.Pattern:
     return regex.compile(rf"{regex.escape(quote)}|[\"'{{}}()\[\]:=,]|\*\*\s{{0,8}}+\{{|[\w.+/-]")
-
-
-@dataclass(frozen=True)
-class ValueEnds:
-    """Marks that end an incomplete value.
-
-    Attributes:
-        stop: what begins like a value, and is none; None: nothing does.
-        plain: characters of a text that need no closer look.
-        marks: what ends a text between quotes: the group "head" is the beginning of another call, with its name, and
-            "tail" are marks at the end of the answer; None: nothing does.
-        is_offered: whether there is a tool of this name.
-    """
-
-    stop: regex.Pattern | None = None
-    plain: regex.Pattern = _PLAIN
-    marks: regex.Pattern | None = None
-    is_offered: Callable[[str], bool] = bool
-
-    def ends_text(self, source: Source) -> Generator[None, None, bool]:
-        """Return true if the next text ends a text between quotes."""
-        if self.marks is None:
-            return False
-        while True:
-            match = yield from source.peek(self.marks)
-            if match is None or match.lastgroup == "head" or source.is_last:
-                return match is not None and (match.lastgroup == "tail" or self.is_offered(match["name"]))
-            yield
 
 
 class ValueReader:
@@ -100,7 +60,6 @@ class ValueReader:
         self._sink = sink
         self._quote = quote
         self._tokens = _tokens(quote)
-        self._quote_end = regex.compile(regex.escape(quote))
         self._ends = ends or ValueEnds()
         self._is_call = positions is not None
         self._positions = iter(positions or ())
@@ -232,7 +191,7 @@ class ValueReader:
         if self._expected == "key" and not is_key:
             position = next(self._positions, "") if self._is_in_call else ""
             self._key = position
-            self._sink(f'"{_escaped(position)}": ')
+            self._sink(f'"{escaped(position)}": ')
             self._expected = "value"
 
     def _end_item(self) -> None:
@@ -283,48 +242,8 @@ class ValueReader:
             self._end_item()
 
     def _text(self, quote: str, sink: Sink) -> Generator[None, None, bool]:
-        """Read a text between two quotes. Returns False if the source ends in it."""
-        source = self._source
-        source.take(len(quote))
-        sink('"')
-        is_own = quote not in ('"', "'")
-        after = _AFTER_KEY if self._expected == "key" else _AFTER_TEXT
-        while True:
-            yield from source.run(self._ends.plain, (lambda text: sink(_escaped(text))) if is_own else sink)
-            if not source.buffer:
-                if not source.is_cut:
-                    sink('"')
-                return not source.is_cut
-            own_end = (yield from source.peek(self._quote_end)) if is_own else None
-            if own_end is None and (yield from self._ends.ends_text(source)):
-                sink('"')
-                return True
-            if is_own:
-                mark = source.take(1 if own_end is None else len(quote))
-            else:
-                end = yield from source.peek(_TEXT_END)
-                mark = source.take(1 if end is None else end.end())
-            is_end = mark == quote
-            if is_end and not is_own and self._open:  # models do not always escape those inside
-                is_end = (yield from source.peek(after)) is not None or (source.is_last and not source.buffer.strip())
-            if is_end:
-                sink('"')
-                return True
-            sink(_escaped(mark) if is_own else _in_text(mark))
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _in_text(mark: str) -> str:
-    """Return a quote, a control character or an escape as JSON has it inside of a text."""
-    if mark in ("'", "\\'"):
-        return "'"
-    if mark[:2] in ("\\x", "\\U"):
-        return _escaped(chr(min(int(mark[2:], 16), sys.maxunicode)))
-    is_json = mark[0] == "\\" and (len(mark) > 2 or mark[1:] in tuple(_OWN_ESCAPES))
-    return mark if is_json else _escaped(mark)
+        is_key, is_whole = self._expected == "key", not self._open
+        return read_text(self._source, sink, quote, ends=self._ends, is_key=is_key, is_whole=is_whole)
 
 
 def _json_word(word: str) -> str:

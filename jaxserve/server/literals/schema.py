@@ -8,7 +8,7 @@ from typing import Any
 
 import regex
 
-from jaxserve.server.parsing.literal import to_json
+from jaxserve.server.literals.value import to_json
 from jaxserve.structured.schemas import find
 
 MAX_SCHEMAS = 256
@@ -71,6 +71,12 @@ def property_kind(schema: Mapping[str, Any], key: str) -> Kind:
 def property_names(schema: Mapping[str, Any]) -> list[str]:
     """Return the names of the properties that a tool's parameters list, in their order."""
     return list(_dict(schema.get("properties")))
+
+
+def keys_of(value: str) -> set[str]:
+    """Return the keys of an object in JSON; none if it is no object, or is not complete."""
+    loaded = _loaded(value)
+    return set(loaded) if isinstance(loaded, dict) else set()
 
 
 class _Search:

@@ -1,21 +1,8 @@
-"""Tell whether a prompt leaves thoughts open, and count the tokens of an answer that are thoughts."""
+"""Counts the tokens of an answer that are thoughts."""
 
 from collections.abc import Callable, Container, Sequence
 
 from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.syntaxes.syntax import Thoughts
-
-
-def are_open(thoughts: Thoughts, written: str) -> bool | None:
-    """Return true if a text leaves thoughts open; None if it contains none of their marks.
-
-    `written` must be what the chat template itself writes at the end of a prompt, never the text of a message.
-    """
-    opening, closing = (
-        max((written.rfind(mark.strip()) for mark in marks), default=-1)
-        for marks in (thoughts.opening, thoughts.closing)
-    )
-    return None if opening == closing else opening > closing
 
 
 class ReasoningCounter:
