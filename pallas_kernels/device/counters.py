@@ -5,46 +5,41 @@ Each function is executed by one warpgroup. The interpreter runs CTAs one after 
 `interpret` leaves them out.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jax_internals import ir
-
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
+from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline
 
 
 def signal(counter, *, interpret: bool) -> None:
     """Add 1 to a counter in global memory, after whatever this warpgroup has written there."""
     if not interpret:
-        _inline(_signal, _REF)(counter)
+        inline(_signal, REF)(counter)
 
 
 def wait(counter, value, *, interpret: bool) -> None:
     """Wait until a counter has reached `value`; earlier writes are visible then, to TMA too."""
     if not interpret:  # the interpreter runs CTAs one after another
-        _inline(_wait, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
+        inline(_wait, REF, SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
 
 
 def take(counter, value, *, interpret: bool) -> None:
     """Wait until a counter has reached `value`, and subtract it; earlier writes are visible then, not to TMA."""
     if not interpret:
-        _inline(_take, _REF, _SCALAR)(counter, jnp.full((128,), value))
+        inline(_take, REF, SCALAR)(counter, jnp.full((128,), value))
 
 
 def clear(counter, *, interpret: bool) -> None:
     """Set a counter to 0."""
     if not interpret:
-        _inline(_clear, _REF)(counter)
+        inline(_clear, REF)(counter)
 
 
 def add(counter: Any, amount: Any) -> None:
     """Add an amount that the device computes, as `signal` adds 1."""
-    _inline(_add, _REF, _SCALAR)(counter, jnp.full((128,), jnp.int32(amount)))
+    inline(_add, REF, SCALAR)(counter, jnp.full((128,), jnp.int32(amount)))
 
 
 def _signal(_, counter) -> None:
@@ -66,7 +61,7 @@ def _take(_, counter, value) -> None:
 def _clear(_, counter) -> None:
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
         mgpu.utils.inline_ptx(
-            "st.relaxed.gpu.global.u32 [$0], $1;", mgpu.utils.memref_ptr(counter), _i32(0), has_side_effects=True
+            "st.relaxed.gpu.global.u32 [$0], $1;", mgpu.utils.memref_ptr(counter), const_i32(0), has_side_effects=True
         )
 
 
@@ -78,11 +73,3 @@ def _add(_, counter, amount) -> None:
     [amount] = amount.registers.flat
     mgpu.warpgroup_barrier()
     _semaphore(counter).signal(amount, memory_scope="gpu")
-
-
-def _inline(run: Callable[..., Any], *arg_types: Any) -> Callable[..., Any]:
-    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=None)(run)
-
-
-def _i32(value: int):
-    return mgpu.c(value, ir.IntegerType.get_signless(32))

@@ -22,7 +22,8 @@ from pallas_kernels.device.codes import (
     rearranged,
     times,
 )
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, value_of
+from pallas_kernels.device.registers import at, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
 
 OUTPUTS = 64
@@ -39,7 +40,6 @@ MAX_ROWS_OF_SCALED_SUMS = 16
 """With more rows there are too few registers for the sums of a group apart: rounded scales multiply the weights."""
 
 _LAYOUT = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
 _SWIZZLE = cast(Any, plgpu.SwizzleTransform)(128)
 _CODES = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 128)), _SWIZZLE))
 _ROWS = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 64)), _SWIZZLE))
@@ -64,11 +64,9 @@ def add_product(
     scales_weights = num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE)
     scales_sums = num_scales > 0 and not scales_weights
 
-    @cast(Any, plgpu.inline_mgpu)(
-        arg_types=(_LAYOUT, _CODES, _SCALAR, _SCALAR, _ROWS, _SCALAR, *vectors), return_type=out
-    )
+    @cast(Any, plgpu.inline_mgpu)(arg_types=(_LAYOUT, _CODES, SCALAR, SCALAR, _ROWS, SCALAR, *vectors), return_type=out)
     def run(_, sums, codes, slot, warpgroup, x, x_slot, *vectors):
-        own = _Thread(codes, _only(slot), _only(warpgroup), is_gated=is_gated)
+        own = _Thread(codes, value_of(slot), value_of(warpgroup), is_gated=is_gated)
         scales, zeros = vectors[:num_scales], vectors[num_scales:]
         registers = sums.registers.copy()
         acc = None
@@ -83,7 +81,7 @@ def add_product(
                 for chunk, pairs in enumerate(own.weights(unit, code, minus), (unit - start) // 8):
                     for half, pair in enumerate(pairs):
                         value = pair if factors is None else times(pair, factors[half])
-                        a[_at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
+                        a[at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
         for first in range(0, columns, BATCH):
@@ -97,9 +95,11 @@ def add_product(
                     acc = mgpu.WGMMAAccumulator.zero(OUTPUTS, rows)
                 piece = start // PIECE
                 entry, tile = (
-                    (arith.addi(_only(x_slot), _i32(piece)), 0) if has_pieces_apart else (_only(x_slot), piece)
+                    (arith.addi(value_of(x_slot), const_i32(piece)), 0)
+                    if has_pieces_apart
+                    else (value_of(x_slot), piece)
                 )
-                b = mgpu.memref_slice(x, (_index(entry), slice(None), slice(tile, tile + 1)))
+                b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
                 acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
                 if scales_sums and (start + PIECE) % group_size == 0:
                     done.append((acc, scales[start // group_size]))
@@ -113,7 +113,7 @@ def add_product(
             for part, factors in done:
                 values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
                 for place, register in np.ndenumerate(values.registers):
-                    factor = factors.registers[_at(0, place[4])]
+                    factor = factors.registers[at(0, place[4])]
                     registers[place] = mlir_math.fma(register, factor, registers[place])
         if acc is not None:
             return acc.value
@@ -134,23 +134,26 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
     num_jobs = tiles * column_tiles * 2 * 8
 
     def run(_, ref, slot) -> None:
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+        thread = arith.remui(mgpu.utils.thread_idx(), const_i32(128))
         eight, words = (
             ir.VectorType.get((8,), ir.BF16Type.get()),
             ir.VectorType.get((4,), ir.IntegerType.get_signless(32)),
         )
         for first in range(0, num_jobs, 128):
-            job = arith.addi(thread, _i32(first))
-            row, unit = arith.remui(job, _i32(8)), arith.divui(job, _i32(8))
-            half, tile = arith.remui(unit, _i32(2)), arith.divui(unit, _i32(2))
-            column_tile, row_tile = arith.remui(tile, _i32(column_tiles)), arith.divui(tile, _i32(column_tiles))
+            job = arith.addi(thread, const_i32(first))
+            row, unit = arith.remui(job, const_i32(8)), arith.divui(job, const_i32(8))
+            half, tile = arith.remui(unit, const_i32(2)), arith.divui(unit, const_i32(2))
+            column_tile, row_tile = (
+                arith.remui(tile, const_i32(column_tiles)),
+                arith.divui(tile, const_i32(column_tiles)),
+            )
 
             def place(chunk: int, half=half, row=row, row_tile=row_tile, column_tile=column_tile) -> list[Any]:
-                chunk = arith.xori(arith.addi(arith.muli(half, _i32(4)), _i32(chunk)), row)
-                entry, tile = _only(slot), column_tile
+                chunk = arith.xori(arith.addi(arith.muli(half, const_i32(4)), const_i32(chunk)), row)
+                entry, tile = value_of(slot), column_tile
                 if pieces is not None:
-                    entry, tile = arith.addi(entry, column_tile), _i32(0)
-                return [_index(i) for i in (entry, row_tile, tile, row, arith.muli(chunk, _i32(8)))]
+                    entry, tile = arith.addi(entry, column_tile), const_i32(0)
+                return [as_index(i) for i in (entry, row_tile, tile, row, arith.muli(chunk, const_i32(8)))]
 
             def interleave() -> None:
                 loaded = [utils.bitcast(vector.load(eight, ref, place(chunk)), words) for chunk in range(4)]
@@ -173,10 +176,10 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
             if num_jobs - first >= 128:
                 interleave()
             else:
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, job, _i32(num_jobs))):
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, job, const_i32(num_jobs))):
                     interleave()
 
-    cast(Any, plgpu.inline_mgpu)(arg_types=(_ROWS, _SCALAR), return_type=None)(run)(
+    cast(Any, plgpu.inline_mgpu)(arg_types=(_ROWS, SCALAR), return_type=None)(run)(
         ref, jnp.full((128,), slot, jnp.int32)
     )
 
@@ -185,15 +188,15 @@ class _Thread:
     """What one thread reads of the ring of codes."""
 
     def __init__(self, codes: Any, slot: Any, warpgroup: Any, *, is_gated: bool) -> None:
-        self.codes, self.slot = codes, _index(slot)
+        self.codes, self.slot = codes, as_index(slot)
         row, self.quarter = row_and_quarter()
-        warp, self.row = arith.divui(row, _i32(16)), arith.remui(row, _i32(16))
-        own = arith.addi(arith.muli(warpgroup, _i32(4)), warp)
+        warp, self.row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
+        own = arith.addi(arith.muli(warpgroup, const_i32(4)), warp)
         if is_gated:
-            tiles = [arith.addi(own, _i32(16 * half)) for half in range(2)]
+            tiles = [arith.addi(own, const_i32(16 * half)) for half in range(2)]
         else:
-            tiles = [arith.addi(arith.muli(own, _i32(2)), _i32(half)) for half in range(2)]
-        self.tiles = [_index(tile) for tile in tiles]
+            tiles = [arith.addi(arith.muli(own, const_i32(2)), const_i32(half)) for half in range(2)]
+        self.tiles = [as_index(tile) for tile in tiles]
 
     def weights(self, start: int, code: Code, minus: list[Any] | None) -> list[list[Any]]:
         """Return the pairs of UNIT columns: for each 8 of them in wgmma's order those of either half."""
@@ -213,38 +216,18 @@ class _Thread:
     def _word(self, half: int, byte: int) -> Any:
         """Load 4 bytes of an output: those of this thread among 16 from `byte` on."""
         place = arith.addi(
-            arith.muli(arith.xori(self.row, _i32(byte // 16)), _i32(16)), arith.muli(self.quarter, _i32(4))
+            arith.muli(arith.xori(self.row, const_i32(byte // 16)), const_i32(16)),
+            arith.muli(self.quarter, const_i32(4)),
         )
         four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
-        indices = [self.slot, self.tiles[half], _constant(0), _index(self.row), _index(place)]
+        indices = [self.slot, self.tiles[half], const_index(0), as_index(self.row), as_index(place)]
         return utils.bitcast(vector.load(four, self.codes, indices), ir.IntegerType.get_signless(32))
 
 
 def _pair_of(vectors: Any, half: int, added: float = 0.0) -> Any:
     """Return an output's value plus `added`, twice in bfloat16."""
     f32 = ir.F32Type.get()
-    value = vectors.registers[_at(0, half)]
+    value = vectors.registers[at(0, half)]
     if added:
         value = arith.addf(value, vector.broadcast(ir.VectorType.get((2,), f32), mgpu.c(added, f32)))
     return arith.truncf(ir.VectorType.get((2,), ir.BF16Type.get()), value)
-
-
-def _only(scalar: Any) -> Any:
-    [value] = scalar.registers.flat
-    return value
-
-
-def _at(chunk: int, half: int) -> tuple[int, ...]:
-    return 0, chunk, 0, 0, half, 0, 0, 0, 0
-
-
-def _i32(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
-
-
-def _constant(value: int) -> Any:
-    return arith.constant(ir.IndexType.get(), value)
-
-
-def _index(value: Any) -> Any:
-    return arith.index_cast(ir.IndexType.get(), value)

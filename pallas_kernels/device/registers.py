@@ -1,12 +1,18 @@
 """Registers of a matrix in WGMMA layout: which values are a lane's, when a wgmma has written them, storing some."""
 
-from typing import Any, cast
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.mlir import REF, inline
 from pallas_kernels.jax_internals import arith, ir, vector
+
+CHUNK = plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=plgpu.Layout.WGMMA)
+"""Eight columns of such a matrix."""
 
 
 def written[Sums](sums: Sums) -> Sums:
@@ -40,7 +46,7 @@ def store_first_rows(ref, x, *, interpret: bool) -> None:
     if interpret:
         ref[...] = x[: ref.shape[0]]
     else:
-        cast(Any, plgpu.inline_mgpu)(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(_store_first_rows)(ref, x)
+        inline(_store_first_rows, REF, plgpu.Layout.WGMMA)(ref, x)
 
 
 def _store_first_rows(_, ref, x) -> None:
@@ -59,3 +65,25 @@ def _store_first_rows(_, ref, x) -> None:
                 place = (row, arith.addi(first_column, c(8 * matrix)))
                 values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
                 vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in place])
+
+
+def halves(x: Any) -> tuple[Any, Any]:
+    """Return [64, 8] of x's first halves, each twice, and of its second halves."""
+
+    def run(_, x):
+        return tuple(chunk_of([x.registers[at(0, half)]] * 2) for half in range(2))
+
+    return inline(run, plgpu.Layout.WGMMA, out=(CHUNK, CHUNK))(x)
+
+
+def chunk_of(registers: list[Any]) -> Any:
+    """Return eight columns of which a thread has these pairs of values, in its first and its second row."""
+    values = np.empty((1, 1, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    for half, register in enumerate(registers):
+        values[at(0, half)] = register
+    return mgpu.FragmentedArray(_registers=values, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def at(chunk: int, half: int) -> tuple[int, ...]:
+    """Return where the registers have a thread's values of its first or second row, of eight columns."""
+    return 0, chunk, 0, 0, half, 0, 0, 0, 0

@@ -4,8 +4,7 @@ A warpgroup has 64 outputs, the rows of WGMMA layout, or 32 of gate and the same
 multiplied are its columns, eight at a time.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +12,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of, vector_of
 from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 
 __all__ = [
@@ -30,8 +30,6 @@ __all__ = [
 
 COLUMNS = 8
 _LAYOUT = plgpu.Layout.WGMMA
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
 
 def zeros(rows: int) -> Any:
@@ -52,36 +50,26 @@ def outputs_vector(ref: Any, base: Any, first: Any, column: Any, *, num_outputs:
         element = ref.type.element_type
         registers = []
         for half in range(2):
-            output = arith.addi(_only(first), _own_output(half, is_gated=is_gated))
-            output = arith.minsi(output, _i32(num_outputs - 1))
-            output = arith.addi(output, _i32(num_outputs * half if is_gated else 0))
-            index = arith.addi(_only(base), output)
-            one = vector.load(ir.VectorType.get((1,), element), ref, [_index(index), _index(_only(column))])
+            output = arith.addi(value_of(first), _own_output(half, is_gated=is_gated))
+            output = arith.minsi(output, const_i32(num_outputs - 1))
+            output = arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
+            index = arith.addi(value_of(base), output)
+            one = vector.load(ir.VectorType.get((1,), element), ref, [as_index(index), as_index(value_of(column))])
             value = vector.extract(one, [], [0])
             if is_exponent:
                 value = _power_of_two(value)
             registers.append(vector.broadcast(ir.VectorType.get((2,), value.type), value))
-        return _chunk(registers)
+        return chunk_of(registers)
 
-    return _inline(run, _REF, *[_SCALAR] * 3, out=out)(ref, *map(_splat, (base, first, column)))
+    return inline(run, REF, *[SCALAR] * 3, out=out)(ref, *map(splat, (base, first, column)))
 
 
 def _power_of_two(exponent: Any) -> Any:
     """Return 2^(e - 127) in float32 for a byte; 0 becomes the power below float32's normal numbers."""
     wide = arith.extui(ir.IntegerType.get_signless(32), exponent)
-    bits = arith.shli(wide, _i32(23))
-    bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wide, _i32(0)), _i32(1 << 22), bits)
+    bits = arith.shli(wide, const_i32(23))
+    bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wide, const_i32(0)), const_i32(1 << 22), bits)
     return utils.bitcast(bits, ir.F32Type.get())
-
-
-def halves(y: Any) -> tuple[Any, Any]:
-    """Return [64, 8] of y's gate, each value twice, and of its up."""
-
-    def run(_, y):
-        return tuple(_chunk([y.registers[_at(0, half)]] * 2) for half in range(2))
-
-    chunk = plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), jnp.float32, layout=_LAYOUT)
-    return _inline(run, _LAYOUT, out=(chunk, chunk))(y)
 
 
 def store_sums(ref: Any, sums: Any, part: Any) -> None:
@@ -89,10 +77,10 @@ def store_sums(ref: Any, sums: Any, part: Any) -> None:
 
     def run(_, ref, sums, part) -> None:
         for chunk in range(sums.shape[1] // COLUMNS):
-            values = [vector.extract(sums.registers[_at(chunk, half)], [], [i]) for half in range(2) for i in range(2)]
-            vector.store(_vector(values), ref, _place(part, chunk))
+            values = [vector.extract(sums.registers[at(chunk, half)], [], [i]) for half in range(2) for i in range(2)]
+            vector.store(vector_of(values), ref, _place(part, chunk))
 
-    _inline(run, _REF, _LAYOUT, _SCALAR)(ref, sums, _splat(part))
+    inline(run, REF, _LAYOUT, SCALAR)(ref, sums, splat(part))
 
 
 def load_sums(ref: Any, part: Any, *, rows: int) -> Any:
@@ -105,15 +93,15 @@ def load_sums(ref: Any, part: Any, *, rows: int) -> Any:
             found = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, _place(part, chunk))
             values = [vector.extract(found, [], [i]) for i in range(4)]
             for half in range(2):
-                registers[_at(chunk, half)] = _vector(values[2 * half : 2 * half + 2])
+                registers[at(chunk, half)] = vector_of(values[2 * half : 2 * half + 2])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return _inline(run, _REF, _SCALAR, out=out)(ref, _splat(part))
+    return inline(run, REF, SCALAR, out=out)(ref, splat(part))
 
 
 def _place(part: Any, chunk: int) -> list[Any]:
-    thread = arith.remui(utils.thread_idx(), _i32(128))
-    return [_index(i) for i in (_only(part), _i32(chunk), thread, _i32(0))]
+    thread = arith.remui(utils.thread_idx(), const_i32(128))
+    return [as_index(i) for i in (value_of(part), const_i32(chunk), thread, const_i32(0))]
 
 
 def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gated: bool) -> None:
@@ -125,59 +113,23 @@ def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gate
     def run(_, ref, y, row, num_rows, first) -> None:
         _, quarter = row_and_quarter()
         for half in range(1 if is_gated else 2):
-            output = arith.addi(_only(first), _own_output(half, is_gated=is_gated))
-            has_output = arith.cmpi(arith.CmpIPredicate.slt, output, _i32(ref.type.shape[1]))
-            values = y.registers[_at(0, half)]
+            output = arith.addi(value_of(first), _own_output(half, is_gated=is_gated))
+            has_output = arith.cmpi(arith.CmpIPredicate.slt, output, const_i32(ref.type.shape[1]))
+            values = y.registers[at(0, half)]
             for i in range(2):
-                own = arith.addi(arith.muli(quarter, _i32(2)), _i32(i))
-                is_there = arith.andi(has_output, arith.cmpi(arith.CmpIPredicate.slt, own, _only(num_rows)))
+                own = arith.addi(arith.muli(quarter, const_i32(2)), const_i32(i))
+                is_there = arith.andi(has_output, arith.cmpi(arith.CmpIPredicate.slt, own, value_of(num_rows)))
                 with utils.when(is_there):
-                    value = _vector([vector.extract(values, [], [i])])
-                    vector.store(value, ref, [_index(arith.addi(_only(row), own)), _index(output)])
+                    value = vector_of([vector.extract(values, [], [i])])
+                    vector.store(value, ref, [as_index(arith.addi(value_of(row), own)), as_index(output)])
 
-    arguments = map(_splat, (row, num_rows, first))
-    _inline(run, _REF, _LAYOUT, *[_SCALAR] * 3)(ref, y.astype(ref.dtype), *arguments)
+    arguments = map(splat, (row, num_rows, first))
+    inline(run, REF, _LAYOUT, *[SCALAR] * 3)(ref, y.astype(ref.dtype), *arguments)
 
 
 def _own_output(half: int, *, is_gated: bool) -> Any:
     """Return a lane's output among those of its warpgroup, in a half of its registers."""
     row, _ = row_and_quarter()
     if not is_gated:
-        return arith.addi(row, _i32(8 * half))
-    return arith.addi(arith.muli(arith.divui(row, _i32(16)), _i32(8)), arith.remui(row, _i32(16)))
-
-
-def _inline(run: Callable[..., Any], *arg_types: Any, out: Any = None) -> Callable[..., Any]:
-    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=out)(run)
-
-
-def _splat(value: Any) -> Any:
-    return jnp.full((128,), value, jnp.int32)
-
-
-def _only(scalar: Any) -> Any:
-    [value] = scalar.registers.flat
-    return value
-
-
-def _chunk(registers: list[Any]) -> Any:
-    values = np.empty((1, 1, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-    for half, register in enumerate(registers):
-        values[_at(0, half)] = register
-    return mgpu.FragmentedArray(_registers=values, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-
-def _at(chunk: int, half: int) -> tuple[int, ...]:
-    return 0, chunk, 0, 0, half, 0, 0, 0, 0
-
-
-def _vector(values: list[Any]) -> Any:
-    return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
-
-
-def _i32(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
-
-
-def _index(value: Any) -> Any:
-    return arith.index_cast(ir.IndexType.get(), value)
+        return arith.addi(row, const_i32(8 * half))
+    return arith.addi(arith.muli(arith.divui(row, const_i32(16)), const_i32(8)), arith.remui(row, const_i32(16)))

@@ -6,8 +6,8 @@ are meaningful. The interpreter supports none of the operations: `interpret` rep
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.counters import clear, signal, wait
+from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat
 from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 from pallas_kernels.paging.tiles import part_layout
@@ -38,8 +39,6 @@ ROWS = 64
 """Rows of one wgmma."""
 
 _LAYOUT = plgpu.Layout.WGMMA
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
 _GROUP = 8
 """Columns of a matrix that WGMMA layout is made of."""
 
@@ -55,14 +54,14 @@ def load_columns(ref, first, num_columns: int, *, interpret: bool):
     def run(_, ref, first):
         return _load_columns(ref, first, num_columns)
 
-    return _inline(run, _REF, _SCALAR, out=out)(ref, _splat(first)).astype(jnp.float32)
+    return inline(run, REF, SCALAR, out=out)(ref, splat(first)).astype(jnp.float32)
 
 
 def store_columns(ref, x, first, *, interpret: bool) -> None:
     """Store x in ref[:, first:], as many rows and columns of it as the ref has."""
     x = x.astype(ref.dtype)
     if not interpret:
-        _inline(_store_columns, _REF, _LAYOUT, _SCALAR)(ref, x, _splat(first))
+        inline(_store_columns, REF, _LAYOUT, SCALAR)(ref, x, splat(first))
         return
     for start in range(0, x.shape[1], _GROUP):
 
@@ -76,7 +75,7 @@ def load_row_sums(ref, *, interpret: bool):
     if interpret:
         return _pad_rows(ref[...])
     out = plgpu.ShapeDtypeStruct((ROWS, _GROUP), jnp.float32, layout=_LAYOUT)
-    return _inline(_load_row_sums, _REF, out=out)(ref)
+    return inline(_load_row_sums, REF, out=out)(ref)
 
 
 def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
@@ -84,8 +83,8 @@ def store_row_sums(ref, sums, column, *, interpret: bool) -> None:
     if interpret:
         ref[:, column] = sums[: ref.shape[0]]
         return
-    _inline(_store_first_column, _REF, _LAYOUT, _SCALAR)(
-        ref, lax.broadcast_in_dim(sums, (ROWS, _GROUP), (0,)), _splat(column)
+    inline(_store_first_column, REF, _LAYOUT, SCALAR)(
+        ref, lax.broadcast_in_dim(sums, (ROWS, _GROUP), (0,)), splat(column)
     )
 
 
@@ -94,7 +93,7 @@ def store_vector(ref, x, *, interpret: bool) -> None:
     if interpret:
         ref[...] = x[: ref.shape[0]]
     else:
-        _inline(_store_vector, _REF, _LAYOUT)(ref, lax.broadcast_in_dim(x, (ROWS, _GROUP), (0,)))
+        inline(_store_vector, REF, _LAYOUT)(ref, lax.broadcast_in_dim(x, (ROWS, _GROUP), (0,)))
 
 
 def store_heads(ref, x, row, first, start, number: int, *, interpret: bool) -> None:
@@ -111,15 +110,7 @@ def store_heads(ref, x, row, first, start, number: int, *, interpret: bool) -> N
         return
     run = functools.partial(_store_heads, number=number)
     layout = _LAYOUT if x.shape[0] == ROWS else part_layout(size)
-    _inline(run, _REF, layout, _SCALAR, _SCALAR, _SCALAR)(ref, x, _splat(row), _splat(first), _splat(start))
-
-
-def _inline(run: Callable[..., Any], *arg_types: Any, out: Any = None) -> Callable[..., Any]:
-    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=out)(run)
-
-
-def _splat(value):
-    return jnp.full((128,), value)
+    inline(run, REF, layout, SCALAR, SCALAR, SCALAR)(ref, x, splat(row), splat(first), splat(start))
 
 
 def _pad_rows(x):
@@ -140,8 +131,8 @@ def _load_columns(ref, first, num_columns: int):
     registers = _registers(num_columns)
     for half, row, _ in _own_rows(ref):
         for group, column, is_there in _own_columns(ref, first, num_columns):
-            place = column if is_there is None else arith.select(is_there, column, _i32(0))
-            values = vector.load(pair, ref, [_index(row), _index(place)])
+            place = column if is_there is None else arith.select(is_there, column, const_i32(0))
+            values = vector.load(pair, ref, [as_index(row), as_index(place)])
             registers[_place(group, half)] = values if is_there is None else arith.select(is_there, values, zeros)
     return _filled(registers, ref)
 
@@ -151,7 +142,7 @@ def _store_columns(_, ref, x, first) -> None:
         for group, column, is_column in _own_columns(ref, first, x.shape[1]):
             is_there = is_row if is_column is None else arith.andi(is_row, is_column)
             with mgpu.utils.when(is_there):
-                vector.store(x.registers[_place(group, half)], ref, [_index(row), _index(column)])
+                vector.store(x.registers[_place(group, half)], ref, [as_index(row), as_index(column)])
 
 
 def _load_row_sums(_, ref):
@@ -163,8 +154,8 @@ def _load_row_sums(_, ref):
     for half, row, _ in _own_rows(ref):
         total = vector.broadcast(four, mgpu.c(0.0, f32))
         for start in range(0, ref.type.shape[1], 16):
-            column = arith.addi(arith.muli(quarter, _i32(4)), _i32(start))
-            total = arith.addf(total, vector.load(four, ref, [_index(row), _index(column)]))
+            column = arith.addi(arith.muli(quarter, const_i32(4)), const_i32(start))
+            total = arith.addf(total, vector.load(four, ref, [as_index(row), as_index(column)]))
         a, b, c, d = (vector.extract(total, [], [i]) for i in range(4))
         registers[_place(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
     return _filled(registers, ref)
@@ -173,26 +164,26 @@ def _load_row_sums(_, ref):
 def _store_first_column(_, ref, x, column) -> None:
     [column] = column.registers.flat
     _, quarter = row_and_quarter()
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, _i32(0))
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, const_i32(0))
     one = ir.VectorType.get((1,), ir.F32Type.get())
     for half, row, is_row in _own_rows(ref):
         with mgpu.utils.when(arith.andi(is_first, is_row)):
             value = vector.extract(x.registers[_place(0, half)], [], [0])
-            vector.store(vector.from_elements(one, [value]), ref, [_index(row), _index(column)])
+            vector.store(vector.from_elements(one, [value]), ref, [as_index(row), as_index(column)])
 
 
 def _store_vector(_, ref, x) -> None:
     _, quarter = row_and_quarter()
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, _i32(0))
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, const_i32(0))
     one = ir.VectorType.get((1,), ir.F32Type.get())
     [size] = ref.type.shape
     first, _ = row_and_quarter()
     for half in range(_num_halves(size)):
-        row = arith.addi(first, _i32(8 * half))
-        is_there = arith.cmpi(arith.CmpIPredicate.ult, row, _i32(size))
+        row = arith.addi(first, const_i32(8 * half))
+        is_there = arith.cmpi(arith.CmpIPredicate.ult, row, const_i32(size))
         with mgpu.utils.when(arith.andi(is_first, is_there)):
             value = vector.extract(x.registers[_place(0, half)], [], [0])
-            vector.store(vector.from_elements(one, [value]), ref, [_index(row)])
+            vector.store(vector.from_elements(one, [value]), ref, [as_index(row)])
 
 
 def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
@@ -205,9 +196,9 @@ def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
         i32 = ir.IntegerType.get_signless(32)
         x_row, column = (arith.index_cast(i32, index) for index in (x_row, column))
         head = arith.addi(start, x_row)
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, head, _i32(number))):
-            place = arith.addi(first, arith.addi(arith.muli(head, _i32(x.shape[1])), column))
-            vector.store(register, ref, [_index(row), _index(place)])
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, head, const_i32(number))):
+            place = arith.addi(first, arith.addi(arith.muli(head, const_i32(x.shape[1])), column))
+            vector.store(register, ref, [as_index(row), as_index(place)])
 
 
 def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
@@ -215,12 +206,12 @@ def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
 
     The second one is omitted if no lane's second row is in the ref.
     """
-    num_rows = _i32(ref.type.shape[0])
+    num_rows = const_i32(ref.type.shape[0])
     first, _ = row_and_quarter()
     for half in range(_num_halves(ref.type.shape[0])):
-        row = arith.addi(first, _i32(8 * half))
+        row = arith.addi(first, const_i32(8 * half))
         is_there = arith.cmpi(arith.CmpIPredicate.ult, row, num_rows)
-        yield half, arith.select(is_there, row, arith.subi(num_rows, _i32(1))), is_there
+        yield half, arith.select(is_there, row, arith.subi(num_rows, const_i32(1))), is_there
 
 
 def _num_halves(num_rows: int) -> int:
@@ -232,10 +223,10 @@ def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]
     [first] = first.registers.flat
     _, quarter = row_and_quarter()
     size = ref.type.shape[1]
-    own = arith.addi(first, arith.muli(quarter, _i32(2)))
+    own = arith.addi(first, arith.muli(quarter, const_i32(2)))
     for group in range(num_columns // _GROUP):
-        column = arith.addi(own, _i32(group * _GROUP))
-        is_there = None if size % num_columns == 0 else arith.cmpi(arith.CmpIPredicate.ult, column, _i32(size))
+        column = arith.addi(own, const_i32(group * _GROUP))
+        is_there = None if size % num_columns == 0 else arith.cmpi(arith.CmpIPredicate.ult, column, const_i32(size))
         yield group, column, is_there
 
 
@@ -252,11 +243,3 @@ def _filled(registers, ref):
     if _num_halves(ref.type.shape[0]) == 1:
         registers[0, :, 0, 0, 1] = registers[0, :, 0, 0, 0]
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-
-def _i32(value: int):
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
-
-
-def _index(value):
-    return arith.index_cast(ir.IndexType.get(), value)

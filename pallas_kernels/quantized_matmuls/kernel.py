@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import counters
 from pallas_kernels.device.codes import Code, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, add_product, interleave_rows
+from pallas_kernels.device.registers import halves
 from pallas_kernels.quantized_matmuls import device
 
 NUM_COMPUTE = 4
@@ -549,7 +550,7 @@ def _finish(block: _Block, matmul: Matmul, tile: Any, chunk: Any, sums: Any, ope
             device.store_transposed(gmem[matmul.y], y, first, chunk)
         elif matmul.is_gated:
             assert block.problem.activation is not None
-            gate, up = device.halves(y)
+            gate, up = halves(y)
             y = block.problem.activation(gate) * up
             device.store_transposed(gmem[matmul.y], y, lax.div(first, _int(2)), chunk, half=0)
         else:
