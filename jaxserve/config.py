@@ -88,7 +88,8 @@ class EngineConfig:
     dtype: DTypeName = _option(
         "auto",
         "model",
-        "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU",
+        "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU, float16 in place of bfloat16 "
+        "on GPUs without it",
     )
     quantization: Quantization | None = _option(
         None,
@@ -145,7 +146,7 @@ class EngineConfig:
         "auto",
         "execution",
         "attention, sampling and what else has kernels of its own for a GPU; "
-        "auto: sm90, for Hopper GPUs, where there is one, xla on CPU; other GPUs must be asked to run xla, slowly",
+        "auto: sm90 on Hopper GPUs, xla on CPUs and, with a warning, on other GPUs",
     )
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
 
 HEADER = (
-    *("requests", "prefill tok/s", "peer's", "output tok/s", "peer's"),
+    *("requests", "prefill tok/s", "peer's", "output tok/s", "peer's", "x peer"),
     *("ms a token", "peer's", "floor", "x floor", "device busy"),
 )
 
@@ -144,12 +144,14 @@ def _row(shape: BatchShape, measured: Measurement, peer: PeerRun | None, floor: 
         return "-" if value is None else f"{value:.{digits}f}"
 
     per_token = measured.per_token
+    speed = shape.batch_size * shape.output_len / measured.total
     return [
         f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out",
         number(shape.batch_size * shape.input_len / measured.prefill),
         number(peer and peer.prefill_tok_s),
-        number(shape.batch_size * shape.output_len / measured.total),
+        number(speed),
         number(peer and peer.out_tok_s),
+        number(speed / peer.out_tok_s if peer and peer.out_tok_s else None, 2),
         number(per_token and per_token * 1e3, 2),
         number(peer and peer.tpot_ms, 2),
         number(floor and floor * 1e3, 2),

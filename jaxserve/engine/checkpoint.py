@@ -1,10 +1,12 @@
 """What an engine reads of a checkpoint before it loads any weight."""
 
 import functools
+import logging
 import pathlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,6 +22,11 @@ from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import get_family, max_context
 from jaxserve.models.family import Family
+
+logger = logging.getLogger(__name__)
+
+BEYOND_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})
+"""Families whose activations are too large for float16."""
 
 
 class Checkpoint(NamedTuple):
@@ -56,10 +63,21 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     )
 
 
-def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool) -> np.dtype:
-    """Return the dtype of activations, KV and weights that are not quantized."""
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool, has_bfloat16: bool) -> np.dtype:
+    """Return the dtype of activations, KV and weights that are not quantized.
+
+    Where the device has no bfloat16, "auto" is float16 instead, or float32 for families with larger values.
+    """
     with naming_config(checkpoint.path):
-        return resolve_dtype(config.dtype, checkpoint.fields, is_cpu=is_cpu)
+        dtype = resolve_dtype(config.dtype, checkpoint.fields, is_cpu=is_cpu)
+    if dtype != jnp.bfloat16 or has_bfloat16:
+        return dtype
+    if config.dtype != "auto":
+        logger.warning("this GPU has no bfloat16: XLA computes in float32, which is slow; --dtype auto avoids that")
+        return dtype
+    chosen = np.dtype(np.float32 if checkpoint.fields["model_type"] in BEYOND_FLOAT16 else np.float16)
+    logger.warning("dtype is %s: this GPU has no bfloat16", chosen)
+    return chosen
 
 
 def choose_weights(

@@ -3,7 +3,7 @@
 import logging
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,12 @@ from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
 from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
+
+SM90 = "9.0"
+"""Compute capability of Hopper GPUs."""
+
+FIRST_WITH_BFLOAT16 = 8.0
+"""Compute capability of Ampere GPUs. On those before, such as T4, XLA computes bfloat16 in float32."""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 
@@ -37,15 +43,20 @@ class Devices(NamedTuple):
         return self.platform == "cpu"
 
     @property
+    def first(self) -> Any:
+        """One of the devices, which are all of a kind."""
+        return self.mesh.devices.flat[0]
+
+    @property
     def description(self) -> str:
         """The kind of the devices and, of several, how many."""
-        kind = self.mesh.devices.flat[0].device_kind
+        kind = self.first.device_kind
         return kind if self.mesh.size == 1 else f"{self.mesh.size} x {kind}"
 
     @property
     def peak_bandwidth(self) -> float | None:
         """Bytes a second that all devices read from their memory at most, None if their kind is not known."""
-        peak = PEAK_BYTES_PER_SECOND.get(self.mesh.devices.flat[0].device_kind)
+        peak = PEAK_BYTES_PER_SECOND.get(self.first.device_kind)
         return None if peak is None else peak * self.mesh.size
 
 
@@ -65,25 +76,33 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
     )
 
 
-def choose_kernels(config: EngineConfig, mesh: Mesh, dtype: np.dtype) -> Kernels:
-    """Choose the kernels. Nothing falls back silently: on a GPU plain XLA is slow, and is used only on request. Raises
-    ConfigError.
+def choose_kernels(requested: Literal["auto", "xla", "sm90"], device: Any, dtype: np.dtype) -> Kernels:
+    """Choose the kernels for a device. Nothing falls back silently: plain XLA on a GPU is slow, which is logged unless
+    it was requested. Raises ConfigError for kernels that the device does not have.
     """
-    if config.kernels == "xla":
+    if requested == "xla" or (requested == "auto" and device.platform == "cpu"):
         return "xla"
-    device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        if config.kernels == "auto":
+        raise ConfigError(f"kernels is {requested}, but the model runs on a CPU: leave it out, or --kernels xla")
+    if device.compute_capability != SM90:
+        if requested == "auto":
+            logger.warning(
+                "there are no kernels for %s, only for Hopper GPUs: the model runs in plain XLA, which is slower",
+                device.device_kind,
+            )
             return "xla"
-        raise ConfigError(f"kernels is {config.kernels}, but the model runs on a CPU: leave it out, or --kernels xla")
-    if device.compute_capability != "9.0":
-        raise ConfigError(f"there are no kernels for {device.device_kind}: ask for slow, plain XLA by --kernels xla")
+        raise ConfigError(f"there are no kernels for {device.device_kind}: leave --kernels out, for slower, plain XLA")
     if dtype.itemsize != 2:
         raise ConfigError(
             f"dtype is {dtype}, but there are kernels for bfloat16 and float16 only: choose one of these by --dtype, "
             "or slow, plain XLA by --kernels xla"
         )
     return "sm90"
+
+
+def has_bfloat16(device: Any) -> bool:
+    """Return true if a device multiplies bfloat16 as fast as other types of 16 bits: all but GPUs before Ampere."""
+    return device.platform == "cpu" or float(device.compute_capability) >= FIRST_WITH_BFLOAT16
 
 
 def reaches_peers(mesh: Mesh) -> bool:

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig, WarmUp
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
 from jaxserve.engine.client import EngineInfo
-from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, reaches_peers
+from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16, reaches_peers
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
@@ -88,8 +88,8 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
 def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) -> tuple[StepBuilder, Params]:
     """Choose dtype, kernels and the form of the weights. Returns what builds the steps of that, and the weights."""
     mesh = devices.mesh
-    dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu)
-    kernels = choose_kernels(config, mesh, dtype)
+    dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu, has_bfloat16=has_bfloat16(devices.first))
+    kernels = choose_kernels(config.kernels, devices.first, dtype)
     specs = choose_weights(config, checkpoint, dtype=dtype, kernels=kernels, mesh=mesh, is_cpu=devices.is_cpu)
     spec = StepSpec(
         model=checkpoint.fields,

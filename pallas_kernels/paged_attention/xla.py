@@ -1,4 +1,4 @@
-"""`paged_attention` in plain XLA: the implementation on a CPU, and on a GPU only on request.
+"""`paged_attention` in plain XLA: the implementation on a CPU, and on a GPU without kernels of its own or on request.
 
 Static shapes, data-dependent trip counts: a loop over groups of rows around one over chunks of their contexts.
 """
@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paging import Scores
-from pallas_kernels.paging.xla import attend, ceil_div
+from pallas_kernels.paging.xla import attend, ceil_div, chunk_on_a_gpu, runs_on_a_gpu
 
 # Measured on CPU with python -m pallas_kernels.bench paged_attention. The rows of a group divide the overhead per
 # chunk, but a group runs as long as its longest row.
@@ -28,7 +28,10 @@ def paged_attention_xla(
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
     """See `paged_attention`."""
     num_rows, num_queries = q.shape[:2]
-    group = min(GROUP, num_rows)
+    # Fewer turns of loops on a GPU: all rows at once.
+    is_on_gpu = runs_on_a_gpu()
+    group = num_rows if is_on_gpu else min(GROUP, num_rows)
+    chunk = chunk_on_a_gpu(k_pages, num_rows=num_rows, chunk=CHUNK) if is_on_gpu else CHUNK
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, num_queries)
     index = jnp.arange(num_queries)[None]
@@ -46,7 +49,7 @@ def paged_attention_xla(
             v_pages,
             block_tables=lax.dynamic_slice_in_dim(block_tables, first, group),
             lens=lax.dynamic_slice_in_dim(seq_lens, first, group),
-            chunk=CHUNK,
+            chunk=chunk,
             scores=scores,
         )
         out, lse = (
@@ -55,7 +58,10 @@ def paged_attention_xla(
         )
         return out, lse
 
-    in_use = jnp.max(jnp.where(seq_lens > 0, jnp.arange(1, num_rows + 1), 0))
     nothing = jnp.zeros_like(q), jnp.full_like(q, -jnp.inf, dtype=jnp.float32)[..., 0]
-    out, lse = lax.fori_loop(0, ceil_div(in_use, group), row_group, nothing)
+    if is_on_gpu:
+        out, lse = row_group(jnp.int32(0), nothing)
+    else:
+        in_use = jnp.max(jnp.where(seq_lens > 0, jnp.arange(1, num_rows + 1), 0))
+        out, lse = lax.fori_loop(0, ceil_div(in_use, group), row_group, nothing)
     return jnp.pad(out, ((0, room - num_rows), (0, 0), (0, 0), (0, 0))), lse

@@ -1,9 +1,10 @@
-"""Queries against the contexts of their rows in plain XLA: what both paged attentions run on a CPU.
+"""Queries against the contexts of their rows in plain XLA: what both paged attentions run without kernels.
 
 A loop over chunks of the context keeps a running softmax (Milakov and Gimelshein 2018, "Online normalizer calculation
 for softmax"); its trip count depends on the data, so that the cost follows the contexts in use.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -14,7 +15,27 @@ from pallas_kernels.paging.scores import Scores
 # finite, and exp(MASKED - maximum) = 0 takes it away again with the first chunk that has something to attend to.
 MASKED = -1e30
 
+SUMMED_ON_A_GPU = 1024
+"""Most positions of a context that a GPU attends to at once. The host waits for the GPU before each turn of a loop that
+has as many turns as the data says, which takes longer than the work of short turns.
+"""
+
+GATHERED_ON_A_GPU = 2**24
+"""Most values of keys that a GPU gathers at once, 64 MiB in float32, as long as that is a chunk of a CPU's size."""
+
 EXACT = lax.Precision.HIGHEST  # on a GPU the default would round float32 factors to 10 bits
+
+
+def runs_on_a_gpu() -> bool:
+    """Return true while a program is traced for a mesh of GPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "gpu"
+
+
+def chunk_on_a_gpu(k_pages: Float[Array, "P K S D"], *, num_rows: int, chunk: int) -> int:
+    """Return how many positions of `num_rows` contexts a GPU attends to at once, at least `chunk`."""
+    per_position = num_rows * k_pages.shape[1] * k_pages.shape[3]
+    return max(chunk, min(SUMMED_ON_A_GPU, GATHERED_ON_A_GPU // per_position // chunk * chunk))
 
 
 def attend(

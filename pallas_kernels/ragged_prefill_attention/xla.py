@@ -1,4 +1,5 @@
-"""`ragged_prefill_attention` in plain XLA: the implementation on a CPU, and on a GPU only on request.
+"""`ragged_prefill_attention` in plain XLA: the implementation on a CPU, and on a GPU without kernels of its own or on
+request.
 
 Static shapes, data-dependent trip counts: loops over rows and tiles of their tokens around one over chunks of the
 context.
@@ -9,9 +10,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paging import Scores
-from pallas_kernels.paging.xla import attend, ceil_div
+from pallas_kernels.paging.xla import attend, ceil_div, chunk_on_a_gpu, runs_on_a_gpu
 
 TILE, CHUNK = 64, 128  # measured on CPU with python -m pallas_kernels.bench ragged_prefill_attention
+TILE_ON_A_GPU = 256  # not measured: fewer turns, each of which the host waits for
 
 
 def ragged_prefill_attention_xla(
@@ -29,7 +31,9 @@ def ragged_prefill_attention_xla(
 ) -> Float[Array, "T H D"]:
     """See `ragged_prefill_attention`."""
     num_tokens = q.shape[0]
-    tile = min(TILE, num_tokens)
+    is_on_gpu = runs_on_a_gpu()
+    tile = min(TILE_ON_A_GPU if is_on_gpu else TILE, num_tokens)
+    chunk = chunk_on_a_gpu(k_pages, num_rows=1, chunk=CHUNK) if is_on_gpu else CHUNK
 
     def row(b: Array, out: Array) -> Array:
         start, end, seq_len = query_starts[b], query_starts[b + 1], seq_lens[b]
@@ -48,7 +52,7 @@ def ragged_prefill_attention_xla(
                 v_pages,
                 block_tables=block_tables[b][None],
                 lens=(jnp.max(position) + 1)[None],
-                chunk=CHUNK,
+                chunk=chunk,
                 scores=scores,
             )
             beside = lax.dynamic_slice_in_dim(out, first, tile)

@@ -101,3 +101,27 @@ def test_a_tuned_program_keeps_what_xla_tries_out_and_others_do_not():
         for program in make_builder(LLAMA_3_8B, kernels=kernels).shapes.programs:
             options = program.compiler_options(model)
             assert bool(options) == (not isinstance(program, WITH_LAYERS) or program.size >= 128), program
+
+
+def loops(jaxpr):
+    """The loops of a program that the host waits for on a GPU, with those inside them."""
+    found = []
+    for equation in jaxpr.eqns:
+        inner = []
+        for value in equation.params.values():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                body = getattr(each, "jaxpr", each)
+                inner += loops(body) if hasattr(body, "eqns") else []
+        found += [inner] if equation.primitive.name == "while" else inner
+    return found
+
+
+def test_a_decode_step_in_plain_xla_waits_in_no_loop_of_loops():
+    """At most one loop a layer, over parts of its context of 1,024 tokens, and those of the draw."""
+    builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 2}, kernels="xla")
+    (program,) = [each for each in builder.shapes.programs if isinstance(each, PlainDecode) and each.size == 16]
+    declared = builder._declare(program, 100)
+    with builder.model.on_mesh():
+        found = loops(jax.jit(declared.function).trace(*declared.arguments).jaxpr.jaxpr)
+    assert all(inner == [] for inner in found)
+    assert len(found) <= 2 + 2

@@ -28,9 +28,11 @@ jax.
 
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
+COPIES_OF_WIDEST = 2
 COPIES_TO_SORT = 3
 """What steps are expected to hold at a time: copies of the logits, and of the hidden states or, if that is more, of one
-chunk's logits while they are sorted for prompt log probabilities.
+chunk's logits while they are sorted for prompt log probabilities. Without kernels there are also copies of the widest
+activations of a layer: XLA's matmuls do not include the activation function after them.
 """
 
 
@@ -71,7 +73,11 @@ class StepBuilder:
         chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4
         logits = largest.num_rows * model.vocab_size * 4 + chunk
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
-        more = max(COPIES_OF_HIDDEN * hidden, COPIES_TO_SORT * chunk)
+        activations = COPIES_OF_HIDDEN * hidden
+        if not model.has_kernels:
+            widest = max(max(leaf.shape) for leaf in jax.tree.leaves(model.params["layers"]))
+            activations += COPIES_OF_WIDEST * widest * hidden // model.hidden_size
+        more = max(activations, COPIES_TO_SORT * chunk)
         return model.state_bytes + COPIES_OF_LOGITS * logits + more
 
     def order(self) -> list[Phase]:
