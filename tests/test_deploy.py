@@ -1,10 +1,13 @@
-"""Files for containers and clusters, checked as far as that goes without a daemon."""
+"""Files for containers and clusters, checked as far as that goes without a daemon, and mistakes that checks find."""
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 
+import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
@@ -12,60 +15,198 @@ from jaxserve import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
+INSTRUCTIONS = {
+    "FROM",
+    "RUN",
+    "CMD",
+    "LABEL",
+    "EXPOSE",
+    "ENV",
+    "COPY",
+    "ENTRYPOINT",
+    "VOLUME",
+    "USER",
+    "WORKDIR",
+    "ARG",
+}
+INSTRUCTIONS |= {"STOPSIGNAL", "HEALTHCHECK"}
 
 
-def instructions(name):
-    """The arguments of all instructions of that name in the Dockerfile."""
-    structure = DockerfileParser(path=str(DEPLOY / "Dockerfile")).structure
-    return [each["value"] for each in structure if each["instruction"] == name]
+def are_known(arguments):
+    """True if `jaxserve serve` takes these arguments."""
+    try:
+        return cli._parser().parse_known_args(["serve", *arguments])[1] == []
+    except SystemExit:
+        return False
 
 
-def flags_are_known(arguments):
-    return cli._parser().parse_known_args(["serve", *arguments])[1] == []
+def faults_of_dockerfile(text):
+    """What is wrong with a Dockerfile, in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        parser = DockerfileParser(path=folder)
+        parser.content = text
+        structure = [each for each in parser.structure if each["instruction"] != "COMMENT"]
 
+    def values(name):
+        return [each["value"] for each in structure if each["instruction"] == name]
 
-def test_the_image_runs_without_privileges_and_hears_signals():
-    assert instructions("USER")[-1] == "10001"
-    assert all(":" in base and not base.endswith(":latest") for base in instructions("FROM"))
-    (entry,) = instructions("ENTRYPOINT")
-    program, command, *arguments = json.loads(entry)  # a shell would not hand on SIGTERM
-    assert (program, command) == ("jaxserve", "serve")
-    assert flags_are_known(["MODEL", *arguments])
-
-
-def test_what_the_image_copies_is_there_and_not_ignored():
+    faults = [f"no instruction {each['instruction']}" for each in structure if each["instruction"] not in INSTRUCTIONS]
+    stages = {words[2] for base in values("FROM") if len(words := base.split()) == 3}
+    for base in values("FROM"):
+        if ":" not in base or base.split()[0].endswith(":latest"):
+            faults.append(f"{base} is not pinned")
+    if values("USER")[-1:] != ["10001"]:
+        faults.append("it does not end as a user without privileges")
+    try:
+        program, command, *arguments = json.loads(values("ENTRYPOINT")[-1])
+        if (program, command) != ("jaxserve", "serve") or not are_known(["MODEL", *arguments]):
+            faults.append("it does not start a server")
+    except (IndexError, ValueError):
+        faults.append("a shell does not hand on SIGTERM")
     kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
-    sources = [source for copy in instructions("COPY") if "--from" not in copy for source in copy.split()[:-1]]
-    assert set(sources) == kept
-    assert all((ROOT / source).exists() for source in sources)
+    for copy in values("COPY"):
+        *sources, _ = copy.split()
+        if sources[0].startswith("--from="):
+            if sources[0].removeprefix("--from=") not in stages:
+                faults.append(f"there is no stage {sources[0]}")
+            continue
+        faults += [f"{each} is ignored" for each in sources if each not in kept]
+        faults += [f"there is no {each}" for each in sources if not (ROOT / each).exists()]
+    for run in values("RUN"):
+        if "apt-get install" in run and not ("--yes" in run and "rm -rf /var/lib/apt/lists" in run):
+            faults.append("apt-get asks, or leaves its lists")
+        if "pip install" in run and "-c constraints.txt" not in run:
+            faults.append("versions are not pinned")
+    health = [value.split("CMD", 1)[1] for value in values("HEALTHCHECK")]
+    if not any("/health" in value and json.loads(value) for value in health):
+        faults.append("nobody asks for its health")
+    return faults
 
 
-def test_kubernetes_accepts_the_manifest():
-    check = [sys.executable, "-m", "kubernetes_validate", "--strict", "--quiet", str(DEPLOY / "kubernetes.yaml")]
-    result = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def faults_of_compose(text):
+    """What is wrong with a compose file, in words."""
+    try:
+        service = yaml.safe_load(text)["services"]["jaxserve"]
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        return [f"no service: {error}"]
+    faults = []
+    context = (DEPLOY / service["build"]["context"]).resolve()
+    if context != ROOT or not (context / service["build"]["dockerfile"]).exists():
+        faults.append("the image is not built from the clone")
+    faults += [f"{port} is open to others" for port in service["ports"] if not port.startswith("127.0.0.1:")]
+    if not are_known([re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service["command"]]):
+        faults.append("the command is unknown")
+    # An empty key is refused by the server; a name without a value is passed on only if it is set.
+    faults += [f"{name} is set though it is not" for name, value in service["environment"].items() if value is not None]
+    if "gpu" not in service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"]:
+        faults.append("no GPU is reserved")
+    return faults
 
 
-def test_the_pod_is_probed_and_drained():
-    manifests = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
-    pod = manifests["Deployment"]["spec"]["template"]["spec"]
+def faults_of_manifest(text):
+    """What is wrong with a Kubernetes manifest, in words."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        check = [sys.executable, "-m", "kubernetes_validate", "--strict", "--quiet", file.name]
+        result = subprocess.run(check, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return [result.stdout + result.stderr]
+    manifests = {each["kind"]: each for each in yaml.safe_load_all(text)}
+    pod, faults = manifests["Deployment"]["spec"]["template"]["spec"], []
     (container,) = pod["containers"]
-    assert {probe: container[probe]["httpGet"]["path"] for probe in container if probe.endswith("Probe")} == {
+    probes = {probe: container[probe]["httpGet"] for probe in container if probe.endswith("Probe")}
+    if {name: probe["path"] for name, probe in probes.items()} != {
         "startupProbe": "/health",
         "readinessProbe": "/health",
         "livenessProbe": "/live",
-    }
-    assert flags_are_known(container["args"])
+    }:
+        faults.append("the probes are others")
+    ports = {port["name"] for port in container["ports"]}
+    if not {probe["port"] for probe in probes.values()} <= ports:
+        faults.append("a probe asks at another port")
     arguments = container["args"]
-    drain = int(arguments[arguments.index("--shutdown-timeout") + 1])
-    (_, pause) = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod["terminationGracePeriodSeconds"] > drain + int(pause)
-    assert manifests["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    if not are_known(arguments):
+        faults.append("the arguments are unknown")
+    elif "--shutdown-timeout" in arguments:
+        drain = int(arguments[arguments.index("--shutdown-timeout") + 1])
+        (_, pause) = container["lifecycle"]["preStop"]["exec"]["command"]
+        if pod["terminationGracePeriodSeconds"] <= drain + int(pause):
+            faults.append("requests are killed while they may finish")
+    if manifests["Service"]["spec"]["ports"][0]["targetPort"] not in ports:
+        faults.append("the service has another port")
+    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        manifests["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests["Service"]["spec"]["selector"],
+    ):
+        if not selector.items() <= labels.items():
+            faults.append("a selector finds no pod")
+    name = manifests["Service"]["metadata"]["name"]
+    if name == "jaxserve" and pod.get("enableServiceLinks") is not False:
+        faults.append("Kubernetes sets JAXSERVE_PORT for this service")
+    secure = {**pod["securityContext"], **container["securityContext"]}
+    if not secure.get("runAsNonRoot") or secure.get("allowPrivilegeEscalation") is not False:
+        faults.append("it has privileges")
+    mounts, volumes = {each["name"] for each in container["volumeMounts"]}, {each["name"] for each in pod["volumes"]}
+    if mounts != volumes:
+        faults.append("volumes are not those that are mounted")
+    return faults
 
 
-def test_compose_builds_the_image():
-    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["jaxserve"]
-    context = (DEPLOY / service["build"]["context"]).resolve()
-    assert context == ROOT
-    assert (context / service["build"]["dockerfile"]).exists()
-    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+CHECKS = {
+    "Dockerfile": faults_of_dockerfile,
+    "compose.yaml": faults_of_compose,
+    "kubernetes.yaml": faults_of_manifest,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_there_are_no_faults(name):
+    assert CHECKS[name]((DEPLOY / name).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("Dockerfile", "USER 10001\n", ""),
+        ("Dockerfile", "USER 10001\n", "USER 10001\nUSER root\n"),
+        ("Dockerfile", "WORKDIR /src", "WROKDIR /src"),
+        ("Dockerfile", "ubuntu24.04 AS build", "ubuntu24.04:latest AS build"),
+        ("Dockerfile", ":13.0.1-base-ubuntu24.04\n", "\n"),
+        ("Dockerfile", '["jaxserve", "serve", "--host", "0.0.0.0"]', "jaxserve serve --host 0.0.0.0"),
+        ("Dockerfile", '"--host", "0.0.0.0"', '"--hots", "0.0.0.0"'),
+        ("Dockerfile", "COPY checkpoints checkpoints", "COPY checkpoint checkpoints"),
+        ("Dockerfile", "--from=build", "--from=builder"),
+        ("Dockerfile", "-c constraints.txt ", ""),
+        ("Dockerfile", "install --yes --no", "install --no"),
+        ("Dockerfile", "/health", "/"),
+        ("compose.yaml", "127.0.0.1:8000", "8000"),
+        ("compose.yaml", "context: ..", "context: ."),
+        ("compose.yaml", "JAXSERVE_API_KEY:", "JAXSERVE_API_KEY: ${JAXSERVE_API_KEY:-}"),
+        ("compose.yaml", "services:", "service:"),
+        ("compose.yaml", "  jaxserve:\n", "  jaxserve\n"),
+        ("compose.yaml", '["${MODEL:-scribe-15m}"]', '["${MODEL:-scribe-15m}", "--prot", "1"]'),
+        ("compose.yaml", "[gpu]", "[cpu]"),
+        (
+            "kubernetes.yaml",
+            "      port: http\n            periodSeconds: 10",
+            "      port: htp\n            periodSeconds: 10",
+        ),
+        ("kubernetes.yaml", "failureThreshold: 360", "failureThreshhold: 360"),
+        ("kubernetes.yaml", "replicas: 1", "replicas: one"),
+        ("kubernetes.yaml", "path: /live", "path: /health"),
+        ("kubernetes.yaml", "terminationGracePeriodSeconds: 60", "terminationGracePeriodSeconds: 30"),
+        ("kubernetes.yaml", '"--shutdown-timeout"', '"--shutdown-time"'),
+        ("kubernetes.yaml", "      enableServiceLinks: false # Kubernetes would set JAXSERVE_PORT\n", ""),
+        ("kubernetes.yaml", "allowPrivilegeEscalation: false", "allowPrivilegeEscalation: true"),
+        ("kubernetes.yaml", "targetPort: http", "targetPort: web"),
+        ("kubernetes.yaml", "  selector:\n    app: jaxserve", "  selector:\n    app: server"),
+        ("kubernetes.yaml", "            - name: scratch\n", "            - name: scratches\n"),
+    ],
+    ids=lambda text: re.sub(r"\W+", "-", text)[:40],
+)
+def test_a_mistake_is_found(name, right, wrong):
+    text = (DEPLOY / name).read_text()
+    assert right in text
+    assert CHECKS[name](text.replace(right, wrong, 1))

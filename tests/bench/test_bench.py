@@ -187,13 +187,14 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines()[-2:])
     figures = dict(zip(["requests", *latency.HEADER[1:]], first, strict=True))
     assert (first[0], second[0]) == ("3 x 10 in, 6 out", "2 x 8 in, 1 out")
-    assert (first[2], first[4], first[6]) == ("1234", "77", "5.50")
+    assert (first[2], first[4], first[7]) == ("1234", "77", "5.50")
+    assert float(first[5]) == pytest.approx(float(first[3]) / 77, abs=0.02)
     assert float(first[1]) > 0
     assert float(first[3]) > 0
     num_weights = 128 * 32 + (4 * 16 + 32 + 3 * 32) * 32 + 3 * 32  # the tied embedding, one layer, norms
     kv_elements = 3 * 13 * 2 * 16 * num_devices  # 3 requests, 13 tokens on average, a KV head that each device has
     assert figures["floor"] == f"{(num_weights + kv_elements) * 4 / (1e6 * num_devices) * 1e3:.2f}"
-    assert second[5:] == ["-"] * 5
+    assert second[5:] == ["-"] * 6
 
 
 @pytest.mark.slow
