@@ -60,6 +60,11 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 MAX_MAPS = 10_000
 """Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes."""
 
+WITH_MANY_PROGRAMS = tuple(
+    f"test_{name}" for name in ("embeddings", "exactness", "hybrid", "kv_head", "quantization", "structured")
+)
+"""Beginnings of names of files in other folders whose tests compile for longer than they run."""
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
@@ -76,8 +81,8 @@ def _quick_to_compile(request):
     """Turn LLVM's optimizations off on a CPU where there are many programs that run only a few times; elsewhere
     programs would run for longer than that saves.
     """
-    are_many = request.path.parent.name in {"layers", "models", "pallas_kernels"}
-    are_many |= request.path.stem.startswith("test_exactness")
+    are_many = request.path.parent.name in {"extensions", "layers", "models", "pallas_kernels"}
+    are_many |= request.path.stem.startswith(WITH_MANY_PROGRAMS)
     jax.config.update("jax_disable_most_optimizations", are_many and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)

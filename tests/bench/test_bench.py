@@ -259,6 +259,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
     assert 0 < float(xz.split("|")[2]) < bits
 
 
+@pytest.mark.slow
 def test_bits_per_byte_beside_rounded_matrices(tmp_path):
     folder = byte_level(tmp_path / "model")
     write_config(folder, TINY | {"vocab_size": 300})

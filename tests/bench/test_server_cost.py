@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_cost_of_a_token(monkeypatch):
     """The time that is measured lasts for 160 tokens, however long the machine takes for them."""
     num_events, at_ends = 0, []

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from engine_harness import Model, request, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def gpt_oss():
@@ -26,7 +28,6 @@ def test_chunks_and_preemption(gpt_oss):
     assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.slow
 def test_prefix_hits(gpt_oss):
     random = np.random.default_rng(1)
     common = random.integers(0, gpt_oss.vocab_size, 40).tolist()

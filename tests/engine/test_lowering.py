@@ -291,6 +291,7 @@ def test_without_its_workers_this_process_lowers(caplog):
     assert "lowered in this process" in caplog.text
 
 
+@pytest.mark.slow
 def test_one_worker_that_is_killed_costs_one_step(caplog):
     builder = make_builder()
     programs = builder.shapes.programs[-3:]

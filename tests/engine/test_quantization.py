@@ -64,11 +64,20 @@ def store(checkpoint, quantization, tmp_path_factory):
     return path
 
 
-def test_tokens_are_those_of_the_rounded_values(checkpoint, store, quantization):
-    expected = naive_tokens(checkpoint, quantization)
+@pytest.fixture(scope="module")
+def expected(checkpoint, quantization):
+    """Tokens of a full forward pass with the rounded values."""
+    return naive_tokens(checkpoint, quantization)
+
+
+def test_tokens_are_those_of_the_rounded_values(checkpoint, quantization, expected):
     assert len(set().union(*expected)) > 5
     assert expected != naive_tokens(checkpoint, None), "rounding changed nothing"
     assert greedy_tokens(checkpoint, quantization) == expected
+
+
+@pytest.mark.slow
+def test_tokens_on_several_devices_are_those_of_one(checkpoint, store, quantization, expected):
     assert greedy_tokens(checkpoint, quantization, 4) == expected
     assert greedy_tokens(store, None, 2) == expected  # a store itself says what it contains
 

@@ -10,7 +10,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from depths import quick_first
+from depths import quick_first, quick_only
 from engine_harness import GOLDENS, Model, request
 from waiting import PATIENCE
 
@@ -172,7 +172,7 @@ def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("warmup", ["none", "background", "full"])
+@pytest.mark.parametrize("warmup", quick_only(["none", "background", "full"], "none", "full"))
 def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, warmup):
     monkeypatch.setattr(startup, "choose_kernels", lambda *_: "sm90")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=warmup, compilation_cache_dir="")

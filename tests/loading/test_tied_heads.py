@@ -27,7 +27,8 @@ def is_tied(path):
     return fields["tie_word_embeddings"] and (path / "model.safetensors").is_file()
 
 
-TIED = list(filter(is_tied, GOLDENS))
+TIED = list({load_config(path)["model_type"]: path for path in filter(is_tied, GOLDENS)}.values())
+"""One golden of each family that has any."""
 HEAD_OF = {"gpt_neox": "embed_out.weight"}
 
 
