@@ -1,10 +1,11 @@
-"""Tokenizers, and front ends on scripted engines."""
+"""Tokenizers, front ends on scripted engines, and such an engine behind the wire."""
 
 import contextlib
 
 import pytest
 import tiny_tokenizer
 from fake_client import FakeEngineClient, echo
+from remote_engine import Engine
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
@@ -31,3 +32,10 @@ def start():
             return Frontend(client, tokenizer, seed=seed, default_sampling=default_sampling)
 
         yield start
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    yield engine
+    engine.close()

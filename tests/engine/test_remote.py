@@ -1,26 +1,17 @@
 """The wire: a client of an engine elsewhere gets what one in the same process would."""
 
 import asyncio
-import contextlib
-import pathlib
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 
 import msgspec
 import pytest
-from fake_client import FakeEngineClient, Script
+from fake_client import Script
+from remote_engine import Sink, connected, request
 from serving import byte_tokenizer
 from waiting import PATIENCE, until
 
-from jaxserve.engine import process, remote, wire
+from jaxserve.engine import wire
 from jaxserve.engine.frontend import Frontend
-from jaxserve.engine.process import EngineServer
-from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.errors import (
     CapacityExceeded,
     EngineDead,
@@ -31,74 +22,6 @@ from jaxserve.errors import (
     Unavailable,
 )
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, SamplingParams, TokenLogprobs
-
-
-class Engine:
-    """A scripted engine and its side of the wire, in threads."""
-
-    def __init__(self, **options):
-        self.play = lambda request: Script(token_ids=request.prompt_token_ids[: request.max_tokens])
-        self.client = FakeEngineClient(lambda request: self.play(request), **options)
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))  # short, as the path of a Unix socket must be
-        self.server = EngineServer(self.client, self.folder)
-        self.was_alive = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self):
-        self.was_alive = self.server.run()
-
-    def close(self):
-        self.server.stop()
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive()
-        shutil.rmtree(self.folder)
-
-
-@pytest.fixture
-def engine():
-    engine = Engine()
-    yield engine
-    engine.close()
-
-
-def request(name="a", prompt=(5, 6, 7, 8), max_tokens=4, **params):
-    return EngineRequest(
-        request_id=name,
-        group_id=name,
-        prompt_token_ids=list(prompt),
-        params=SamplingParams(**params),
-        max_tokens=max_tokens,
-    )
-
-
-@contextlib.asynccontextmanager
-async def connected(engine, *names):
-    clients = [await asyncio.wait_for(RemoteEngineClient.connect(engine.folder, name), PATIENCE) for name in names]
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            client.close()
-
-
-class Sink:
-    def __init__(self):
-        self.batches = []
-
-    def __call__(self, outputs):
-        self.batches.append(outputs)
-
-    @property
-    def outputs(self):
-        return [output for batch in self.batches for output in batch]
-
-    @property
-    def reasons(self):
-        return {output.request_id: output.finish_reason for output in self.outputs if output.finish_reason}
-
-    def tokens(self, name):
-        return [token for output in self.outputs if output.request_id == name for token in output.new_token_ids]
 
 
 def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):
@@ -360,141 +283,6 @@ def test_a_call_does_not_wait_for_ever(engine, monkeypatch):
             with pytest.raises(Unavailable, match="in a step"):
                 await asyncio.to_thread(x.snapshot)
             gate.set()
-
-    asyncio.run(run())
-
-
-def test_the_death_of_the_engine_is_an_error_of_every_request():
-    engine = Engine()
-    engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x", "y") as clients:
-            sinks = [Sink(), Sink()]
-            alive = []
-            for client, sink, name in zip(clients, sinks, "ab", strict=True):
-
-                def take(outputs, client=client, sink=sink):
-                    alive.append(client.is_alive())
-                    sink(outputs)
-
-                client.submit([request(name)], take)
-            await until(lambda: all(sink.outputs for sink in sinks))
-            assert alive == [True, True]
-            engine.client.die("the device is gone")
-            await until(lambda: all(sink.reasons for sink in sinks))
-            assert alive == [True, True, False, False]  # when the error arrives, the engine already counts as dead
-            assert [sink.outputs[-1].error for sink in sinks] == ["the device is gone"] * 2
-            with pytest.raises(EngineDead, match="device"):
-                clients[0].submit([request("c")], Sink())
-
-    asyncio.run(run())
-    engine.close()
-    assert engine.was_alive is False
-
-
-def test_a_request_that_the_end_of_the_process_cuts_off_has_failed(engine):
-    """The engine closes in good order when its parent is gone, and aborts what it runs; no client has asked for it."""
-    engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a")], sink)
-            await until(lambda: bool(sink.outputs))
-            engine.client.close()
-            await until(lambda: bool(sink.reasons))
-            assert sink.reasons == {"a": "error"}
-            assert sink.outputs[-1].error == "the engine has stopped: it is closed"
-
-    asyncio.run(run())
-
-
-def test_a_process_that_ends_without_a_word(engine):
-    engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a")], sink)
-            await until(lambda: bool(sink.outputs))
-            x.engine_died("its process has ended")
-            assert not x.is_alive()
-            assert sink.reasons == {"a": "error"}
-            with pytest.raises(EngineDead, match="its process has ended"):
-                await asyncio.to_thread(x.reset_prefix_cache)
-
-    asyncio.run(run())
-
-
-def test_silence_counts_as_death(engine, monkeypatch):
-    monkeypatch.setattr(remote, "TICK", 0.01)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            assert x.is_alive()
-            monkeypatch.setattr(remote, "SILENCE_LIMIT", 0.1)
-            monkeypatch.setattr(engine.server, "_send_stats", lambda: None)
-            await until(lambda: not x.is_alive())
-            with pytest.raises(EngineDead, match="nothing has been heard"):
-                x.submit([request("a")], Sink())
-
-    asyncio.run(run())
-
-
-LISTEN = """
-import asyncio, pathlib, sys, uvloop
-from jaxserve.engine import remote
-remote.SILENCE_LIMIT, remote.TICK = 2.0, 0.1
-
-async def listen():
-    client = await remote.RemoteEngineClient.connect(pathlib.Path(sys.argv[1]), "x")
-    print("connected", flush=True)
-    is_over = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
-    while not is_over.done() and client.is_alive():
-        await asyncio.sleep(0.01)
-    print("alive" if client.is_alive() else "dead", flush=True)
-    client.close()
-
-uvloop.run(listen())
-"""
-
-
-def test_who_was_paused_takes_nobody_for_dead(engine, monkeypatch):
-    """Everybody is paused when a container is: the engine reports nothing in that time either."""
-    is_paused, send_stats = threading.Event(), engine.server._send_stats
-    monkeypatch.setattr(process, "STATS_INTERVAL", 0.01)
-    monkeypatch.setattr(engine.server, "_send_stats", lambda: is_paused.is_set() or send_stats())
-    command = [sys.executable, "-c", LISTEN, str(engine.folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
-        try:
-            assert listener.stdout.readline() == "connected\n"
-            is_paused.set()
-            listener.send_signal(signal.SIGSTOP)
-            time.sleep(2.5)
-            listener.send_signal(signal.SIGCONT)
-            time.sleep(0.2)
-            is_paused.clear()
-            assert listener.communicate("\n", timeout=PATIENCE)[0] == "alive\n"
-        finally:
-            listener.kill()
-
-
-def test_a_client_may_come_before_the_engine():
-    async def run():
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
-        connecting = asyncio.create_task(RemoteEngineClient.connect(folder, "early"))
-        await asyncio.sleep(0.2)
-        assert not connecting.done()
-        fake = FakeEngineClient()
-        server = EngineServer(fake, folder)
-        running = asyncio.create_task(asyncio.to_thread(server.run))
-        client = await asyncio.wait_for(connecting, PATIENCE)
-        assert client.info == fake.info
-        client.close()
-        server.stop()
-        assert await running
-        shutil.rmtree(folder)
 
     asyncio.run(run())
 
