@@ -202,7 +202,9 @@ def _is_free_of_jax(module: str) -> bool:
     return module == "jaxserve" or any(module == name or module.startswith(f"{name}.") for name in NO_JAX)
 
 
-IMPORTS = [found for module in sorted(MODULES) for found in _imports(module)]
+@pytest.fixture(scope="module")
+def imports():
+    return [found for module in sorted(MODULES) for found in _imports(module)]
 
 
 def test_the_rules_are_a_hierarchy():
@@ -215,10 +217,10 @@ def test_every_room_has_a_rule():
     assert {_room(module) for module in MODULES} <= MAY_IMPORT.keys()
 
 
-def test_arrows_point_down():
+def test_arrows_point_down(imports):
     upward = [
         f"{found.importer}:{found.line} imports {found.target}"
-        for found in IMPORTS
+        for found in imports
         if _is_ours(found.target)
         and _room(found.target) != _room(found.importer)
         and _room(found.target) not in MAY_IMPORT[_room(found.importer)].split()
@@ -226,23 +228,23 @@ def test_arrows_point_down():
     assert not upward, "against the table MAY_IMPORT:\n" + "\n".join(upward)
 
 
-def test_programs_are_made_below_the_runner():
+def test_programs_are_made_below_the_runner(imports):
     """Only the runner in `execution` imports programs; the modules that programs are built from do not import them."""
     programs = "jaxserve.execution.programs"
     importers = {
         found.importer
-        for found in IMPORTS
+        for found in imports
         if found.target.startswith(programs) and _room(found.importer) == "execution"
     }
     assert {module for module in importers if not module.startswith(programs)} == {"jaxserve.execution.runner"}
-    assert not [found for found in IMPORTS if found.importer.startswith(programs) and "runner" in found.target]
+    assert not [found for found in imports if found.importer.startswith(programs) and "runner" in found.target]
 
 
-def test_operations_use_the_public_names_of_others():
+def test_operations_use_the_public_names_of_others(imports):
     """What kernels have in common is in rooms of its own; an operation is no library of another."""
     common = {"device", "paging", "peers"}
     inside = []
-    for found in IMPORTS:
+    for found in imports:
         importer, target = found.importer.split("."), found.target.split(".")
         are_modules = importer[0] == target[0] == "pallas_kernels" and len(importer) == len(target) == 3
         if are_modules and target[1] not in {importer[1], *common}:
@@ -250,22 +252,22 @@ def test_operations_use_the_public_names_of_others():
     assert not inside
 
 
-def test_a_start_goes_down_only():
+def test_a_start_goes_down_only(imports):
     """The steps of a start do not know each other's order, nor who asks for it."""
     order = ["startup", "report", "checkpoint", "device", "sizing"]
     steps = {f"jaxserve.engine.{name}": index for index, name in enumerate(order)}
     upward = [
         f"{found.importer}:{found.line} imports {found.target}"
-        for found in IMPORTS
+        for found in imports
         if found.importer in steps and steps.get(found.target, len(order)) < steps[found.importer]
     ]
     assert not upward
 
 
-def test_jax_is_named_in_no_module_that_must_not_load_it():
+def test_jax_is_named_in_no_module_that_must_not_load_it(imports):
     wrong = [
         f"{found.importer}:{found.line} imports {found.target}"
-        for found in IMPORTS
+        for found in imports
         if _is_free_of_jax(found.importer)
         and not found.typing_only
         and found.target not in MAY_START_AN_ENGINE.get(found.importer, ())
