@@ -1,58 +1,20 @@
 """Parse what a model writes: every syntax, with the same result wherever the text is cut into pieces."""
 
-import itertools
-import json
-import re
-
 import pytest
 from depths import examples
+from event_cases import call, cut, hermes, read, reader, tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.literals.schema import property_kind
-from jaxserve.server.literals.source import Source
-from jaxserve.server.literals.value import ValueReader
-from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning, joined
-from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.reader import Reader
+from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxserve.server.syntaxes.harmony import MARKS
-from jaxserve.server.syntaxes.syntax import Channels, Syntax, Thoughts
 from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
-from jaxserve.server.thought_counter import ReasoningCounter
 
-NAMES = {
-    "get_weather": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"type": "integer"},
-            "units": {"enum": ["C", "F"]},
-            "place": {"$ref": "#/$defs/place"},
-            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        },
-        "$defs": {"place": {"type": "array", "items": {"type": "number"}}},
-    },
-    "now": {"type": "object"},
-    "f": {},
-}
 ARGUMENTS = '{"city": "Br\\u00fcn\\"n{]", "days": [1, {"x": null}], "s": "</tool_call> [TOOL_CALLS] \\\\"}'
 
 SEP = "<｜tool▁sep｜>"  # noqa: RUF001
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-
-
-def hermes(name, arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def tagged(name, **arguments):
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-
-
-def call(name, arguments="{}"):
-    return [CallStart(name), CallArguments(arguments)]
 
 
 # (parser, the model's text, its contents)
@@ -183,24 +145,6 @@ CASES = [
 ]
 
 
-def reader(name, tools=NAMES, *, thoughts=None, **options):
-    (first, *_) = TOOL_PARSERS[name]
-    if isinstance(first.arguments, Channels):
-        options.pop("is_open", None)
-        return HarmonyReader(tools, **options)
-    return Reader(Syntax(first, thoughts), tools, **options)
-
-
-def read(parser, pieces, *, is_cut=False):
-    events = [event for piece in pieces for event in parser.push(piece)]
-    return joined([*events, *parser.finish(is_cut=is_cut)])
-
-
-def cut(text, places):
-    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[first:last] for first, last in itertools.pairwise(bounds)]
-
-
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_every_syntax_is_understood_in_one_piece_and_in_single_characters(name, text, expected):
     assert read(reader(name), [text]) == expected
@@ -217,55 +161,6 @@ def test_where_the_text_is_cut_makes_no_difference(case, places):
 def test_events_of_two_kinds_are_never_equal():
     events = [Content("a"), Reasoning("a"), CallArguments("a"), CallStart("a")]
     assert [[event == other for other in events] for event in events] == [[i == j for j in range(4)] for i in range(4)]
-
-
-CIRCLE = {
-    "properties": {
-        "a": {"$ref": "#/$defs/a"},
-        "b": {"$ref": "#/$defs/b"},
-        "many": {"anyOf": [{"type": "null"}] * 10**5},
-    },
-    "$defs": {
-        "a": {"anyOf": [*[{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 50, {"type": "integer"}]},
-        "b": {"oneOf": [*[{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}] * 50, {"type": ["string", "null"]}]},
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "key", "types"),
-    [
-        (NAMES["get_weather"], "city", {"string"}),
-        (NAMES["get_weather"], "units", {"string"}),
-        (NAMES["get_weather"], "place", {"array"}),
-        (NAMES["get_weather"], "note", {"string", "null"}),
-        (NAMES["get_weather"], "other", set()),
-        ({}, "a", set()),
-        ({"properties": {"a": {"const": 1.5}}}, "a", {"number"}),
-        ({"properties": {"a": {"anyOf": [{"type": "string"}, {}]}}}, "a", set()),
-        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "a", set()),
-        ({"properties": {"a": {"$ref": "http://x/#/a"}}}, "a", set()),
-        (CIRCLE, "a", {"integer", "string", "null"}),
-        (CIRCLE, "many", set()),
-    ],
-    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else str(value)[:40],
-)
-def test_what_a_schema_says_of_a_property(schema, key, types):
-    """However it is written, it is said at once: the server waits."""
-    assert property_kind(schema, key).types == types
-
-
-def test_what_is_nested_too_deeply_for_python_harms_nobody():
-    deep = "[" * 3000 + "]" * 3000
-    text = f'<tool_call>{{"a": {deep}}}'
-    assert read(reader("hermes"), [text]) == [Content(text)]
-    text = f'<tool_call>{{"arguments": {{"a": {deep}}}, "name": "f"}}'
-    assert read(reader("hermes"), [text]) == call("f", f'{{"a": {deep}}}')
-    for value, expected in ((deep, f'{{"": {deep}}}'), (json.dumps(deep), f'{{"": "{deep}"}}')):
-        text = f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>'
-        assert read(reader("hermes"), [text]) == call("f", expected)
-    text = tagged("get_weather", place=deep)
-    assert read(reader("qwen3_coder"), [text]) == call("get_weather", f'{{"place": "{deep}"}}')
 
 
 # Fragments that have a meaning somewhere: their soup must be read the same however it is cut.
@@ -336,132 +231,3 @@ def test_a_mark_that_has_begun_and_is_cut_is_markup(name):
         assert read(reader(name), ["Hi", cut_off], is_cut=True) == [Content("Hi")]
         if name != "gpt_oss":  # no text has these marks
             assert read(reader(name), ["Hi", cut_off]) == [Content(f"Hi{cut_off}")]
-
-
-@pytest.mark.parametrize("parser", ["hermes", "glm45"])
-@pytest.mark.parametrize(
-    ("is_open", "text", "expected"),
-    [
-        (True, "\nHm, \n so.\n\n</think>\n\nYes. ", [Reasoning("Hm, \n so."), Content("Yes. ")]),
-        (True, "<think>\nHm.</think>Yes.", [Reasoning("Hm."), Content("Yes.")]),
-        (True, "never ends \n", [Reasoning("never ends")]),
-        (True, "</think>\n\nYes.", [Content("Yes.")]),
-        (False, "\n<think>\n\n</think>\n\nYes.", [Content("Yes.")]),
-        (False, "<think>Hm.</thin</think>Yes.</think>", [Reasoning("Hm.</thin"), Content("Yes.</think>")]),
-        (False, "A <think> in words.", [Content("A <think> in words.")]),
-        (False, " <thing> Yes.", [Content(" <thing> Yes.")]),
-        (False, "<thi", [Content("<thi")]),
-        (False, "  ", [Content("  ")]),
-    ],
-)
-def test_thoughts_and_answer(parser, is_open, text, expected):
-    def parse():
-        return reader(parser, thoughts=REASONING_PARSERS["qwen3"], is_open=is_open)
-
-    assert read(parse(), [text]) == expected
-    assert read(parse(), list(text)) == expected
-
-
-def test_thoughts_may_open_again():
-    text = "<think>A</think>B<think>C</think>D"
-    expected = [Reasoning("A"), Content("B"), Reasoning("C"), Content("D")]
-    assert read(reader("glm45", thoughts=REASONING_PARSERS["glm45"]), list(text)) == expected
-    closed = [Reasoning("A"), Content("B<think>C</think>D")]
-    assert read(reader("hermes", thoughts=REASONING_PARSERS["qwen3"]), list(text)) == closed
-    text = f"<think>A</think>{hermes('now', '{}')}\n<think>B</think>C"
-    expected = [Reasoning("A"), *call("now"), Reasoning("B"), Content("C")]
-    assert read(reader("hermes", thoughts=REASONING_PARSERS["qwen3"]), list(text)) == expected
-
-
-@pytest.mark.parametrize(
-    ("make", "pieces", "num_thoughts"),
-    [
-        (lambda: think(is_open=True), ["A", " b", "\n", "</think>", "\n\n", "Yes", " <think>", "."], 3),
-        (lambda: think(is_open=False), ["<think>", "A", "</th", "ink>", "Yes", "<think>", "no"], 2),
-        (lambda: think(is_open=False), ["Yes", "<think>", "no", "</think>"], 0),
-        (lambda: think(is_open=True), ["never", " ends"], 2),
-        (lambda: think(is_open=True), ["A", *hermes("now", "{}").partition("now"), "after"], 1),
-        (
-            lambda: HarmonyReader({}),
-            re.findall(
-                r"<.*?>|\w+| b",
-                "<|channel|>analysis<|message|>A b<|end|><|start|>assistant<|channel|>final<|message|>Yes",
-            ),
-            2,
-        ),
-    ],
-)
-def test_thoughts_are_counted(make, pieces, num_thoughts):
-    counter = ReasoningCounter(make(), token_text=pieces.__getitem__)
-    assert counter.count([]) + counter.count([0]) + counter.count(range(1, len(pieces))) == num_thoughts
-
-
-def think(*, is_open):
-    return reader("hermes", thoughts=REASONING_PARSERS["qwen3"], is_open=is_open)
-
-
-def test_the_template_s_last_mark_says_whether_thoughts_are_open():
-    for name in ("deepseek_r1", "qwen3"):
-        assert REASONING_PARSERS[name].are_open("...<|Assistant|><think>\n") is True
-        assert REASONING_PARSERS[name].are_open("<think>\n\n</think>\n\n") is False
-        assert REASONING_PARSERS[name].are_open("Hello") is None
-
-
-def test_thoughts_that_a_call_has_ended_leave_no_mark():
-    text = f"<think>Hm.\n{hermes('now', '{}')}</think>\n\nSo."
-    expected = [Reasoning("Hm."), *call("now"), Content("So.")]
-    assert read(think(is_open=False), list(text)) == expected
-
-
-def test_calls_behind_thoughts_and_only_so_many():
-    def parser(max_calls):
-        return reader("hermes", thoughts=Thoughts(), is_open=True, max_calls=max_calls)
-
-    text = f"<tool_call> is a tag.</think>\n\n{hermes('now', '{}')}\n{hermes('f', '{}')}"
-    assert read(parser(None), list(text)) == [Reasoning("<tool_call> is a tag."), *call("now"), *call("f")]
-    assert read(parser(1), list(text)) == [Reasoning("<tool_call> is a tag."), *call("now")]
-
-
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda values: st.lists(values) | st.dictionaries(st.text(), values),
-    ),
-    indent=st.sampled_from([None, 1]),
-)
-def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
-    text, pieces = json.dumps(value, indent=indent), []
-    source = Source()
-    steps = ValueReader(source, pieces.append).read()
-    for character in text + "; more":
-        source.buffer += character
-        next(steps, None)
-    assert "".join(pieces) == text
-    assert source.buffer == "; more"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{'a': 'it\\'s \"x\"', \"b\": 'c'}", '{"a": "it\'s \\"x\\"", "b": "c"}'),
-        ("{a: True, b: None, c: (1, .5,), d: 0x1f}", '{"a": true, "b": null, "c": [1, 0.5], "d": 31}'),
-        ('{"a": 1 "b": 2,}', '{"a": 1 , "b": 2}'),
-        ("{a: {'x', 'y'}}", '{"a": ["x", "y"]}'),
-        ('{"a": 1,, "b": 2,}', '{"a": 1, "b": 2}'),
-        (
-            "{a: Oslo Town, b: /tmp/x y, c: 5 Main Street }",
-            '{"a": "Oslo Town", "b": "/tmp/x y", "c": "5 Main Street" }',
-        ),
-        ('{"a": "x\ny\td\\d"}', '{"a": "x\\ny\\td\\\\d"}'),
-        ('{"a": [1, {"b": 2}', '{"a": [1, {"b": 2}]}'),
-        ('{"a": [1, 2}', '{"a": [1, 2]}'),
-        ('{"a": ', '{"a": null}'),
-        ('{"a"', '{"a": null}'),
-        ("{zip: 02134, v: 1.10}", '{"zip": "02134", "v": 1.10}'),
-    ],
-)
-def test_what_is_nearly_json_becomes_json(text, expected):
-    events = [CallStart("f"), CallArguments(expected)]
-    assert read(reader("hermes"), [f'<tool_call>{{"name": "f", "arguments": {text}']) == events
-    assert read(reader("hermes"), list(f'<tool_call>{{"name": "f", "arguments": {text}')) == events
-    json.loads(expected)
