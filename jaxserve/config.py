@@ -28,11 +28,11 @@ Quantization = Literal["int8", "fp8", "int4"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "llama3_json", "pythonic", "llama4_pythonic", "lfm2", "olmo3", "mistral", "deepseek_v3",
     "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41", "gpt_oss", "qwen3_coder", "seed_oss", "glm45",
-    "glm47", "minimax_m2", "dots", "muse", "hy_v3", "hy_v4", "k2_horizon", "minicpm5", "step3", "kimi_k2", "kimi_k3",
-    "plamo3", "gemma4", "functiongemma", "granite", "granite-20b-fc", "phi4_mini_json", "xlam", "cohere_command3",
-    "hunyuan_a13b", "jamba", "minimax", "nemotron_json", "ernie45", "internlm", "apertus", "longcat", "inkling",
-    "gigachat3", "openai", "qwen3_xml", "nemotron_v3", "mimo", "step3p5", "step5", "granite4", "qwen3_json", "ling3",
-    "poolside_v1", "muse_glimmer", "musespark1x", "llama4_json", "cohere_command4"
+    "glm47", "minimax_m2", "minimax_m3", "dots", "muse", "hy_v3", "hy_v4", "k2_horizon", "minicpm5", "step3", "kimi_k2",
+    "kimi_k3", "plamo3", "gemma4", "functiongemma", "granite", "granite-20b-fc", "phi4_mini_json", "xlam",
+    "cohere_command3", "hunyuan_a13b", "jamba", "minimax", "nemotron_json", "ernie45", "internlm", "apertus", "longcat",
+    "inkling", "gigachat3", "openai", "qwen3_xml", "nemotron_v3", "mimo", "step3p5", "step5", "granite4", "qwen3_json",
+    "ling3", "poolside_v1", "muse_glimmer", "musespark1x", "llama4_json", "cohere_command4"
 ]
 ReasoningParser = Literal[
     "auto", "none", "deepseek_r1", "qwen3", "glm45", "kimi_k2", "olmo3", "deepseek_v3", "minimax_m2",

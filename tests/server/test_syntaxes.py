@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
 
 import jaxserve
-from jaxserve.server.syntaxes.syntax import Channels, Object, PythonCall, Tags, Wrapped
+from jaxserve.server.syntaxes.syntax import Channels, Elements, Object, PythonCall, Tags, Wrapped
 from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 
 ROWS = rows()
@@ -45,9 +45,9 @@ def values(texts):
     return st.recursive(scalars, lambda each: st.lists(each, max_size=3) | st.dictionaries(keys, each, max_size=3))
 
 
-def arguments(texts):
-    """Arguments of get_weather that fit its schema."""
-    nested = values(texts)
+def arguments(texts, *, has_types=True):
+    """Arguments of get_weather that fit its schema. `has_types`: the syntax shows the types of nested values."""
+    nested = values(texts) if has_types else texts
     return st.fixed_dictionaries(
         {},
         optional={
@@ -66,7 +66,9 @@ def messages(row):
     texts = (
         ANY_TEXT if isinstance(row.arguments, Wrapped | PythonCall | Channels) or row.arguments == Object() else WORDS
     )
-    call = st.tuples(st.sampled_from(["get_weather", "fs.read-file"]), arguments(texts)) | st.just(("now", {}))
+    has_types = not isinstance(row.arguments, Elements)
+    call = st.tuples(st.sampled_from(["get_weather", "fs.read-file"]), arguments(texts, has_types=has_types))
+    call |= st.just(("now", {}))
     words = WORDS.map(lambda text: re.sub(r"(?i)functools|function call|action:|here|to=", "", text).strip())
     most = 3 if row.is_parallel else 1
     calls = st.lists(call, max_size=most).map(tuple)
@@ -166,7 +168,7 @@ def test_a_list_without_calls_is_no_words(name):
         assert read(reader(ROWS[name], TOOLS), list(text)).content.endswith("[1")
 
 
-@pytest.mark.parametrize("name", sorted(name for name in DATA if isinstance(ROWS[name].arguments, Tags)))
+@pytest.mark.parametrize("name", sorted(name for name in DATA if isinstance(ROWS[name].arguments, Tags | Elements)))
 @pytest.mark.parametrize("arguments", [{}, {"city": "Oslo", "days": 2}])
 def test_an_object_in_place_of_tags_is_the_arguments(name, arguments):
     row = ROWS[name]
@@ -263,7 +265,7 @@ NO_ARGUMENTS = ['""', '"  "', "null", "{}", "{ }", ""]
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in DATA if not isinstance(ROWS[name].arguments, Tags | PythonCall))
+    "name", sorted(name for name in DATA if not isinstance(ROWS[name].arguments, Tags | Elements | PythonCall))
 )
 @pytest.mark.parametrize("nothing", NO_ARGUMENTS)
 def test_no_arguments_are_an_empty_object(name, nothing):
@@ -312,7 +314,7 @@ def test_a_text_without_an_end_swallows_no_call(name):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in DATA if not isinstance(ROWS[name].arguments, Tags | PythonCall))
+    "name", sorted(name for name in DATA if not isinstance(ROWS[name].arguments, Tags | Elements | PythonCall))
 )
 @pytest.mark.parametrize(
     ("value", "expected"),

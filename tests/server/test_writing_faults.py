@@ -270,3 +270,97 @@ def test_a_value_may_have_been_escaped_once_more(value):
     tools = {"f": {"properties": {"x": {"type": kind}}}}
     written = f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>"
     assert parsed("glm47", written, tools=tools).calls == (("f", {"x": value}),)
+
+
+NESTED = {
+    "properties": {
+        "order": {"$ref": "#/$defs/order"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "filter": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}, {"type": "object"}]},
+        "label": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "any": {},
+    },
+    "$defs": {
+        "order": {
+            "type": "object",
+            "properties": {"id": {"type": "integer"}, "lines": {"type": "array", "items": {"$ref": "#/$defs/order"}}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("<order><id>7</id></order>", {"order": {"id": 7}}),
+        (
+            "<order><lines><item><id>1</id></item>\n<item><lines></lines></item></lines></order>",
+            {"order": {"lines": [{"id": 1}, {"lines": ""}]}},
+        ),
+        ("<order>{\"id\": 7}</order>\n<tags>['a']</tags>", {"order": {"id": 7}, "tags": ["a"]}),
+        ("<tags><item>1</item><item>b</item></tags>", {"tags": ["1", "b"]}),
+        ("<tags><tag>1</tag></tags>", {"tags": ["1"]}),
+        ("<filter><item>1</item></filter>", {"filter": [1]}),
+        ("<filter>5</filter>", {"filter": 5}),
+        ("<filter><max>10</max></filter>", {"filter": {"max": "10"}}),
+        ("<label>hi</label>", {"label": "hi"}),
+        ("<any><item>x</item></any>", {"any": ["x"]}),
+        ("<any><a>x</a><b>{}</b></any>", {"any": {"a": "x", "b": "{}"}}),
+        ("<order><id>7</id>", {"order": {"id": 7}}),
+        ("</id><order><id>7</order>", {"order": {"id": 7}}),
+        ("", {}),
+    ],
+)
+def test_elements_in_elements_are_objects_and_lists(written, expected):
+    mark = "]<]minimax[>["
+    body = written.replace("<", f"{mark}<")
+    text = (
+        f'{mark}<tool_call>\n{mark}<invoke name="f">{body}{mark}</invoke>\n'
+        f'{mark}<invoke name="now">{mark}</invoke>\n{mark}</tool_call>'
+    )
+    assert parsed("minimax_m3", text, tools={"f": NESTED, "now": {}}).calls == (("f", expected), ("now", {}))
+
+
+def test_elements_that_nest_without_end_are_text_in_the_end():
+    mark = "]<]minimax[>["
+    text = f'{mark}<tool_call>{mark}<invoke name="f">' + f"{mark}<a>" * 3000 + f"{mark}</invoke>{mark}</tool_call>"
+    ((name, arguments),) = parsed("minimax_m3", text, tools={"f": {}}).calls
+    assert name == "f"
+    assert json.dumps(arguments).count(f"{mark}<a>") == 3000 - 64
+
+
+MUSE = '<atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" to=user<|message|>Hi.<|eot|>", Message("Hi.")),
+        (f" to=now<|message|>{MUSE}", Message("", (("now", {}),))),
+        (
+            f" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>I look.<|eom|>"
+            f"<|start|>assistant to=now<|message|>{MUSE}<|eom|><|start|>assistant to=now<|message|>{MUSE}<|eot|>",
+            Message("I look.", (("now", {}), ("now", {})), "Hm."),
+        ),
+        # What is shown to the user, or thought of, is no call.
+        (f" to=user<|message|>Write this: {MUSE}<|eot|>", Message(f"Write this: {MUSE}")),
+        (
+            f" to=self<|message|>Or {MUSE}?<|eom|><|start|>assistant to=user<|message|>Hi.<|eot|>",
+            Message("Hi.", (), f"Or {MUSE}?"),
+        ),
+    ],
+)
+def test_a_call_of_muse_is_a_message_to_the_tool(text, expected):
+    assert parsed("muse", text, thoughts=REASONING_PARSERS["muse"]) == expected
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_an_answer_of_kimi_k3_is_in_its_channels(is_open):
+    thoughts = REASONING_PARSERS["kimi_k3"]
+    call = write(ROWS["kimi_k3"], None, Message("", (("get_weather", {"city": "Oslo", "days": 2}),))).strip()
+    start = "Hm.<|close|>think<|sep|>" if is_open else ""
+    text = f"{start}<|open|>response<|sep|>I look.<|close|>response<|sep|>{call}<|close|>message<|sep|>"
+    expected = Message("I look.", (("get_weather", {"city": "Oslo", "days": 2}),), "Hm." if is_open else "")
+    assert parsed("kimi_k3", text, thoughts=thoughts, is_open=is_open) == expected
+    shown = "I look.<|close|>response<|sep|><|close|>message<|sep|>"  # the prompt has opened the channel
+    assert parsed("kimi_k3", shown, thoughts=thoughts) == Message("I look.")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.syntaxes.syntax import Channels, Object, PythonCall, Syntax, Tags, Wrapped
+from jaxserve.server.syntaxes.syntax import Channels, Elements, Object, PythonCall, Syntax, Tags, Wrapped
 from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
 
 
@@ -86,6 +86,8 @@ def _write_call(calls, name, arguments, index):
             body = head + own(arguments, quote)
         case PythonCall():
             body = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        case Elements(mark=mark):
+            body = head + (_write_elements(mark, arguments) if arguments else "")
         case Tags() as tags:
             body = head + "".join(_write_tag(tags, key, value) for key, value in arguments.items())
     return opening + body + calls.call[1]
@@ -95,6 +97,13 @@ def _write_tag(tags, key, value):
     text = value if isinstance(value, str) else dumps(value)
     flag = tags.text_flag + _flag(tags, value) if tags.text_flag else ""
     return tags.key[0] + key + tags.key[1] + flag + tags.value[0] + text + tags.value[1]
+
+
+def _write_elements(mark, value):
+    if not value or not isinstance(value, dict | list):
+        return value if isinstance(value, str) else dumps(value)
+    items = value.items() if isinstance(value, dict) else (("item", each) for each in value)
+    return "".join(f"{mark}<{name}>{_write_elements(mark, each)}{mark}</{name}>" for name, each in items)
 
 
 def _flag(tags, value):

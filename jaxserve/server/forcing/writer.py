@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from jaxserve.server.forcing.arguments import PythonArguments, Spell, TaggedArguments, Unsayable, literal, sequence
-from jaxserve.server.syntaxes.syntax import Calls, Channels, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Elements, Object, PythonCall, Tags, Thoughts, Wrapped
 from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import json_rule
 
@@ -137,7 +137,7 @@ def _head(calls: Calls, opening: str, tool: Tool, spell: Spell) -> str:
 
 def _object_call(calls: Calls, tool: Tool, spell: Spell) -> str:
     opening, closing = calls.call[0].replace("{name}", tool.name), calls.call[1]
-    if isinstance(calls.arguments, Object | Tags):
+    if isinstance(calls.arguments, Object | Tags | Elements):
         return sequence(_head(calls, opening, tool, spell), json_rule(tool.parameters), spell(closing))
     wrapped = calls.arguments if isinstance(calls.arguments, Wrapped) else Wrapped()
     return sequence(spell(opening), _object(wrapped, tool), spell(closing))

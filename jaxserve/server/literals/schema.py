@@ -68,6 +68,17 @@ def property_kind(schema: Mapping[str, Any], key: str) -> Kind:
         return Kind()
 
 
+def inner_kind(root: Mapping[str, Any], schema: Any, key: str | None) -> tuple[Any, Kind]:
+    """Return the schema that `schema`, a part of `root`, has for its property `key` (None: for its items), and what it
+    specifies.
+    """
+    try:
+        inner = {"allOf": _Search(root).properties(schema, key)}
+        return inner, _Search(root).kind(inner) or Kind()
+    except _TooLarge:
+        return {}, Kind()
+
+
 def property_names(schema: Mapping[str, Any]) -> list[str]:
     """Return the names of the properties that a tool's parameters list, in their order."""
     return list(_dict(schema.get("properties")))
@@ -93,16 +104,17 @@ class _Search:
         if self._num_left < 0:
             raise _TooLarge
 
-    def properties(self, schema: Any, key: str) -> list[Any]:
-        """Return the schemas that an object's schema has for the property `key`."""
+    def properties(self, schema: Any, key: str | None) -> list[Any]:
+        """Return the schemas that an object's schema has for the property `key`; None: a list's has for its items."""
         self._count()
         if not isinstance(schema, dict):
             return []
         named, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
+        rest = schema.get("items" if key is None else "additionalProperties")
         found = [named[key]] if key in named else []
-        found += [each for pattern, each in patterns.items() if _matches(pattern, key)]
-        if not found and isinstance(schema.get("additionalProperties"), dict):
-            found = [schema["additionalProperties"]]
+        found += [each for pattern, each in patterns.items() if key is not None and _matches(pattern, key)]
+        if not found and isinstance(rest, dict):
+            found = [rest]
         parts = [part for word in ("allOf", "anyOf", "oneOf") for part in _list(schema.get(word))]
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in self._parents:

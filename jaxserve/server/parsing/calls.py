@@ -10,9 +10,10 @@ import regex
 from jaxserve.server.literals.schema import arguments_of, json_value, keys_of, property_kind, property_names
 from jaxserve.server.literals.source import Pattern, Sink, Source, Steps, drop
 from jaxserve.server.literals.value import ValueReader, to_json
+from jaxserve.server.parsing.elements import ElementReader
 from jaxserve.server.parsing.marks import KEY, TEXT_NAME, Marks
 from jaxserve.server.parsing.tagged import TaggedReader
-from jaxserve.server.syntaxes.syntax import Arguments, Object, PythonCall, Tags, Wrapped
+from jaxserve.server.syntaxes.syntax import Arguments, Elements, Object, PythonCall, Tags, Wrapped
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
 _BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
@@ -69,7 +70,7 @@ class CallReader:
                 others.append((match["name"], len(match[0])))
         if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
             return (yield from self._read_nameless())
-        if is_among and others and not isinstance(self._arguments, Tags):
+        if is_among and others and not isinstance(self._arguments, Tags | Elements):
             name, length = others[0]
             return (yield from self._read_named(name, source.take(length)))
         return False
@@ -95,11 +96,13 @@ class CallReader:
             quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
             yield from ValueReader(source, drop, quote=quote, positions=() if is_python else None).read()
             return True
-        is_sure &= not isinstance(self._arguments, Tags) and bool(source.buffer)
+        is_sure &= not isinstance(self._arguments, Tags | Elements) and bool(source.buffer)
         if not is_sure and (yield from source.peek(marks.arguments)) is None:
             return False
         self._start(name, call_id)
         match self._arguments:
+            case Elements() if (yield from source.peek(_OBJECT)) is None:
+                yield from ElementReader(source, self._argue, marks, self._schema).read()
             case Tags() if (yield from source.peek(_OBJECT)) is None:
                 is_offered = self._tools.__contains__
                 yield from TaggedReader(source, self._argue, marks, self._schema, is_offered=is_offered).read()

@@ -8,7 +8,7 @@ from typing import Any
 import regex
 
 from jaxserve.server.literals.text import ValueEnds
-from jaxserve.server.syntaxes.syntax import Calls, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Elements, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have arrived
 _GAP = r"\s{0,8}"
@@ -48,7 +48,10 @@ class Marks:
         pieces = _PIECES.findall(calls.name[0].strip())
         tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
         prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
-        begins = [*openings, _group("begin", tag)]
+        space = re.escape(calls.arguments.mark) if isinstance(calls.arguments, Elements) else ""
+        begins = [*openings, _group("begin", f"(?:{space})?{tag}" if tag and space else tag)]
+        if "{name}" in calls.call[0]:  # only there: the same tag may be shown to the user
+            begins = openings
         thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
         answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
         hidden = _group("hidden", "|".join(map(_hidden, thoughts.hidden)))
@@ -67,10 +70,11 @@ class Marks:
         # models leave around it; what ends text inside a section that belongs to no call; what is not shown after one.
         self.section_end = _compile(section_ends) if section_ends else None
         self.closing = regex.compile(rf"{_GAP}(?:{_either(closings)})")
-        self.ending = _compile([_group("end", "|".join(ends)), _NOISE])
+        noise = _NOISE.replace(r"\]", "") if space else _NOISE  # tags begin with a bracket there
+        self.ending = _compile([_group("end", "|".join(ends)), noise])
         self.leftover = _compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""])
         self.spare = regex.compile(
-            rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, _NOISE, '```'])}))+"
+            rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, noise, '```'])}))+"
         )
 
         # The name with the text before it, and the name alone; the text between the name and the arguments; what these
@@ -86,7 +90,7 @@ class Marks:
         argument_mark = _flexible(calls.name[1].partition("{index}")[2])
         self.nameless = regex.compile(rf"(?:{word})?\W?\d{{1,9}}+{_GAP}{argument_mark}") if is_numbered else None
         key_opening = _attribute(tags.key[0])
-        starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{key_opening}|{_JSON}"}
+        starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{key_opening}|{_JSON}", Elements: rf"{space}<|{_JSON}"}
         self.arguments = _compile([starts.get(type(calls.arguments), r"[\{\[]"), *section_ends, *ends, *openings])
         self.ends = _compile([*section_ends, *ends, *openings])
 
@@ -94,6 +98,10 @@ class Marks:
         head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{names[0]}"
         is_wrapped = isinstance(calls.arguments, Wrapped)
         self.value_ends = _value_ends(calls, openings, [] if is_wrapped else [head], closings)
+
+        # The tags of elements, and what ends them all.
+        self.element_tag = regex.compile(rf"{space}<(?P<slash>/?)(?P<name>[^<>/\n]{{1,200}})>")
+        self.elements_end = _compile([*closings, *begins])
 
         # Parts of an argument between tags.
         quotes = "\"'" if tags.key[0].endswith('"') else '"'

@@ -62,6 +62,18 @@ class Tags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Each argument in an element of its name: texts without quotes, other values as JSON, or as elements within it,
+    those of a list named `item`.
+
+    Attributes:
+        mark: the text before every tag.
+    """
+
+    mark: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PythonCall:
     """Arguments are those of a call in Python: `f(a=1, b="x")`."""
 
@@ -71,7 +83,7 @@ class Channels:
     """Thoughts, words and calls are messages with headers, as OpenAI's harmony format has them (`harmony`)."""
 
 
-Arguments = Wrapped | Object | Tags | PythonCall | Channels
+Arguments = Wrapped | Object | Tags | Elements | PythonCall | Channels
 
 
 class Ids(enum.Enum):

@@ -9,7 +9,7 @@ models that use each syntax, and the sources.
 
 from dataclasses import replace
 
-from jaxserve.server.syntaxes.syntax import Calls, Channels, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
+from jaxserve.server.syntaxes.syntax import Calls, Channels, Elements, Ids, Object, PythonCall, Tags, Thoughts, Wrapped
 
 _PARAMETERS = Wrapped(arguments="parameters")
 _JSON = Calls(arguments=Wrapped())
@@ -132,6 +132,13 @@ _FORMS: dict[str, Calls] = {
     ),
     "minimax_m2": replace(
         _INVOKE, section=("<minimax:tool_call>\n", "</minimax:tool_call>"), signs=("<minimax:tool_call>",)
+    ),
+    "minimax_m3": Calls(
+        arguments=Elements(mark="]<]minimax[>["),
+        section=("]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>"),
+        call=("", "]<]minimax[>[</invoke>\n"),
+        name=(']<]minimax[>[<invoke name="', '">'),
+        signs=("]<]minimax[>[",),
     ),
     "dots": replace(
         _INVOKE, section=("<dots_function_call>\n", "</dots_function_call>"), signs=("<dots_function_call>",)
@@ -370,7 +377,7 @@ REASONING_PARSERS: dict[str, Thoughts] = {
     ),
     "kimi_k3": Thoughts(
         opening=("<|open|>think<|sep|>",),
-        closing=("<|close|>think<|sep|>",),
+        closing=("<|close|>think<|sep|>", "<|open|>response<|sep|>"),
         answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
         hidden=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
         signs=("<|open|>", "<|sep|>"),
