@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 DEVICELESS := $(VENV)/deviceless/.installed
 MODEL ?=
 SEED ?= 0
+ONLY ?=
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -58,9 +59,10 @@ lint: install
 	$(BIN)/python tests/support/lint_docstrings.py jaxserve pallas_kernels checkpoints tests
 	$(BIN)/pyright
 
-# Golden values from transformers, for any SEED. They need torch, hence a Python 3.11 venv of their own.
+# Golden values from transformers, for any SEED, of models whose name begins with ONLY. They need torch, hence a Python
+# 3.11 venv of their own.
 goldens:
-	tests/goldens/make.sh $(SEED)
+	tests/goldens/make.sh $(SEED) $(ONLY)
 
 # The worst error of every model family against transformers.
 parity: install

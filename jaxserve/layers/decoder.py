@@ -332,3 +332,31 @@ def parallel_block(
     if "mlp_norm" in layer:
         y = norm(x, layer["mlp_norm"])
     return x, update + mlp(layer["mlp"], y), cache
+
+
+def plain_layers(
+    params: Params,
+    config: Any,
+    x: Float[Array, "T E"],
+    batch: Batch,
+    kv_cache: KVCache,
+    span: range,
+    *,
+    attend: Callable[..., tuple[Array, Any]] | Sequence[Callable[..., tuple[Array, Any]]],
+    norm: Norm,
+    feed_forward: Callable[..., Array] = gated_mlp,
+    arrange: Callable[..., tuple[Array, Array | None, Any]] = sequential_block,
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run a range of layers of any family, one operation after the other, and after the last one the final norm.
+
+    `attend` is `self_attention` with all options but `batch`, or one such for each layer of the model; `feed_forward`
+    is `gated_mlp` or `mlp`. `arrange` says how both update the residual stream.
+    """
+    attends = [attend] * config.num_layers if callable(attend) else attend
+    mlp = functools.partial(feed_forward, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
+    block = functools.partial(arrange, mlp=mlp, norm=norm)
+    blocks = [
+        functools.partial(block, attend=functools.partial(attends[index], batch=batch.of_layer(index)))
+        for index in span
+    ]
+    return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm)

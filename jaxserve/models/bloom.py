@@ -11,7 +11,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, plain_layers, sequential_block
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
@@ -138,14 +138,13 @@ def layers(
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     attend = functools.partial(
         self_attention,
-        batch=batch,
         rotation=None,
         scores=Scores(scale=config.head_dim**-0.5, alibi_slopes=jnp.asarray(config.alibi_slopes, jnp.float32)),
     )
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
     arrange = _norm_as_residual_block if config.apply_residual_connection_post_layernorm else sequential_block
-    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    return plain_layers(
+        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=arrange
+    )
 
 
 FAMILY = Family(

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, parallel_block, run_layers
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.decoder import DecoderConfig, decoder_specs, parallel_block, plain_layers
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import half_split_order, rotations
@@ -111,10 +111,8 @@ def layers(
     """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(layer_norm, eps=config.norm_eps)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(parallel_block, attend=attend, mlp=mlp, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation, norm=norm)
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=parallel_block)
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

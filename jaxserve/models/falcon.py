@@ -16,7 +16,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import PRE_NORMS, Names, decoder_specs, parallel_block, run_layers, sequential_block
+from jaxserve.layers.decoder import PRE_NORMS, Names, decoder_specs, parallel_block, plain_layers, sequential_block
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
@@ -179,12 +179,11 @@ def layers(
     slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
     scores = Scores(scale=config.head_dim**-0.5, alibi_slopes=slopes)
     rotation = None if config.rope is None else rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation, scores=scores)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(
-        parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=feed_forward, norm=norm
+    attend = functools.partial(self_attention, rotation=rotation, scores=scores)
+    arrange = parallel_block if config.use_parallel_residual else sequential_block
+    return plain_layers(
+        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=arrange
     )
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
 
 
 FAMILY = Family(

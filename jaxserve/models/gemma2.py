@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
@@ -107,20 +107,17 @@ def layers(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def block(index: int) -> Block:
-        window = config.sliding_windows[index]
-        attend = functools.partial(
+    attends = [
+        functools.partial(
             self_attention,
-            batch=batch.of_layer(index),
             rotation=rotation,
             scores=Scores(
                 scale=config.query_pre_attn_scalar**-0.5, sliding_window=window, soft_cap=config.attention_soft_cap
             ),
         )
-        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-        return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-
-    return run_layers(params, x, batch, kv_cache, span, [block(index) for index in span], norm=norm)
+        for window in config.sliding_windows
+    ]
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

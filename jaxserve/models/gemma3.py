@@ -9,12 +9,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, Block, DecoderConfig, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
@@ -61,7 +60,13 @@ class Config(DecoderConfig):
         window = hf_config.integer(fields, "sliding_window")
         period = hf_config.integer(fields, "sliding_window_pattern", 6)
         pattern = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
-        rope, local_rope = _ropes(fields, head_dim)
+        rope, local_rope = hf_rope.ropes_by_type(
+            fields,
+            size=head_dim,
+            theta=1_000_000.0,
+            local_theta=fields.get("rope_local_base_freq"),
+            is_context_stretched=True,
+        )
         return cls(
             **hf_config.sizes(fields),
             head_dim=head_dim,
@@ -75,34 +80,6 @@ class Config(DecoderConfig):
             rope=rope,
             local_rope=local_rope,
         )
-
-
-def _ropes(fields: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
-    """Read the rotary embedding of full layers, and of those with a window.
-
-    Before transformers 5 the usual fields described the former, and the latter had `rope_local_base_freq` only.
-    """
-    kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    if not isinstance(kinds, dict) or not {"full_attention", "sliding_attention"}.issuperset(kinds):
-        raise CheckpointError(
-            "config.json: rope_parameters must be an object of full_attention and sliding_attention, got "
-            f"{kinds!r:.100}"
-        )
-    for name, kind in kinds.items():
-        if not isinstance(kind or {}, dict):
-            raise CheckpointError(f"config.json: rope_parameters.{name} must be an object, got {kind!r:.100}")
-    if not isinstance(scaling, dict):
-        raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
-    everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
-    local = {
-        "rope_parameters": kinds.get("sliding_attention"),
-        "rope_scaling": None,
-        "rope_theta": fields.get("rope_local_base_freq"),
-    }
-    return (
-        hf_rope.rope(fields | everywhere, size=head_dim, theta=1_000_000.0, is_context_stretched=True),
-        hf_rope.rope(fields | local, size=head_dim),
-    )
 
 
 def param_specs(config: Config) -> Params:
@@ -146,19 +123,16 @@ def layers(
     local_rotation = rotations(config.local_rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def block(index: int) -> Block:
-        window = config.sliding_windows[index]
-        attend = functools.partial(
+    attends = [
+        functools.partial(
             self_attention,
-            batch=batch.of_layer(index),
             rotation=rotation if window is None else local_rotation,
             head_norm_eps=config.norm_eps,
             scores=Scores(scale=config.query_pre_attn_scalar**-0.5, sliding_window=window),
         )
-        mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-        return functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-
-    return run_layers(params, x, batch, kv_cache, span, [block(index) for index in span], norm=norm)
+        for window in config.sliding_windows
+    ]
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

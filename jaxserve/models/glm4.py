@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.decoder import DecoderConfig, decoder_specs, plain_layers
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
@@ -86,10 +86,8 @@ def layers(
     """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation)
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm)
 
 
 FAMILY = Family(

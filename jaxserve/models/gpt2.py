@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Block, Names, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import Names, decoder_specs, plain_layers
 from jaxserve.layers.embedding import embed, embed_positions, position_spec
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
@@ -149,15 +149,11 @@ def layers(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-
-    def block(scale: float) -> Block:
-        attend = functools.partial(self_attention, batch=batch, rotation=None, scores=Scores(scale=scale))
-        return functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
-
-    return run_layers(
-        params, x, batch, kv_cache, span, [block(config.attention_scales[index]) for index in span], norm=norm
-    )
+    attends = [
+        functools.partial(self_attention, rotation=None, scores=Scores(scale=scale))
+        for scale in config.attention_scales
+    ]
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm, feed_forward=mlp)
 
 
 FAMILY = Family(

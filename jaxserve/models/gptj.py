@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, run_layers
+from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, plain_layers
 from jaxserve.layers.embedding import lm_head_bias_spec
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
@@ -117,10 +117,10 @@ def layers(
     """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(parallel_block, attend=attend, mlp=feed_forward, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation)
+    return plain_layers(
+        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=parallel_block
+    )
 
 
 FAMILY = Family(

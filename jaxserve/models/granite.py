@@ -8,9 +8,17 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import (
+    Attend,
+    DecoderConfig,
+    Mlp,
+    Norm,
+    decoder_specs,
+    plain_layers,
+    sequential_block,
+)
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
@@ -98,23 +106,21 @@ def layers(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
 
-    def attend(weights: Params, y: Array, cache: Any) -> tuple[Array, Any]:
-        update, cache = self_attention(
-            weights,
-            y,
-            cache,
-            batch=batch,
-            rotation=rotation,
-            scores=Scores(scale=config.attention_multiplier),
-        )
-        return update * config.residual_multiplier, cache
+    attend = functools.partial(self_attention, rotation=rotation, scores=Scores(scale=config.attention_multiplier))
 
-    def mlp(weights: Params, y: Array) -> Array:
-        update = gated_mlp(weights, y, config.activation, kernels=batch.kernels, peers=batch.peers)
-        return update * config.residual_multiplier
+    def arrange(
+        layer: Params, x: Array, update: Array | None, cache: Any, *, attend: Attend, mlp: Mlp, norm: Norm
+    ) -> tuple[Array, Array, Any]:
+        def attend_scaled(weights: Params, y: Array, cache: Any) -> tuple[Array, Any]:
+            update, cache = attend(weights, y, cache)
+            return update * config.residual_multiplier, cache
 
-    block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+        def mlp_scaled(weights: Params, y: Array) -> Array:
+            return mlp(weights, y) * config.residual_multiplier
+
+        return sequential_block(layer, x, update, cache, attend=attend_scaled, mlp=mlp_scaled, norm=norm)
+
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=arrange)
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

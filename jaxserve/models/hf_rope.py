@@ -55,6 +55,37 @@ def rope(
     return Rope(head_dim=rotated, theta=theta, scaling=scaling)
 
 
+def ropes_by_type(
+    fields: Fields, *, size: int, theta: float, local_theta: object, is_context_stretched: bool = False
+) -> tuple[Rope, Rope]:
+    """Read the rotary embedding of full layers, and of those with a window.
+
+    Before transformers 5 the usual fields described the former, and the latter had a base only, `local_theta` (None:
+    that of most models). `theta` is the default base of full layers; the other arguments are those of `rope`.
+    """
+    kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if not isinstance(kinds, dict) or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise CheckpointError(
+            "config.json: rope_parameters must be an object of full_attention and sliding_attention, got "
+            f"{kinds!r:.100}"
+        )
+    for name, kind in kinds.items():
+        if not isinstance(kind or {}, dict):
+            raise CheckpointError(f"config.json: rope_parameters.{name} must be an object, got {kind!r:.100}")
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
+    everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
+    local = {
+        "rope_parameters": kinds.get("sliding_attention"),
+        "rope_scaling": None,
+        "rope_theta": local_theta,
+    }
+    return (
+        rope(fields | everywhere, size=size, theta=theta, is_context_stretched=is_context_stretched),
+        rope(fields | local, size=size),
+    )
+
+
 def rope_parameters(fields: Fields) -> Fields:
     """Return the rotary embedding fields of a config.json, in either format, as one dictionary.
 

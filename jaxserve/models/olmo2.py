@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.decoder import DecoderConfig, Norm, decoder_specs, plain_layers
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
@@ -94,20 +94,19 @@ def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
     )
 
 
+def norm_heads_together(norm: Norm, x: Float[Array, "T H D"], gain: Float[Array, "H D"]) -> Float[Array, "T H D"]:
+    """Normalise all heads of a token as one vector."""
+    return norm(x.reshape(x.shape[0], -1), gain.reshape(-1)).reshape(x.shape)
+
+
 def layers(
     params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-
-    def norm_heads_together(x: Float[Array, "T H D"], gain: Float[Array, "H D"]) -> Float[Array, "T H D"]:
-        return norm(x.reshape(x.shape[0], -1), gain.reshape(-1)).reshape(x.shape)
-
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm_heads_together)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(sequential_block, attend=attend, mlp=mlp, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation, norm=functools.partial(norm_heads_together, norm))
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm)
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import Attend, Mlp, Names, Norm, decoder_specs, plain_layers, sequential_block
 from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import mlp, mlp_specs
@@ -163,11 +163,11 @@ def layers(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=NORM_EPS)
-    attend = functools.partial(self_attention, batch=batch, rotation=None)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
+    attend = functools.partial(self_attention, rotation=None)
     arrange = sequential_block if config.do_layer_norm_before else _norm_after_block
-    block = functools.partial(arrange, attend=attend, mlp=feed_forward, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    return plain_layers(
+        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=arrange
+    )
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:

@@ -13,10 +13,10 @@ from jaxserve.layers.decoder import (
     DecoderConfig,
     decoder_specs,
     parallel_block,
-    run_layers,
+    plain_layers,
     sequential_block,
 )
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
@@ -115,12 +115,9 @@ def layers(
     """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation, norm=norm)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(
-        parallel_block if config.use_parallel_residual else sequential_block, attend=attend, mlp=mlp, norm=norm
-    )
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation, norm=norm)
+    arrange = parallel_block if config.use_parallel_residual else sequential_block
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=arrange)
 
 
 FAMILY = Family(

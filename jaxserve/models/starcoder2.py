@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, run_layers, sequential_block
+from jaxserve.layers.decoder import DecoderConfig, decoder_specs, plain_layers
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
@@ -90,10 +90,8 @@ def layers(
     rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(layer_norm, eps=config.norm_eps)
     scores = Scores(scale=config.head_dim**-0.5, sliding_window=config.sliding_window)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotation, scores=scores)
-    feed_forward = functools.partial(mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(sequential_block, attend=attend, mlp=feed_forward, norm=norm)
-    return run_layers(params, x, batch, kv_cache, span, [block] * len(span), norm=norm)
+    attend = functools.partial(self_attention, rotation=rotation, scores=scores)
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp)
 
 
 FAMILY = Family(

@@ -4,7 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
-from cases_of_other_layers import BLOOM_AND_FALCON, OTHER_LAYERS
+from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -17,6 +17,7 @@ FAMILIES = {
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
@@ -283,7 +284,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

@@ -143,3 +143,29 @@ BLOOM_AND_FALCON = {
         },
     ),
 }
+
+ADDED = {
+    "olmo3_windows_yarn": (
+        "olmo3",
+        (4, 2, 10),
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "olmo3_tied_biases": (
+        "olmo3",
+        (3, 3, 14),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    ),
+}
+"""Golden models of families that were added later. The next ones go to the end: the order is part of the seeds."""

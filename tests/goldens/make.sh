@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Remake the golden values from transformers: tests/goldens/make.sh [SEED], or `make goldens SEED=n`.
+# Remake the golden values from transformers: tests/goldens/make.sh [SEED [ONLY]], or `make goldens SEED=n ONLY=olmo3`, of
+# all models or of those whose name begins with ONLY.
 # They need torch, which has no wheels for every Python that jaxserve runs on, hence a Python 3.11 venv of their own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 seed=${1:-0}
+only=${2:-}
 venv=.venv-goldens
 
 find_python() {
@@ -33,5 +35,6 @@ if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_
         "${gptqmodel/-/==}"
     tar -xzf "$venv/$gptqmodel.tar.gz" -C "$venv"
 fi
-"$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed"
+"$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed" --only "$only"
+if [[ -n $only ]]; then exit; fi
 exec "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed" --gptqmodel "$venv/$gptqmodel"

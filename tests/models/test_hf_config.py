@@ -235,6 +235,32 @@ def test_ropes_of_gemma3_in_both_styles(ropes):
     assert (config.rope.theta, config.local_rope.theta) == (1e6, 1e4)
 
 
+YARN_OF_FULL_LAYERS = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "ropes",
+    [
+        {"rope_theta": 3e5, "rope_scaling": YARN_OF_FULL_LAYERS},
+        {"rope_parameters": {"full_attention": YARN_OF_FULL_LAYERS | {"rope_theta": 3e5}, "sliding_attention": None}},
+    ],
+)
+def test_ropes_of_olmo3_in_both_styles(ropes):
+    config = read("olmo3", **ropes)
+    assert isinstance(config.rope.scaling, YarnScaling)
+    assert (config.rope.theta, config.rope.scaling.factor) == (3e5, 8.0)
+    assert config.local_rope == Rope(head_dim=12, theta=5e5)
+    assert read("olmo3").rope == read("olmo3").local_rope == Rope(head_dim=12, theta=5e5)
+
+
+def test_windows_of_olmo3():
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert windows("olmo3", sliding_window=16, layer_types=kinds) == [None, 16, 16]
+    assert windows("olmo3", sliding_window=16) == [16, 16, 16]
+    assert windows("olmo3", num_hidden_layers=4) == [4096, 4096, 4096, None]
+    assert windows("olmo3", sliding_window=None, layer_types=kinds) == [None, None, None]
+
+
 def test_gemma_of_the_first_releases():
     assert read("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
 

@@ -1,0 +1,79 @@
+"""OLMo 3 (OLMo Team 2025, arXiv:2512.13961): OLMo 2 with a sliding window in three of four layers, whose rotations are
+not scaled.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.attention import Scores, self_attention
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import plain_layers
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, rotations
+from jaxserve.models import hf_config, hf_rope, olmo2
+from jaxserve.models.family import Family
+
+THETA = 500_000.0
+
+DEFAULTS: dict[str, Any] = olmo2.DEFAULTS | {"sliding_window": 4096}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(olmo2.Config):
+    """The shape of one OLMo 3."""
+
+    sliding_windows: tuple[int | None, ...]
+    local_rope: Rope
+    """Rotary embedding of layers with a sliding window."""
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        num_layers = hf_config.integer(fields, "num_hidden_layers")
+        window = hf_config.optional_integer(fields, "sliding_window")
+        kinds = ["sliding_attention" if (index + 1) % 4 else "full_attention" for index in range(num_layers)]
+        rope, local_rope = hf_rope.ropes_by_type(
+            fields, size=hf_config.head_dim(fields), theta=THETA, local_theta=THETA
+        )
+        return cls(
+            **hf_config.as_llama(fields),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            sliding_windows=hf_config.windows_by_type(fields, window, kinds),
+            rope=rope,
+            local_rope=local_rope,
+        )
+
+
+def layers(
+    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run these layers: see `Family.layers`."""
+    rotation = rotations(config.rope, batch.positions)
+    local_rotation = rotations(config.local_rope, batch.positions)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
+    attends = [
+        functools.partial(
+            self_attention,
+            rotation=rotation if window is None else local_rotation,
+            norm=functools.partial(olmo2.norm_heads_together, norm),
+            scores=Scores(scale=config.head_dim**-0.5, sliding_window=window),
+        )
+        for window in config.sliding_windows
+    ]
+    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
+
+
+FAMILY = Family(
+    Config=Config,
+    param_specs=olmo2.param_specs,
+    layers=layers,
+    doc=__doc__,
+    features=olmo2.FAMILY.features,
+    own_layers=olmo2.FAMILY.own_layers,
+)
