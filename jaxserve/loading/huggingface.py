@@ -36,6 +36,8 @@ from jaxserve.quantization.stored import Format
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
+ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+"""Types that safetensors do not know as NumPy's."""
 
 # Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and
 # an LM head that equals the embedding (otherwise the family declares it and it is not an extra). Scales of attention
@@ -83,8 +85,8 @@ class _Stored:
     path: pathlib.Path
 
     def read(self) -> np.ndarray:
-        if self.header().get_dtype() == "F8_E4M3":  # which safetensors do not know as NumPy's
-            return read_bytes(self.path, self.name).view(ml_dtypes.float8_e4m3fn)
+        if (dtype := ONE_BYTE_FLOATS.get(self.header().get_dtype())) is not None:
+            return read_bytes(self.path, self.name).view(dtype)
         return self.file.get_tensor(self.name)
 
     def header(self) -> Any:

@@ -7,6 +7,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
@@ -16,6 +17,8 @@ from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Header
 
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
+SCALE_TYPES = SCALE_NAMES | {"F8_E8M0": "bfloat16"}
+"""Types of scales, and what they are held as: powers of two (e8m0) in bfloat16, which has them all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Plain:
         if "weight_zero_point" in headers:
             raise CheckpointError(f"{module}.weight_zero_point: zero points of 8-bit weights are not supported")
         [(dtype, found, _)] = scales
-        if dtype not in SCALE_NAMES or self._per_group(found, shape) is None:
+        if dtype not in SCALE_TYPES or self._per_group(found, shape) is None:
             raise CheckpointError(f"{module}: scales are {dtype} {list(found)}, which fits no codes of {list(shape)}")
         return shape[0], shape[1]
 
@@ -50,18 +53,18 @@ class Plain:
         per_group = self._per_group(scales.shape, codes.shape)
         assert per_group is not None
         num_inputs, size = codes.shape[1], per_group[1]
-        if scales.dtype not in SCALE_NAMES:
-            return f"scales are {scales.dtype}"
         scheme = Scheme(
             codes="fp8" if codes.dtype == "F8_E4M3" else "int8",
             group_size=None if size >= num_inputs else size,
-            scale_dtype=SCALE_NAMES[scales.dtype],
+            scale_dtype=SCALE_TYPES[scales.dtype],
         )
         return regrouped(scheme, num_inputs)
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes, with a row of scales for each output."""
         [scales] = [tensors[name] for name in SCALES if name in tensors]
+        if scales.dtype == ml_dtypes.float8_e8m0fnu:
+            scales = scales.astype(ml_dtypes.bfloat16)
         codes = tensors["weight"]
         outputs, inputs = codes.shape
         per_group = self._per_group(scales.shape, codes.shape)

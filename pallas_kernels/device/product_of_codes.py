@@ -46,7 +46,14 @@ _ROWS = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 64)), _SWIZZLE))
 
 
 def add_product(
-    code: Code, *, rows: int, is_gated: bool, num_scales: int, has_zeros: bool, has_pieces_apart: bool = False
+    code: Code,
+    *,
+    rows: int,
+    is_gated: bool,
+    num_scales: int,
+    has_zeros: bool,
+    has_pieces_apart: bool = False,
+    part_of_k: tuple[int, int] = (0, 1),
 ) -> Callable[..., Any]:
     """Return a function that adds a block's product to sums [64, rows] of float32.
 
@@ -55,12 +62,13 @@ def add_product(
     eight; the ring of rows, [slots, rows, columns] of bfloat16, interleaved, and its slot; `num_scales` factors for
     equal parts of the block's columns, [64, 8] with equal columns; and as many zero points, if there are any. Without
     scales the sums are those of codes. With `has_pieces_apart` the ring of rows is [slots * pieces, rows, PIECE], and
-    its slot the first piece of the block.
+    its slot the first piece of the block. `part_of_k` picks one of so many parts of the columns, those of `num_scales`.
     """
     vectors = (_LAYOUT,) * (num_scales * (1 + has_zeros))
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
     columns = BYTES * codes_per_byte(code)
-    group_size = columns // num_scales if num_scales else columns
+    start_column, end_column = (columns * index // part_of_k[1] for index in (part_of_k[0], part_of_k[0] + 1))
+    group_size = (end_column - start_column) // num_scales if num_scales else columns
     scales_weights = num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE)
     scales_sums = num_scales > 0 and not scales_weights
 
@@ -75,7 +83,7 @@ def add_product(
             """Return the weights of PIECE columns as wgmma takes them in registers."""
             a = np.empty((1, PIECE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
             for unit in range(start, start + PIECE, UNIT):
-                group = unit // group_size
+                group = (unit - start_column) // group_size
                 minus = [_pair_of(zeros[group], half, 128.0) for half in range(2)] if has_zeros else None
                 factors = [_pair_of(scales[group], half) for half in range(2)] if scales_weights else None
                 for chunk, pairs in enumerate(own.weights(unit, code, minus), (unit - start) // 8):
@@ -84,8 +92,8 @@ def add_product(
                         a[at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-        for first in range(0, columns, BATCH):
-            pieces = range(first, min(first + BATCH, columns), PIECE)
+        for first in range(start_column, end_column, BATCH):
+            pieces = range(first, min(first + BATCH, end_column), PIECE)
             operands = [operand(start) for start in pieces]
             done = []
             if acc is None and not scales_sums:
@@ -102,7 +110,7 @@ def add_product(
                 b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
                 acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
                 if scales_sums and (start + PIECE) % group_size == 0:
-                    done.append((acc, scales[start // group_size]))
+                    done.append((acc, scales[(start - start_column) // group_size]))
                     acc = None
             nvvm.wgmma_commit_group_sync_aligned()
             nvvm.wgmma_wait_group_sync_aligned(0)

@@ -35,6 +35,8 @@ MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
 MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
 """With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
+MAX_VECTORS, VECTORS_OF_A_PART = 8, 4
+"""With more scales and zero points a step, parts of its columns are multiplied one after the other."""
 PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 6, 3
 """Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
@@ -458,22 +460,27 @@ def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any
     piece = _piece(block, matmul, tile)
     num_scales = matmul.scales_of_block
     has_zeros = matmul.zeros
-    add = add_product(
-        matmul.code,
-        rows=problem.rows,
-        is_gated=matmul.is_gated,
-        num_scales=num_scales,
-        has_zeros=has_zeros,
-    )
-
     num_vectors = num_scales * (1 + has_zeros)
+    num_parts = num_vectors // VECTORS_OF_A_PART if num_vectors > MAX_VECTORS else 1
+    add = [
+        add_product(
+            matmul.code,
+            rows=problem.rows,
+            is_gated=matmul.is_gated,
+            num_scales=num_scales // num_parts,
+            has_zeros=has_zeros,
+            part_of_k=(part, num_parts),
+        )
+        for part in range(num_parts)
+    ]
     loads_ahead = problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_vectors <= MAX_VECTORS_TO_LOAD_AHEAD
 
-    def vectors_of(number):
-        """Load the scales and zero points of a step, in the types that they are stored in."""
+    def vectors_of(number, part=0):
+        """Load the scales and zero points of a step or a part, in the types that they are stored in."""
         vectors = []
+        count = num_scales // num_parts
         for name in (matmul.scales, *((matmul.zero_points,) if has_zeros else ())):
-            for index in range(num_scales):
+            for index in range(part * count, (part + 1) * count):
                 column = lax.min((first_k + number) * num_scales + index, _int(matmul.num_scales - 1))
                 vectors.append(device.outputs_vector(gmem[name], piece, column, up=matmul.up))
         return tuple(vectors)
@@ -487,8 +494,10 @@ def _multiply(block: _Block, matmul: Matmul, tile: Any, first_k: Any, first: Any
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         plgpu.barrier_wait(smem.x_ready.at[x_slot])
         slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
-        vectors = [vector.astype(jnp.float32) for vector in vectors]
-        sums = add(sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *vectors)
+        for part in range(num_parts):
+            vectors = vectors if part == 0 else vectors_of(number, part)
+            in_float = [vector.astype(jnp.float32) for vector in vectors]
+            sums = add[part](sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *in_float)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
         return sums, *following

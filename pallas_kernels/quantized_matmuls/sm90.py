@@ -145,8 +145,10 @@ def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
 
 
 def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
-    """Pad rows to a multiple of 8: TMA can cut off only within one group of 8."""
-    return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % 8), (0, 0)))
+    """Pad rows to a multiple of 8, since TMA can cut off only within one group of 8; many of them to one of 16, since
+    the warpgroup that puts columns of 40 or 56 rows in order would spill registers.
+    """
+    return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % (8 if len(x) <= 32 else 16)), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "eps"))

@@ -43,6 +43,10 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
 FLOAT = group("float-quantized", kind="float", bits=8)
 CASES = {
     "fp8 blocks": (FP8_BLOCKS, functools.partial(stored.fp8, scheme="block", leaf="weight_scale_inv", block=BLOCK)),
+    "fp8 powers of two": (
+        FP8_BLOCKS | {"scale_fmt": "ue8m0"},
+        functools.partial(stored.fp8, scheme="block", leaf="weight_scale_inv", block=BLOCK, dtype=stored.E8M0),
+    ),
     "fp8 tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         functools.partial(stored.fp8, scheme="tensor", leaf="weight_scale_inv"),
@@ -162,6 +166,7 @@ def test_a_quantized_checkpoint_computes_what_its_floats_do(tmp_path, name):
 HELD = {
     "fp8 blocks": "fp8",
     "fp8 blocks that divide": "fp8",
+    "fp8 powers of two": "fp8",
     "fp8 tensor": "fp8",
     "fbgemm": "fp8",
     "modelopt": "fp8",

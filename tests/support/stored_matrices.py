@@ -6,7 +6,7 @@ import struct
 import ml_dtypes
 import numpy as np
 
-BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+BF16, F8, E8M0 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 AWQ_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -36,11 +36,14 @@ def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, 
         "block": (-(-outputs // block[0]), -(-inputs // block[1])),
     }[scheme]
     scales = rng.uniform(0.01, 0.1, size=shape).astype(dtype)
+    stored = scales
+    if dtype == E8M0:  # converted before it is multiplied by
+        scales = scales.astype(BF16)
     if scheme == "block":
         each = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:outputs, :inputs]
     else:
         each = np.broadcast_to(scales.reshape(-1, 1), (outputs, inputs))
-    return {"weight": codes, leaf: scales}, product(codes, each)
+    return {"weight": codes, leaf: stored}, product(codes, each)
 
 
 def int8(rng, outputs, inputs, *, dtype=BF16):
@@ -175,7 +178,13 @@ def by_name(**makers):
 def save(tensors, path):
     """Write safetensors, FP8 too, which their package for NumPy does not know."""
     header, data = {}, b""
-    names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    names = {
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e8m0fnu": "F8_E8M0",
+        "bfloat16": "BF16",
+        "float16": "F16",
+        "float32": "F32",
+    }
     names |= {"int8": "I8", "int32": "I32", "int64": "I64", "uint8": "U8"}
     for name, tensor in tensors.items():
         content = np.ascontiguousarray(tensor).tobytes()
@@ -187,7 +196,7 @@ def save(tensors, path):
 
 
 def read(path):
-    types = {"F8_E4M3": F8, "BF16": BF16, "F16": np.float16, "F32": np.float32}
+    types = {"F8_E4M3": F8, "F8_E8M0": E8M0, "BF16": BF16, "F16": np.float16, "F32": np.float32}
     types |= {"I8": np.int8, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
     content = path.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
