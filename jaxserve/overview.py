@@ -205,7 +205,7 @@ def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devi
     """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
     policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, num_devices=num_devices)
     return with_rounded_activations(
-        stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy), {"fp8"}
+        stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy), {"fp8"}, kernels="sm90"
     )
 
 

@@ -59,6 +59,7 @@ def add_commands(parser: Parser) -> None:
         "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
     )
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
+    _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
@@ -70,14 +71,7 @@ def add_commands(parser: Parser) -> None:
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
-    text.add_flag(
-        "workload",
-        "--beside",
-        nargs="*",
-        default=(),
-        choices=get_args(Quantization),
-        help="round matrices so, too, and print the difference",
-    )
+    _add_beside(text, "round matrices so, too, and print the differences")
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
@@ -151,6 +145,10 @@ def _add_batches(parser: Parser, *, default: str) -> None:
     )
 
 
+def _add_beside(parser: Parser, text: str) -> None:
+    parser.add_flag("workload", "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
+
+
 def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
     def number(given: str) -> int:
         if (value := int(given)) < at_least:
@@ -189,6 +187,9 @@ def _latency(args: argparse.Namespace) -> None:
     bandwidth = args.bandwidth and args.bandwidth * 1e12
     with tempfile.TemporaryDirectory() as folder:
         config = _config_of_batches(args, folder)
+        if args.beside:
+            print(latency.beside(config, batches, quantizations=args.beside))
+            return
         print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
 
 

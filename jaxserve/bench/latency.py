@@ -2,11 +2,13 @@
 peer).
 """
 
+import dataclasses
 import json
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +16,7 @@ import msgspec
 from jaxserve.bench.engine_run import complete, traced, warm_up
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, Quantization
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,6 +103,42 @@ def run(
     return f"ready after {started:.1f} s\n\n" + table(HEADER, rows)
 
 
+def beside(config: EngineConfig, shapes: list[BatchShape], *, quantizations: Sequence[Quantization]) -> str:
+    """Time each shape with the weights as `config` has them, and then rounded, as `run` does. Return the report.
+
+    Its factors are those of the rates over the rates of the weights as they are.
+    """
+    rows, first = [], {}
+    for name in (None, *quantizations):
+        chosen = config if name is None else dataclasses.replace(config, quantization=name)
+        for shape, rates, num_bytes in _rates(chosen, shapes):
+            first.setdefault(shape, rates)
+            prefill, output = (f"{rate:.1f} (x {rate / of:.2f})" for rate, of in zip(rates, first[shape], strict=True))
+            label = name or f"as it is, {config.dtype}"
+            rows.append([str(shape), label, prefill, output, f"{num_bytes / 2**20:.0f}"])
+            print(" ".join(rows[-1]), file=sys.stderr)
+    return table(("requests", "weights", "prefill tok/s", "output tok/s", "MiB of weights"), sorted(rows, key=_first))
+
+
+def _first(row: list[str]) -> str:
+    return row[0]
+
+
+def _rates(config: EngineConfig, shapes: list[BatchShape]) -> Iterator[tuple[BatchShape, tuple[float, float], int]]:
+    """Yield tokens a second of prompts and of output for each shape, and the bytes of all weights."""
+    from jaxserve.engine.local import LocalEngineClient
+
+    client = LocalEngineClient.start(config, progress=True)
+    try:
+        for shape in shapes:
+            measured = _measure(client, shape, profile=False)
+            prefill = shape.batch_size * shape.input_len / measured.prefill
+            output = shape.batch_size / (measured.per_token or measured.total)
+            yield shape, (prefill, output), client.info.total_weight_bytes
+    finally:
+        client.close()
+
+
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
     from jaxserve.engine.profile import busy_share
 
@@ -146,7 +184,7 @@ def _row(shape: BatchShape, measured: Measurement, peer: PeerRun | None, floor: 
     per_token = measured.per_token
     speed = shape.batch_size * shape.output_len / measured.total
     return [
-        f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out",
+        str(shape),
         number(shape.batch_size * shape.input_len / measured.prefill),
         number(peer and peer.prefill_tok_s),
         number(speed),

@@ -26,6 +26,9 @@ class BatchShape(msgspec.Struct, frozen=True):
     input_len: int
     output_len: int
 
+    def __str__(self) -> str:
+        return f"{self.batch_size} x {self.input_len} in, {self.output_len} out"
+
     @classmethod
     def parse(cls, text: str) -> "BatchShape":
         """Parse B:IN:OUT. Raises ConfigError."""

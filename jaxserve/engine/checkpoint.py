@@ -19,6 +19,7 @@ from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
+from jaxserve.loading.quantization_files import rounds_to_integers
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import get_family, max_context
 from jaxserve.models.family import Family
@@ -95,8 +96,11 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
-    if kernels == "sm90" and config.quantize_activations is not False:
-        specs = with_rounded_activations(specs, {"fp8", "int8"} if config.quantize_activations else {"fp8"})
+    if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
+        codes = {"fp8"} if kernels == "sm90" else set()
+        if config.quantize_activations or rounds_to_integers(checkpoint.fields):
+            codes.add("int8")
+        specs = with_rounded_activations(specs, codes, kernels=kernels)
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
     check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
     return specs

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.layers.batch import Kernels
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
 from jaxserve.layers.weight import Dense, Quantized, Weight
-from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
+from jaxserve.quantization.scheme import ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Parts, Scheme, dtype_of
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -390,13 +391,19 @@ def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtyp
     return jax.tree_util.tree_map_with_path(apply, specs)
 
 
-def with_rounded_activations(specs: Params, codes: Collection[str]) -> Params:
-    """Return specs of which those with such kinds of codes round activations, too, where many are multiplied."""
+def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: Kernels) -> Params:
+    """Return specs of which those with such kinds of codes round activations, too, where many are multiplied.
+
+    With our kernels that is on a Hopper GPU, else on a CPU, where XLA needs one scale an output.
+    """
+    rounded = ROUNDED_ON_HOPPER if kernels == "sm90" else ROUNDED_ON_CPU
 
     def apply(spec: ParamSpec) -> ParamSpec:
         if spec.scheme is None or spec.scheme.codes not in codes or spec.expert_size is not None:
             return spec
-        return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=True))
+        if rounded.by_xla and (spec.scheme.group_size is not None or spec.scheme.has_zeros):
+            return spec
+        return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=rounded))
 
     return jax.tree.map(apply, specs)
 

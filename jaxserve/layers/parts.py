@@ -91,10 +91,10 @@ def gate_up_part(x: Any, weight: Weight, activation: str | Gate, *, kernels: Ker
     if not isinstance(activation, str) or activation not in FUSED_ACTIVATIONS:
         return linear_part(x, weight, why_not_activation(activation), kernels=kernels)
     part = linear_part(x, weight, kernels=kernels)
-    if part.kernel in (Kernel.SCALED_MATMUL, Kernel.QUANTIZED_MATMUL):
-        return part
     if kernels == "xla":
         return Part(part.kernel, NO_KERNELS)
+    if part.kernel in (Kernel.SCALED_MATMUL, Kernel.QUANTIZED_MATMUL):
+        return part
     reason = weight.why_not_plain() or gated_linear_unit.why_not(x, weight.shard)
     return Part(Kernel.GATED_LINEAR_UNIT) if reason is None else Part(part.kernel, reason)
 

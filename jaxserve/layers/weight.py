@@ -22,11 +22,6 @@ from jaxserve.quantization.values import dequantize
 from pallas_kernels import scaled_matmul
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
-MAX_ROWS_NOT_ROUNDED = 64
-"""Most rows that are multiplied in 16 bits by weights whose matmuls of more rows round these: reading the weight takes
-longer than multiplying so few, in any precision.
-"""
-
 
 class Weight(abc.ABC):
     """A matrix of logical shape [*outputs, *inputs]; inside `shard_map`, the device's shard of one.
@@ -326,7 +321,8 @@ class Quantized(Weight):
 
     @override
     def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:
-        if not self.scheme.rounds_activations or num_rows <= MAX_ROWS_NOT_ROUNDED or self.is_split:
+        rounded = self.scheme.rounds_activations
+        if rounded is None or num_rows < rounded.min_rows or self.is_split:
             return None
         matrix = self.quantized_matrix(num_inputs)
         return None if matrix is None or scaled_matmul.why_not(matrix) is not None else matrix
@@ -334,7 +330,13 @@ class Quantized(Weight):
     def _multiply_rounded(
         self, x: Float[Array, " T *inputs"], matrix: QuantizedMatrix, *, output_dtype: jnp.dtype
     ) -> Float[Array, " T *outputs"]:
-        y = multiply_rounded(x.reshape(len(x), -1), matrix.ungated(), output_dtype=output_dtype)
+        rounded = self.scheme.rounds_activations
+        y = multiply_rounded(
+            x.reshape(len(x), -1),
+            matrix.ungated(),
+            output_dtype=output_dtype,
+            by_xla=rounded is not None and rounded.by_xla,
+        )
         return y.reshape(len(x), *self.shape[: self.ndim - (x.ndim - 1)])
 
 
@@ -348,13 +350,14 @@ def multiply_rounded(
     *,
     activation: Callable[[Array], Array] | None = None,
     output_dtype: jnp.dtype,
+    by_xla: bool = False,
 ) -> Float[Array, "T N"]:
     """Multiply rows, rounded to 8 bits, by what `Weight.matrix_of_rounded` gives; each device has all of it."""
     run = functools.partial(
         scaled_matmul.scaled_matmul,
         activation=activation,
         output_dtype=output_dtype,
-        implementation=scaled_matmul.best_implementation(matrix),
+        implementation="xla" if by_xla else scaled_matmul.best_implementation(matrix),
     )
     if not jax.typeof(x).sharding.mesh.empty:
         everywhere = PartitionSpec()

@@ -66,6 +66,14 @@ def expected_schemes(directory: pathlib.Path, fields: Mapping[str, Any]) -> Expe
     return None
 
 
+def rounds_to_integers(fields: Mapping[str, Any]) -> bool:
+    """Return true if a config says that activations are rounded to integers of 8 bits: W8A8 of compressed-tensors."""
+    described = fields.get("quantization_config") or fields.get("compression_config") or {}
+    groups = described.get("config_groups") or {}
+    activations = [group.get("input_activations") or {} for group in groups.values()]
+    return any(each.get("num_bits") == 8 and each.get("type") == "int" for each in activations)
+
+
 def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the method and the object of each file or field about quantization, by a description of where it is."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}

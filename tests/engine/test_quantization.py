@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first
-from quantized_models import greedy_tokens, naive_tokens, specs_of
+from quantized_models import greedy_tokens, naive_tokens, prompt_logprobs, specs_of
 from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
@@ -148,6 +148,12 @@ def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
     expected = greedy_tokens(tmp_path, None)
     assert len(set().union(*expected)) > 5
     assert greedy_tokens(tmp_path, None, dequantize=True) == expected
+    # Activations are rounded too if the checkpoint says that they are to be.
+    group = config["config_groups"]["group_0"] | {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}
+    config = config | {"config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    assert greedy_tokens(tmp_path, None, quantize_activations=False) == expected
+    assert prompt_logprobs(tmp_path) != prompt_logprobs(tmp_path, quantize_activations=False)
     for num_devices in (1, 4):
         assert greedy_tokens(tmp_path, None, num_devices, dequantize=False) == expected
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.layers.params import ParamSpec, with_rounded_activations
-from jaxserve.layers.weight import MAX_ROWS_NOT_ROUNDED, Quantized
+from jaxserve.layers.weight import Quantized
 from jaxserve.quantization.scheme import SCHEMES
 
 DTYPE = jnp.dtype(jnp.float32)
@@ -32,12 +32,14 @@ def weight_of(spec):
     return jax.tree.map(jnp.asarray, spec.encode(rng.standard_normal(spec.shape).astype(np.float32)))
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_many_rows_are_rounded_and_few_are_not(name):
-    [spec] = with_rounded_activations({"w": declared(name)}, {name}).values()
+@pytest.mark.parametrize(
+    ("name", "kernels", "min_rows"), [("fp8", "sm90", 65), ("int8", "sm90", 65), ("int8", "xla", 8)]
+)
+def test_many_rows_are_rounded_and_few_are_not(name, kernels, min_rows):
+    [spec] = with_rounded_activations({"w": declared(name)}, {name}, kernels=kernels).values()
     weight = weight_of(spec)
     assert isinstance(weight, Quantized)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((MAX_ROWS_NOT_ROUNDED + 1, 4, 16)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((min_rows, 4, 16)), jnp.float32)
     exact = np.einsum("thd,ehd->te", x, weight.array())
     few, many = (np.asarray(weight.multiply(rows, output_dtype=DTYPE)) for rows in (x[:-1], x))
     np.testing.assert_allclose(few, exact[:-1], rtol=1e-4, atol=1e-4)
@@ -60,9 +62,9 @@ def test_many_rows_are_rounded_and_few_are_not(name):
     ],
 )
 def test_which_weights_round_activations(spec, codes, is_rounded):
-    [found] = with_rounded_activations({"w": spec}, codes).values()
-    assert (found.scheme is not None and found.scheme.rounds_activations) == is_rounded
+    [found] = with_rounded_activations({"w": spec}, codes, kernels="sm90").values()
+    assert (found.scheme is not None and found.scheme.rounds_activations is not None) == is_rounded
     assert found.scheme is None or found.scheme.stored == spec.scheme
     if found.scheme is not None:
-        matrix = weight_of(found).matrix_of_rounded(MAX_ROWS_NOT_ROUNDED + 1, 2)
+        matrix = weight_of(found).matrix_of_rounded(65, 2)
         assert (matrix is not None) == is_rounded

@@ -14,6 +14,7 @@ from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family
+from jaxserve.request import SamplingParams
 
 FLOAT32 = np.dtype(np.float32)
 VOCABULARY = 96
@@ -61,6 +62,16 @@ def greedy_tokens(path, quantization, num_devices=1, **options):
     results = run(engine, [request(f"r{index}", prompt, 12) for index, prompt in enumerate(PROMPTS)])
     engine.close()
     return [results[f"r{index}"].token_ids for index in range(len(PROMPTS))]
+
+
+def prompt_logprobs(path, **options):
+    """Return the log probabilities of the tokens of the longest prompt."""
+    config = EngineConfig(model=str(path), kv_cache_memory=2**20, block_size=4, warmup="none", **options)
+    engine, _ = start_engine(config, mesh=None, progress=False)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    [result] = run(engine, [request("r", PROMPTS[-1], 1, params)]).values()
+    engine.close()
+    return list(map(str, result.prompt_logprobs))
 
 
 def naive_tokens(path, quantization):
