@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.bench.report import table
-from jaxserve.config import EngineConfig, Quantization
+from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 
@@ -79,7 +79,7 @@ def _of_codes_and_values(config: EngineConfig, name: Quantization, text: str) ->
 
     with tempfile.TemporaryDirectory() as folder:
         store = pathlib.Path(folder) / "store"
-        convert(config.model, store, quantization=name, progress=False)
+        convert(config.model or DEFAULT_MODEL, store, quantization=name, progress=False)
         codes, values = (dataclasses.replace(config, model=str(store), dequantize=each) for each in (False, True))
         return _costs(codes, text), _costs(values, text)
 
