@@ -128,7 +128,7 @@ JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
-    "jaxserve.bench.bits_per_byte": {"jaxserve.llm"},
+    "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},
