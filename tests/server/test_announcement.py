@@ -127,13 +127,13 @@ def test_lines_for_people_are_fields_for_collectors(monkeypatch, form):
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("192.0.2.1", "http://192.0.2.1:8000"),
-        ("2001:db8::1", "http://[2001:db8::1]:8000"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "[2001:db8::1]"),
     ],
 )
 def test_the_address_is_one_that_this_machine_reaches(host, expected):
     listener = mock.create_autospec(socket.socket, instance=True)
     listener.getsockname.return_value = (host, 8000)
-    assert url_of(listener, ServerConfig()) == expected
+    assert url_of(listener, ServerConfig()) == f"http://{expected}:8000"
