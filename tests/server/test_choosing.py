@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 import transformers
-from chat_templates import KNOWN, UNKNOWN
+from chat_templates import KNOWN, MARKED, UNKNOWN
 from depths import examples
 from llguidance import LLMatcher
 from read_answers import message_of
@@ -126,6 +126,25 @@ def test_a_derived_syntax_reads_what_its_template_writes(template, data):
     text = written(tokenizer, thoughts=thoughts, words=words, calls=calls)
     size = data.draw(st.integers(1, 9))
     assert message_of(syntax, text, TOOLS, size=size) == (words, thoughts, calls), text
+
+
+@pytest.mark.parametrize("name", MARKED)
+@hypothesis.settings(max_examples=examples(15))
+@hypothesis.given(data=st.data())
+def test_a_syntax_that_is_known_by_its_marks_reads_what_its_template_writes(name, data):
+    tokenizer = tokenizer_with(MARKED[name].template())
+    choice = choose(tokenizer)
+    assert choice.calls.name == name
+    assert choice.thoughts.name in (name, "qwen3", "deepseek_v3")
+    thoughts = data.draw(TEXT)
+    calls = [
+        (called, data.draw(ARGUMENTS) if called == "get_weather" else {})
+        for called in data.draw(st.lists(NAMES, max_size=3))
+    ]
+    words = data.draw(TEXT if not calls else st.just("") | TEXT)
+    text = written(tokenizer, thoughts=thoughts, words=words, calls=calls)
+    size = data.draw(st.integers(1, 9))
+    assert message_of(choice.syntax, text, TOOLS, size=size) == (words, thoughts, calls), text
 
 
 _SYNTAXES = {}

@@ -66,6 +66,16 @@ def _tagged(head: str, before: str, after_key: str, after: str, tail: str) -> st
     return f"{head}{loop}{{{{- {tail!r} }}}}"
 
 
+def _dsml(invoke: str, parameter: str, end: str, tail: str) -> str:
+    """Return the jinja of a call in DSML, whose arguments say whether they are texts."""
+    flag = "('true' if value is string else 'false')"
+    return (
+        f"{{{{- '{invoke} name=\"' + name + '\">\\n' }}}}{{%- for key, value in args.items() %}}"
+        f"{{{{- '{parameter} name=\"' + key + '\" string=\"' + {flag} + '\">' }}}}"
+        f"{_VALUE}{{{{- {end!r} }}}}{{%- endfor -%}}{{{{- {tail!r} }}}}"
+    )
+
+
 _NAMED = "{{- '{\"name\": ' + name | tojson + ', \"arguments\": ' + args | tojson + '}' }}"
 _LITERALS = "{{- (value | tojson).replace('true', 'True').replace('false', 'False').replace('null', 'None') }}"
 _PYTHON = (
@@ -124,10 +134,7 @@ KNOWN = {
         thoughts=("<think>", "</think>"),
     ),
     "deepseek_v32": Written(
-        "{{- '<｜DSML｜invoke name=\"' + name + '\">\\n' }}{%- for key, value in args.items() %}"
-        "{{- '<｜DSML｜parameter name=\"' + key + '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
-        + _VALUE
-        + "{{- '</｜DSML｜parameter>\\n' }}{%- endfor -%}{{- '</｜DSML｜invoke>\\n' }}",
+        _dsml("<｜DSML｜invoke", "<｜DSML｜parameter", "</｜DSML｜parameter>\n", "</｜DSML｜invoke>\n"),
         begin="\n\n<｜DSML｜function_calls>\n",
         end="</｜DSML｜function_calls>",
         gap="",
@@ -233,8 +240,122 @@ KNOWN = {
         end="<｜tool_calls_end｜>",
         gap="",
     ),
+    "deepseek_v4": Written(
+        _dsml("<｜DSML｜invoke", "<｜DSML｜parameter", "</｜DSML｜parameter>\n", "</｜DSML｜invoke>\n"),
+        begin="\n\n<｜DSML｜tool_calls>\n",
+        end="</｜DSML｜tool_calls>",
+        gap="",
+        thoughts=("<think>", "</think>"),
+    ),
+    "hy_v3": Written(
+        _tagged(
+            "{{- '<tool_call>' + name + '<tool_sep>\\n' }}",
+            "<arg_key>",
+            "</arg_key>\n<arg_value>",
+            "</arg_value>\n",
+            "</tool_call>",
+        ),
+        begin="<tool_calls>\n",
+        between="\n",
+        end="\n</tool_calls>",
+        thoughts=("<think>", "</think>"),
+    ),
+    "hy_v4": Written(
+        _tagged("{{- '<tool_call>' + name }}", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
+        begin="<tool_calls>",
+        end="</tool_calls>",
+        gap="",
+        thoughts=("<think>", "</think>"),
+    ),
+    "dots": Written(
+        _tagged("{{- '<invoke name=\"' + name + '\">\\n' }}", '<parameter name="', '">', "</parameter>\n", "</invoke>"),
+        begin="<dots_function_call>\n",
+        between="\n",
+        end="\n</dots_function_call>",
+    ),
+    "k2_horizon": Written(
+        _tagged(
+            "{{- '<ifm|tool_call>' + name + '\\n' }}",
+            "<ifm|arg_key>",
+            "</ifm|arg_key><ifm|arg_value>",
+            "</ifm|arg_value>\n",
+            "</ifm|tool_call>",
+        ),
+        begin="<ifm|tool_calls>\n",
+        between="\n",
+        end="\n</ifm|tool_calls>",
+        thoughts=("<ifm|think>", "</ifm|think>"),
+    ),
+    "nemotron_json": Written(_NAMED, begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>", gap=""),
+    "longcat": Written("{{- '<longcat_tool_call>\\n' }}" + _NAMED + "{{- '\\n</longcat_tool_call>' }}", between="\n"),
 }
-"""Syntaxes that have a name."""
+"""Syntaxes that have a name, and that a template shows."""
+
+_TYPE = (
+    "('string' if value is string else 'boolean' if value is boolean else 'number' if value is number else 'object')"
+)
+
+MARKED = {
+    "deepseek_v41": Written(
+        _dsml("<｜DSML｜ invoke", "<｜DSML｜ parameter", "</｜DSML｜ parameter>\n", "</｜DSML｜ invoke>\n"),
+        begin="\n\n<｜DSML｜ calls>\n",
+        end="</｜DSML｜ calls>",
+        gap="",
+        thoughts=("<think>", "</think>"),
+    ),
+    "minicpm5": Written(
+        _tagged("{{- '<function name=\"' + name + '\">' }}", '<param name="', '">', "</param>", "</function>"),
+        between="\n",
+    ),
+    "minimax_m3": Written(
+        "{{- ']<]minimax[>[<invoke name=\"' + name + '\">' }}{%- for key, value in args.items() %}"
+        "{{- ']<]minimax[>[<' + key + '>' }}" + _VALUE + "{{- ']<]minimax[>[</' + key + '>' }}{%- endfor -%}"
+        "{{- ']<]minimax[>[</invoke>\\n' }}",
+        begin="]<]minimax[>[<tool_call>\n",
+        end="]<]minimax[>[</tool_call>",
+        thoughts=("<mm:think>", "</mm:think>"),
+    ),
+    "kimi_k3": Written(
+        "{{- '<|open|>call tool=\"' + name + '\" index=\"' + (index + 1) | string + '\"<|sep|>' }}"
+        "{%- for key, value in args.items() %}"
+        "{{- '<|open|>argument key=\"' + key + '\" type=\"' + "
+        + _TYPE
+        + " + '\"<|sep|>' }}"
+        + _VALUE
+        + "{{- '<|close|>argument<|sep|>' }}{%- endfor -%}{{- '<|close|>call<|sep|>' }}",
+        begin="<|open|>tools<|sep|>",
+        end="<|close|>tools<|sep|><|close|>message<|sep|>",
+        thoughts=("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
+        gap="<|close|>response<|sep|>",
+    ),
+    "muse": Written(
+        _tagged(
+            "{{- 'to=' + name + '<|message|><atem:function_calls>\\n<atem:invoke name=\"' + name + '\">\\n' }}",
+            '<atem:parameter name="',
+            '">',
+            "</atem:parameter>\n",
+            "</atem:invoke>\n</atem:function_calls>",
+        ),
+        between="<|eom|><|start|>assistant ",
+        thoughts=("to=self<|message|>", "<|eom|><|start|>assistant "),
+        gap="<|eom|><|start|>assistant ",
+    ),
+    "plamo3": Written(
+        "{{- '<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>' + name + '<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>' + args | tojson + "
+        "'<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>' }}",
+        begin="<|plamo:begin_tool_requests:plamo|>",
+        end="<|plamo:end_tool_requests:plamo|><|plamo:tag|>",
+        thoughts=("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    ),
+    "inkling": Written(
+        "{{- '<|content_invoke_tool_json|>{\"name\": ' + name | tojson + ', \"args\": ' + args | tojson + '}<|end_message|>' }}",
+        between="<|message_model|>",
+        thoughts=("<|content_thinking|>", "<|end_message|><|message_model|><|content_text|>"),
+        gap="<|end_message|><|message_model|>",
+    ),
+}
+"""Syntaxes that have a name, and more in them than a template shows."""
 
 UNKNOWN = {
     "object between marks": Written(
