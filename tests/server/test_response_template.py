@@ -298,7 +298,7 @@ def test_patterns_that_are_more_than_marks_are_refused_quickly(pattern):
     start = time.thread_time()
     with pytest.raises(UnsupportedPattern):
         variants(pattern)
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 10  # garbage of other tests may be collected meanwhile
 
 
 def test_an_answer_that_is_long_and_odd_is_read_in_linear_time():
