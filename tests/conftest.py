@@ -61,7 +61,8 @@ MAX_MAPS = 10_000
 """Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes."""
 
 WITH_MANY_PROGRAMS = tuple(
-    f"test_{name}" for name in ("codes_of", "embeddings", "exactness", "hybrid", "kv_head", "quantization", "structured")
+    f"test_{name}"
+    for name in ("codes_of", "embeddings", "exactness", "hybrid", "kv_head", "quantization", "structured")
 )
 """Beginnings of names of files in other folders whose tests compile for longer than they run."""
 

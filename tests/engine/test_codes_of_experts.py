@@ -54,8 +54,11 @@ def is_expert(name):
     return ".experts." in name
 
 
-@pytest.mark.parametrize("case", quick_first(CASES))
-@pytest.mark.parametrize("num_devices", [1, 4])
+# On several devices one whose scales belong to groups of inputs, and one with a scale for each output.
+@pytest.mark.parametrize(
+    ("case", "num_devices"),
+    quick_first([*((case, 1) for case in CASES), ("gptq", 4), ("fp8 of channels", 4)]),
+)
 def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices):
     path = write_quantized(tmp_path, *CASES[case], is_quantized=is_expert)
     held = schemes_of(stored_specs(path, specs_of(path), dtype=FLOAT32, quantization=None))
