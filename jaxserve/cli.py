@@ -33,7 +33,7 @@ _SAMPLING_HELP = {
         "temperature": "0: always the most likely token; default: the model's, else 1",
         "top_p": "sample from the most likely tokens with this total probability; default: the model's, else 1",
         "top_k": "sample from this many most likely tokens; 0: from all; default: the model's, else 0",
-        "min_p": "leave out tokens less likely than this share of the most likely one; default: the model's, else 0",
+        "min_p": "leave out tokens less likely than this fraction of the most likely one; default: the model's, else 0",
         "presence_penalty": "make tokens that the text has less likely",
         "frequency_penalty": "the same, for each time it has them",
         "repetition_penalty": "divide the logits of tokens in prompt and text by this; default: the model's, else 1",
@@ -207,7 +207,13 @@ def _parser() -> Parser:
         help="a device's; default: 140GiB, an H200",
     )
     models.add_flag(
-        "sizes", "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices that share each layer"
+        "sizes",
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of devices over which each layer is split",
     )
     models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
 

@@ -118,7 +118,7 @@ class EngineConfig:
         aliases=("--kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = _option(
-        0.9, "cache", "share of the GPU's memory that weights, KV and steps may use"
+        0.9, "cache", "fraction of the GPU's memory that weights, KV and steps may use"
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
 
@@ -141,7 +141,9 @@ class EngineConfig:
         "continuous", "scheduling", "static: fixed padded batches, a baseline to compare with"
     )
 
-    tensor_parallel_size: int = _option(1, "execution", "devices that share each layer", aliases=("-tp",))
+    tensor_parallel_size: int = _option(
+        1, "execution", "number of devices over which each layer is split", aliases=("-tp",)
+    )
     kernels: Literal["auto", "xla", "sm90"] = _option(
         "auto",
         "execution",

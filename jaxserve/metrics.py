@@ -40,14 +40,14 @@ else:  # not subscriptable before Python 3.14
 GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "Sequences that run in the engine."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for the engine."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks in use; 1 is all."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Fraction of KV blocks in use; 1 is all."),
     "kv_cache_free_blocks": ("num_free_blocks", "KV blocks that hold nothing."),
     "kv_cache_cached_blocks": ("num_cached_blocks", "KV blocks that only the prefix cache holds."),
     "kv_cache_tokens": ("kv_tokens_held", "KV positions that hold a token of running sequences."),
     "kv_cache_allocated_positions": ("kv_positions_allocated", "KV positions of the blocks of running sequences."),
     "hbm_bandwidth_utilization_ratio": (
         "hbm_bandwidth_utilization",
-        "Estimated share of the device's memory bandwidth that steps use; 0 where its peak is not known.",
+        "Estimated fraction of the device's memory bandwidth that steps use; 0 where its peak is not known.",
     ),
 }
 WAITING = "num_requests_waiting_by_reason"

@@ -163,7 +163,7 @@ def needs(
     rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
     held_bytes = bytes_of(held)
     routing = getattr(config, "routing", None)
-    read_share = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
+    read_fraction = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
     context = config.max_position_embeddings
     layout = kv_layout(kv_specs, max_model_len=context)
     pools = {"dtype": served, "mesh": mesh}
@@ -184,7 +184,7 @@ def needs(
         codes_bytes=bytes_of(codes),
         rounded_bytes={name: bytes_of(specs) for name, specs in rounded.items()},
         floors={
-            name: _bytes_read(specs, bytes_of, read_share) / BYTES_PER_MILLISECOND
+            name: _bytes_read(specs, bytes_of, read_fraction) / BYTES_PER_MILLISECOND
             for name, specs in ({"as held": held} | more | rounded).items()
         },
         dtype=str(served),
@@ -209,11 +209,11 @@ def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devi
     )
 
 
-def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_share: float) -> float:
+def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction: float) -> float:
     """Return the bytes of weights that a token reads: of an embedding a row, of experts those that it is routed to."""
     used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
     experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
-    return bytes_of(used) - (1 - read_share) * bytes_of(experts)
+    return bytes_of(used) - (1 - read_fraction) * bytes_of(experts)
 
 
 def _steps(

@@ -140,7 +140,7 @@ def _rates(config: EngineConfig, shapes: list[BatchShape]) -> Iterator[tuple[Bat
 
 
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:
-    from jaxserve.engine.profile import busy_share
+    from jaxserve.engine.profile import busy_fraction
 
     def seconds(length: int, name: str) -> float:
         batch = BatchShape(shape.batch_size, shape.input_len, length)
@@ -163,7 +163,7 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
         room = client.info.max_model_len - shape.input_len
         longer = BatchShape(shape.batch_size, shape.input_len, min(max(shape.output_len, MIN_TRACED), room))
         jobs = longer.jobs(seed=2, vocab_size=client.info.vocab_size)
-        busy = busy_share(traced(client, jobs, prefix=f"{name}-traced", is_decode_only=True))
+        busy = busy_fraction(traced(client, jobs, prefix=f"{name}-traced", is_decode_only=True))
     per_token = (total - prefill) / (shape.output_len - 1)
     return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
 

@@ -58,7 +58,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the weights that every step reads: all but experts, and the embedding unless it is also the LM head."""
     expert_bytes: int = 0
     """Bytes of all experts."""
-    expert_share: float = 0.0
+    expert_fraction: float = 0.0
     """Fraction of the experts that a token is routed to."""
     kv_kinds: tuple[KVKind, ...]
     kv_dtype: str = "float32"
@@ -75,7 +75,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of weights that a step of `num_tokens` tokens reads, if each chooses its experts at
         random.
         """
-        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_fraction) ** num_tokens)
 
     def cache_labels(self) -> dict[str, str]:
         """Return the labels of the metric about the KV cache, with the names that autoscalers read, whatever the device

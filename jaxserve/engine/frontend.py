@@ -116,8 +116,8 @@ class Frontend:
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if grammar is None:
-            wish = params.structured_outputs
-            grammar = "" if wish is None else self.grammars.answer(wish).result()
+            constraint = params.structured_outputs
+            grammar = "" if constraint is None else self.grammars.answer(constraint).result()
         if grammar or not params.ignore_eos:  # a text that is complete must end
             stop_token_ids |= self._eos_token_ids
         if params.structured_outputs is not None:

@@ -48,7 +48,7 @@ def second_half(work: list[Work]) -> tuple[list[Work], float]:
     return [piece._replace(start=max(piece.start, begin)) for piece in work if piece.end > begin], end - begin
 
 
-def busy_share(work: list[Work]) -> float | None:
+def busy_fraction(work: list[Work]) -> float | None:
     """Return the fraction of a profile's second half during which its GPU was busy, None if it saw no GPU."""
     if not work:
         return None

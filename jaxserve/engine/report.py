@@ -83,7 +83,7 @@ def make_info(
         eos_token_ids=checkpoint.eos,
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,
-        expert_share=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
+        expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.dtype),
         enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,

@@ -37,7 +37,7 @@ def cut_launch(x: Float[Array, "T E"], batch: Batch, *, index: int, num_layers: 
     A cut is a loop that does nothing, with a fixed number of iterations: XLA leaves it out of command buffers, and the
     host does not wait for it.
     """
-    if num_layers < MIN_LAYERS or index + 1 not in [int(num_layers / share) for share in CUTS[batch.launch]]:
+    if num_layers < MIN_LAYERS or index + 1 not in [int(num_layers / fraction) for fraction in CUTS[batch.launch]]:
         return x
     one = (batch.num_rows >= 0).astype(x.dtype)  # which XLA cannot know
     corner = jax.lax.fori_loop(0, 2, lambda _, corner: corner * one, x[:1, :1])

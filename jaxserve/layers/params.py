@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, share_by_expert
+from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, splits_by_expert
 from jaxserve.layers.weight import Dense, Quantized, Weight
 from jaxserve.quantization.scheme import ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Parts, Scheme, dtype_of
 
@@ -243,31 +243,31 @@ class Layout:
 
     Attributes:
         shape: of the shards of all devices together.
-        places: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
+        indices: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
         repeats: how often each entry of the declared last axis is repeated. If the inputs of a device are not a
             multiple of a quantization group, its scales apply to smaller groups.
     """
 
     shape: tuple[int, ...]
     sharding: NamedSharding
-    places: tuple[np.ndarray, ...] = ()
+    indices: tuple[np.ndarray, ...] = ()
     repeats: int = 1
 
     def put(self, declared: np.ndarray) -> jax.Array:
         """Put the declared weight on its devices."""
-        return jax.device_put(self.share(declared, (slice(None),) * len(self.shape)), self.sharding)
+        return jax.device_put(self.shard(declared, (slice(None),) * len(self.shape)), self.sharding)
 
-    def share(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    def shard(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Return this layout's values at `index`, reading nothing else of the declared weight."""
         if self.repeats > 1:
             *outer, last = index
             index = (*outer, slice(None))
             declared = declared[..., np.arange(self.shape[-1])[last] // self.repeats]
-        if not self.places:
+        if not self.indices:
             return declared[index]
         heads, *others = index
         bits = declared.view(f"u{declared.dtype.itemsize}")  # NumPy moves integers at once, and bfloat16 one by one
-        return bits[tuple(places[heads] for places in self.places)][:, *others].view(declared.dtype)
+        return bits[tuple(indices[heads] for indices in self.indices)][:, *others].view(declared.dtype)
 
 
 def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
@@ -276,14 +276,14 @@ def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
 
 
 def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
-    if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
+    if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
         by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
         return Layout(spec.shape, NamedSharding(mesh, by_expert))
-    places, repeats = _places_of_copies(spec, mesh), _repeats_of_groups(spec, mesh)
-    shape = (*places[-1].shape, *spec.shape[len(places) :]) if places else spec.shape
+    indices, repeats = _indices_of_copies(spec, mesh), _repeats_of_groups(spec, mesh)
+    shape = (*indices[-1].shape, *spec.shape[len(indices) :]) if indices else spec.shape
     shape = (*shape[:-1], shape[-1] * repeats)
     sharding = NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.name))
-    return Layout(shape, sharding, places, repeats)
+    return Layout(shape, sharding, indices, repeats)
 
 
 def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
@@ -295,8 +295,8 @@ def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
     return spec.group_size // math.gcd(spec.group_size, inputs_a_device)
 
 
-def _places_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
-    """Return the `places` of a Layout. Raises ConfigError if heads or devices do not divide."""
+def _indices_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
+    """Return the `indices` of a Layout. Raises ConfigError if heads or devices do not divide."""
     copies = kv_copies(spec.shape[0], mesh, name=spec.name) if "kv_heads" in spec.axes else 1
     if copies == 1:
         return ()
@@ -352,7 +352,7 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
         make = _initializer(
             leaf.shape, leaf.dtype_in(dtype), leaf.init, leaf.init_scale, layout.repeats, layout.sharding
         )
-        return make(key, layout.places)
+        return make(key, layout.indices)
 
     return jax.tree_util.tree_map_with_path(init, specs, layouts(specs, mesh))
 
@@ -378,7 +378,7 @@ def _initializer(
     def laid_out(values: jax.Array) -> jax.Array:
         return values if repeats == 1 else jnp.repeat(values, repeats, axis=-1)
 
-    return jax.jit(lambda key, places: laid_out(make(key)[places]), out_shardings=sharding)
+    return jax.jit(lambda key, indices: laid_out(make(key)[indices]), out_shardings=sharding)
 
 
 def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtype) -> Params:

@@ -55,17 +55,17 @@ def abstract_peers(
     num_devices = mesh.shape[axis]
     limit = MAX_ROWS_OF_SUMS_OF_TWO if num_devices == 2 else MAX_ROWS_OF_SUMS
     sums = abstract_peer_buffers(mesh, axis, num_rows=min(limit, max_num_tokens), size=hidden_size, dtype=dtype)
-    share = vocab_size // num_devices
+    shard_size = vocab_size // num_devices
     logits = abstract_peer_buffers(
         mesh,
         axis,
         num_rows=min(MAX_ROWS_OF_LOGITS, max_num_rows, max_num_tokens),
-        size=share,
+        size=shard_size,
         dtype=jnp.float32,
-        num_pieces=all_gather.num_pieces(share, jnp.float32),
+        num_pieces=all_gather.num_pieces(shard_size, jnp.float32),
     )
     takes_sums = all_reduce.why_not(jax.ShapeDtypeStruct((1, hidden_size), dtype), sums) is None
-    takes_logits = all_gather.why_not(jax.ShapeDtypeStruct((1, share), jnp.float32), logits) is None
+    takes_logits = all_gather.why_not(jax.ShapeDtypeStruct((1, shard_size), jnp.float32), logits) is None
     return Peers(sums if takes_sums else None, logits if takes_logits and vocab_size % num_devices == 0 else None)
 
 

@@ -144,8 +144,8 @@ def frequencies(rope: Rope) -> np.ndarray:
 def _scale_llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    unscaled_share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return unscaled_share * frequency + (1 - unscaled_share) * frequency / scaling.factor
+    unscaled_fraction = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return unscaled_fraction * frequency + (1 - unscaled_fraction) * frequency / scaling.factor
 
 
 def _scale_yarn(frequency: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
@@ -158,8 +158,8 @@ def _scale_yarn(frequency: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.n
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.head_dim - 1)
     width = last - first or 0.001  # a step where they meet
-    scaled_share = np.clip((np.arange(len(frequency)) - first) / width, 0.0, 1.0)
-    return (1 - scaled_share) * frequency + scaled_share * frequency / scaling.factor
+    scaled_fraction = np.clip((np.arange(len(frequency)) - first) / width, 0.0, 1.0)
+    return (1 - scaled_fraction) * frequency + scaled_fraction * frequency / scaling.factor
 
 
 def _dynamic_stretch(scaling: DynamicScaling) -> float:

@@ -77,7 +77,7 @@ def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
     return name if name is not None and mesh.shape.get(name, 1) > 1 else None
 
 
-def share_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMesh) -> bool:
+def splits_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMesh) -> bool:
     """Return true if devices have whole experts, instead of a shard of each expert's inner size.
 
     They do if kernels do not support the shards, such as 2,880 / 2 and 768 / 8, and the number of experts divides.

@@ -154,12 +154,12 @@ def load_store(
 
     def load(path: Any, leaf: LeafSpec, layout: Layout) -> jax.Array:
         stored, served = opened(_name(path), leaf), leaf.dtype_in(dtype)
-        shares = [
-            jax.device_put(_share(layout.share(stored, index), served, device), device)
+        shards = [
+            jax.device_put(_shard(layout.shard(stored, index), served, device), device)
             for device, index in layout.sharding.addressable_devices_indices_map(layout.shape).items()
             if index is not None
         ]
-        array = jax.make_array_from_single_device_arrays(layout.shape, layout.sharding, shares)
+        array = jax.make_array_from_single_device_arrays(layout.shape, layout.sharding, shards)
         array.block_until_ready()  # arrays in transfer would stay in host memory
         bar.update(stored.size * served.itemsize)
         return array
@@ -339,7 +339,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _share(mapped: np.ndarray, dtype: np.dtype, device: Any) -> np.ndarray:
+def _shard(mapped: np.ndarray, dtype: np.dtype, device: Any) -> np.ndarray:
     """Return a device's shard: the mapped file itself or, for a CPU, a copy that does not depend on that file."""
     if device.platform != "cpu" and mapped.dtype == dtype:
         return np.asarray(mapped)

@@ -42,11 +42,11 @@ def rope(
     parameters = rope_parameters(fields)
     if partial_rotary_factor is None and number(parameters, "partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
-    share = number(parameters, "partial_rotary_factor", partial_rotary_factor or 1.0)
+    fraction = number(parameters, "partial_rotary_factor", partial_rotary_factor or 1.0)
     size = head_dim(fields) if size is None else size
-    rotated = int(size * share)
+    rotated = int(size * fraction)
     if rotated % 2 or not 0 < rotated <= size:
-        given = f"{size}" if share == 1.0 else f"{size} times partial_rotary_factor {share}"
+        given = f"{size}" if fraction == 1.0 else f"{size} times partial_rotary_factor {fraction}"
         raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
     theta = number(parameters, "rope_theta", theta)
     if theta <= 1.0:

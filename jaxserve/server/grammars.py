@@ -20,14 +20,16 @@ QUEUE_SECONDS = 10.0
 """Maximum seconds that a grammar waits for those before it."""
 
 
-async def answer_grammar(state: ServerState, wish: StructuredOutputs, *, field: str | None, receive: Receive) -> str:
+async def answer_grammar(
+    state: ServerState, constraint: StructuredOutputs, *, field: str | None, receive: Receive
+) -> str:
     """Return the grammar text of a constraint, which is the request's `field`.
 
     Raises InvalidRequest, naming the field, for what cannot be followed; QueueFull when its turn does not come; and as
     `while_wanted` does when the result is no longer needed.
     """
     try:
-        return await _made(state, state.frontend.grammars.answer(wish, is_closed=state.closes_objects), receive)
+        return await _made(state, state.frontend.grammars.answer(constraint, is_closed=state.closes_objects), receive)
     except InvalidRequest as error:
         blame(error, field)
         raise

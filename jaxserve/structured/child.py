@@ -51,7 +51,7 @@ def main(args: Sequence[str]) -> None:
 def _run(job: Job) -> Result:
     try:
         if isinstance(job, AnswerJob):
-            return Made(make_grammar(job.wish, is_closed=job.is_closed))
+            return Made(make_grammar(job.constraint, is_closed=job.is_closed))
         made = [arguments_schema(schema, param=param, options=job.options) for param, schema in job.schemas]
         return Made(f"[{','.join(made)}]")
     except InvalidRequest as error:

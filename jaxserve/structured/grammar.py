@@ -94,15 +94,15 @@ def parser_limits(text: str) -> LLParserLimits:
     )
 
 
-def make_grammar(wish: StructuredOutputs, *, is_closed: bool = True) -> str:
+def make_grammar(constraint: StructuredOutputs, *, is_closed: bool = True) -> str:
     """Compile a constraint into its grammar text. Usually takes milliseconds, but seconds for a schema of thousands of
     properties.
 
     Raises InvalidRequest, naming the field and, if there is one, the unsupported keyword. A hostile constraint may
     crash the process: callers go through `GrammarPool`.
     """
-    param, entry = _entry(wish, json_options(wish, is_closed=is_closed))
-    limits = {} if wish.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
+    param, entry = _entry(constraint, json_options(constraint, is_closed=is_closed))
+    limits = {} if constraint.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
     text = json.dumps({"grammars": [entry], **limits})
     _check(text, param)
     return text
@@ -190,27 +190,27 @@ def schema_text(schema: Any, param: str) -> str:
     return text
 
 
-def _entry(wish: StructuredOutputs, options: JsonOptions) -> tuple[str, dict[str, Any]]:
+def _entry(constraint: StructuredOutputs, options: JsonOptions) -> tuple[str, dict[str, Any]]:
     """Return the field that carries the constraint, and its entry in a list of grammars."""
-    if wish.json is not None:
+    if constraint.json is not None:
         param = "structured_outputs.json"
-        schema = _followable(schema_text(wish.json, param), param, is_closed=options.is_closed)
+        schema = _followable(schema_text(constraint.json, param), param, is_closed=options.is_closed)
         return param, {"json_schema": _with_options({} if schema is True else schema, options)}
-    if wish.json_object:
+    if constraint.json_object:
         return "structured_outputs.json_object", {"json_schema": _with_options({"type": "object"}, options)}
-    if wish.regex is not None:
+    if constraint.regex is not None:
         param = "structured_outputs.regex"
-        check_size(wish.regex, param)
-        return param, {"lark_grammar": f"start: /{regex_to_lark(wish.regex, use_ascii='d')}/"}
-    if wish.choice is not None:
+        check_size(constraint.regex, param)
+        return param, {"lark_grammar": f"start: /{regex_to_lark(constraint.regex, use_ascii='d')}/"}
+    if constraint.choice is not None:
         param = "structured_outputs.choice"
-        lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wish.choice)
+        lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choice)
         check_size(lark, param)
         return param, {"lark_grammar": lark}
-    assert wish.grammar is not None
+    assert constraint.grammar is not None
     param = "structured_outputs.grammar"
-    check_size(wish.grammar, param)
-    return param, {"lark_grammar": _to_lark(wish.grammar, param)}
+    check_size(constraint.grammar, param)
+    return param, {"lark_grammar": _to_lark(constraint.grammar, param)}
 
 
 def _followable(text: str, param: str, *, is_closed: bool) -> Any:

@@ -79,19 +79,21 @@ class GrammarPool:
                 self._lanes = small, large
                 self._finalizer = weakref.finalize(self, _close, self._lanes)
 
-    def answer(self, wish: StructuredOutputs, *, is_closed: bool = True) -> "concurrent.futures.Future[str]":
+    def answer(self, constraint: StructuredOutputs, *, is_closed: bool = True) -> "concurrent.futures.Future[str]":
         """Return a future of the constraint's grammar text, see `make_grammar`.
 
         The future's exception is InvalidRequest, naming the field, for a constraint that cannot be followed or takes
         too much time or memory. Raises QueueFull if too many jobs are queued. Cancelling the future removes the job
         from the queue.
         """
-        if wish.json is not None and not isinstance(wish.json, str):
-            wish = msgspec.structs.replace(wish, json=schema_text(wish.json, "structured_outputs.json"))
+        if constraint.json is not None and not isinstance(constraint.json, str):
+            constraint = msgspec.structs.replace(
+                constraint, json=schema_text(constraint.json, "structured_outputs.json")
+            )
         for name in ("json", "regex", "choice", "grammar"):
-            if getattr(wish, name) is not None:
-                return self._submit(AnswerJob(wish, is_closed, f"structured_outputs.{name}"))
-        return self._submit(AnswerJob(wish, is_closed, "structured_outputs.json_object"))
+            if getattr(constraint, name) is not None:
+                return self._submit(AnswerJob(constraint, is_closed, f"structured_outputs.{name}"))
+        return self._submit(AnswerJob(constraint, is_closed, "structured_outputs.json_object"))
 
     def arguments(
         self, schemas: Sequence[tuple[str, Any]], *, options: JsonOptions

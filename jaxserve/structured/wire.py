@@ -9,7 +9,7 @@ from jaxserve.structured.grammar import JsonOptions
 class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     """Make the grammar text of a constraint."""
 
-    wish: StructuredOutputs
+    constraint: StructuredOutputs
     is_closed: bool
     param: str
 

@@ -16,7 +16,7 @@ from pallas_kernels.sampling.op import sample
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_WISHES = {
+_SETTINGS = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
     "top_k 50": {"top_k": 50},
@@ -57,13 +57,13 @@ def sampling_rows() -> Iterator[Row]:
     ours = ("sm90", "xla") if on_gpu() else ("xla",)
     for num_rows in (64, 1) if on_gpu() else (8,):
         num_bytes = 4 * num_rows * vocab_size
-        for name in (*_WISHES, "all of these, mixed"):
-            wishes = list(itertools.islice(itertools.cycle(_WISHES.values()), num_rows))
-            if name in _WISHES:
-                wishes = [_WISHES[name]] * num_rows
+        for name in (*_SETTINGS, "all of these, mixed"):
+            settings = list(itertools.islice(itertools.cycle(_SETTINGS.values()), num_rows))
+            if name in _SETTINGS:
+                settings = [_SETTINGS[name]] * num_rows
             elif num_rows == 1:
                 continue
-            inputs = [_arrays(wishes, vocab_size, seed) for seed in range(num_rotations(num_bytes))]
+            inputs = [_arrays(settings, vocab_size, seed) for seed in range(num_rotations(num_bytes))]
             calls: dict[str, Callable[..., Any]] = {
                 implementation: functools.partial(_call, implementation=implementation) for implementation in ours
             }
@@ -76,12 +76,14 @@ def _call(logits: Array, columns: dict[str, Array], *, implementation: Any) -> t
     return sample(logits, **columns, implementation=implementation)
 
 
-def _arrays(wishes: list[dict[str, float]], vocab_size: int, seed: int) -> tuple[Any, ...]:
+def _arrays(settings: list[dict[str, float]], vocab_size: int, seed: int) -> tuple[Any, ...]:
     """Logits, and a column of each parameter."""
     key = jax.random.key(seed)
     columns = {
-        name: jnp.asarray([(_PLAIN | wish)[name] for wish in wishes], jnp.int32 if name == "top_k" else jnp.float32)
+        name: jnp.asarray(
+            [(_PLAIN | setting)[name] for setting in settings], jnp.int32 if name == "top_k" else jnp.float32
+        )
         for name in _PLAIN
     }
-    columns["uniform"] = jax.random.uniform(key, (len(wishes), 2))
-    return 2 * jax.random.normal(key, (len(wishes), vocab_size)), columns
+    columns["uniform"] = jax.random.uniform(key, (len(settings), 2))
+    return 2 * jax.random.normal(key, (len(settings), vocab_size)), columns

@@ -1,10 +1,10 @@
 import pytest
 
-from jaxserve.engine.profile import Work, busy_share, second_half, times_by_name
+from jaxserve.engine.profile import Work, busy_fraction, second_half, times_by_name
 
 
 def busy(*times):
-    return busy_share([Work(start, end, "a") for start, end in times])
+    return busy_fraction([Work(start, end, "a") for start, end in times])
 
 
 def test_busy_fraction_of_the_second_half():

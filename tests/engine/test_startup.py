@@ -59,7 +59,7 @@ def test_more_tokens_read_more_experts(num_tokens, num_bytes):
     limits = dict.fromkeys(
         ("vocab_size", "hidden_size", "max_model_len", "block_size", "num_blocks", "max_num_seqs"), 1
     ) | {"max_num_batched_tokens": 1}
-    weights = {"weight_bytes": 100, "expert_bytes": 640, "expert_share": 8 / 128}
+    weights = {"weight_bytes": 100, "expert_bytes": 640, "expert_fraction": 8 / 128}
     info = EngineInfo(model="m", eos_token_ids=(), kv_kinds=(), **limits, **weights)
     assert info.expected_weight_bytes(num_tokens) == pytest.approx(num_bytes)
 

@@ -76,7 +76,7 @@ def test_kv_heads_on_more_devices(dtype):
         assert (put.shape, put.dtype, put.sharding) == (layout.shape, dtype, layout.sharding)
         np.testing.assert_array_equal(put, expected[name])
         for shard in put.addressable_shards:
-            np.testing.assert_array_equal(layout.share(np.asarray(declared[name]), shard.index), shard.data)
+            np.testing.assert_array_equal(layout.shard(np.asarray(declared[name]), shard.index), shard.data)
 
 
 def test_queries_that_do_not_divide():

@@ -69,9 +69,9 @@ def test_two_axes_on_the_same_devices(mesh):
 )
 def test_experts_are_whole_where_their_shards_suit_no_kernel(num_experts, size, devices, whole):
     mesh = AbstractMesh((devices,), ("tensor",))
-    assert sharding.share_by_expert(num_experts, size, mesh) == whole
+    assert sharding.splits_by_expert(num_experts, size, mesh) == whole
     with_experts = AbstractMesh((2, devices), ("expert", "tensor"))
-    assert not sharding.share_by_expert(num_experts, size, with_experts)
+    assert not sharding.splits_by_expert(num_experts, size, with_experts)
 
 
 def test_unknown_axis(mesh):

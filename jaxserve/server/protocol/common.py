@@ -16,7 +16,12 @@ from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.names import UnknownName, unknown_names
-from jaxserve.server.protocol.structured import ResponseFormat, StructuredOutputsBody, structured_outputs, wish_field
+from jaxserve.server.protocol.structured import (
+    ResponseFormat,
+    StructuredOutputsBody,
+    constraint_field,
+    structured_outputs,
+)
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_CACHE_SALT_LENGTH = 256
@@ -109,9 +114,9 @@ class GenerationRequest(AnswerRequest, kw_only=True):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
-    def wish_field(self) -> str | None:
+    def constraint_field(self) -> str | None:
         """The field that constrains the answer's text, or None."""
-        return wish_field(self.response_format, self.structured_outputs)
+        return constraint_field(self.response_format, self.structured_outputs)
 
     @property
     def wants_numbers(self) -> bool:

@@ -49,7 +49,7 @@ class StructuredOutputsBody(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
 
     @property
-    def wish(self) -> dict[str, Any]:
+    def constraint(self) -> dict[str, Any]:
         """Those of the first five fields that are set."""
         names = ("json", "json_object", "regex", "choice", "grammar")
         fields = {name: getattr(self, name) for name in names}
@@ -69,19 +69,19 @@ def structured_outputs(
     response_format: ResponseFormat | None, body: StructuredOutputsBody | None
 ) -> StructuredOutputs | None:
     """Return the constraint of a request, or None. Raises InvalidRequest, naming the field."""
-    wish = {} if response_format is None else _of_format(response_format)
+    constraint = {} if response_format is None else _of_format(response_format)
     if body is None:
-        return StructuredOutputs(**wish) if wish else None
+        return StructuredOutputs(**constraint) if constraint else None
     if body.structural_tag is not None:
         raise InvalidRequest(
             "structured_outputs.structural_tag is not supported: write grammar, or strict tools",
             param="structured_outputs.structural_tag",
             code="unsupported_parameter",
         )
-    if wish and body.wish:
+    if constraint and body.constraint:
         raise InvalidRequest("response_format and structured_outputs exclude each other", param="structured_outputs")
-    wish = wish or body.wish
-    return StructuredOutputs(**wish, **body.options) if wish or not body.options else None
+    constraint = constraint or body.constraint
+    return StructuredOutputs(**constraint, **body.options) if constraint or not body.options else None
 
 
 def arguments_options(body: StructuredOutputsBody | None, *, is_closed: bool) -> JsonOptions:
@@ -124,13 +124,13 @@ def _schema_field(response_format: ResponseFormat) -> str:
     return f"response_format.{'json_schema.schema' if response_format.schema is None else 'schema'}"
 
 
-def wish_field(response_format: ResponseFormat | None, body: StructuredOutputsBody | None) -> str | None:
+def constraint_field(response_format: ResponseFormat | None, body: StructuredOutputsBody | None) -> str | None:
     """Return the field with a constraint, None if there is none."""
     if response_format is not None and response_format.type != "text":
         has_schema = response_format.schema is not None or response_format.json_schema is not None
         is_plain = response_format.type == "json_object" and not has_schema
         return "response_format" if is_plain else _schema_field(response_format)
-    return None if body is None or not body.wish else "structured_outputs"
+    return None if body is None or not body.constraint else "structured_outputs"
 
 
 _MADE_OF_OTHER_FIELDS = ("structured_outputs", "structured_outputs.json", "structured_outputs.json_object")

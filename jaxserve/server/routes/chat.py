@@ -57,8 +57,8 @@ def grammar_field(state: ServerState, body: ChatRequest) -> str | None:
     """Return the field that the answer's grammar is made from; None if the answer is unconstrained."""
     if must_call(body.tool_choice):
         return "tools"
-    if body.wish_field is not None:
-        return body.wish_field
+    if body.constraint_field is not None:
+        return body.constraint_field
     if state.syntax.forcing.follows_strict(callable_tools(body.tools or [], body.tool_choice)):
         return "tools"
     return None if body.thinking_token_budget is None else "thinking_token_budget"
@@ -78,14 +78,14 @@ async def prepare(
     try:
         check_chat_request(body)
         tools = _callable_tools(state, body)
-        wish = structured_outputs(body.response_format, body.structured_outputs)
+        constraint = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
-        if wish is not None and not must_call(body.tool_choice):
-            answer = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=receive)
+        if constraint is not None and not must_call(body.tool_choice):
+            answer = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=receive)
         written = await grammars.with_checked_parameters(
             state,
             tools,
-            params=_bound_tools(state, body, tools, has_wish=wish is not None),
+            params=_bound_tools(state, body, tools, has_constraint=constraint is not None),
             options=arguments_options(body.structured_outputs, is_closed=state.closes_objects),
             receive=receive,
         )
@@ -103,9 +103,11 @@ async def prepare(
         raise
 
 
-def _bound_tools(state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_wish: bool) -> dict[str, str]:
+def _bound_tools(
+    state: ServerState, body: ChatRequest, tools: Sequence[Tool], *, has_constraint: bool
+) -> dict[str, str]:
     """Return the names of the tools whose parameters are in the answer's grammar, with the fields that have these."""
-    is_all = must_call(body.tool_choice) or has_wish
+    is_all = must_call(body.tool_choice) or has_constraint
     if not is_all and not state.syntax.forcing.follows_strict(tools):
         return {}
     params = {tool.function.name: f"tools[{index}].function.parameters" for index, tool in enumerate(body.tools or ())}

@@ -35,10 +35,10 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await read_request(state, request, CompletionRequest)
     size = len(await request.body())
-    wish = structured_outputs(body.response_format, body.structured_outputs)
+    constraint = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
-    if wish is not None and not body.is_score_only:  # once, for all prompts
-        grammar = await grammars.answer_grammar(state, wish, field=body.wish_field, receive=request.receive)
+    if constraint is not None and not body.is_score_only:  # once, for all prompts
+        grammar = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=request.receive)
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     request_id = unique(answer_id)
     groups = await generation.prepare(
@@ -217,7 +217,7 @@ class _Completion:
         )
 
     async def _run(self, take: Take) -> None:
-        await generation.run(self._state, self._groups, take, grammar_field=self._body.wish_field)
+        await generation.run(self._state, self._groups, take, grammar_field=self._body.constraint_field)
 
     def _response(self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(
