@@ -205,6 +205,22 @@ def test_quotes_in_a_text_need_no_escapes(written, expected, after):
     assert parsed("hermes", text) == Message("", (("run", {"command": expected} | ({"input": "x"} if after else {})),))
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (r"""'python3 -c "print(f(3*x, s='\\,'))"'""", "python3 -c \"print(f(3*x, s='\\,'))\""),
+        ("'sed -n '1,5p' x'", "sed -n '1,5p' x"),
+        ('"echo "(a)"; ls"', 'echo "(a)"; ls'),
+        ("'x'", "x"),
+    ],
+)
+@pytest.mark.parametrize("after", ["", ", input='y'"])
+def test_quotes_in_a_text_of_a_call_in_python_need_no_escapes(written, expected, after):
+    text = f"<|tool_call_start|>[run(command={written}{after}), now()]<|tool_call_end|>"
+    arguments = {"command": expected} | ({"input": "y"} if after else {})
+    assert parsed("lfm2", text).calls == (("run", arguments), ("now", {}))
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "kimi_k2"])
 def test_arguments_in_a_text_may_lack_escapes(name):
     row = ROWS[name]

@@ -52,12 +52,12 @@ class ValueEnds:
 
 
 def read_text(
-    source: Source, sink: Sink, quote: str, *, ends: ValueEnds, is_key: bool, is_whole: bool
+    source: Source, sink: Sink, quote: str, *, ends: ValueEnds, is_key: bool, is_whole: bool, num_calls: int
 ) -> Generator[None, None, bool]:
     """Read a text between two quotes; returns False if the source ends in it.
 
     Quotes inside need no escapes, unless the text `is_whole`, all of a value: an end is followed by what follows a key
-    or a value.
+    or a value, but, if this is in a call of Python, not by more than the `num_calls` parentheses that are open.
     """
     source.take(len(quote))
     sink('"')
@@ -81,10 +81,16 @@ def read_text(
         is_end = mark == quote
         if is_end and not is_own and not is_whole:  # models do not always escape those inside
             is_end = (yield from source.peek(after)) is not None or (source.is_last and not source.buffer.strip())
+            is_end &= num_calls == 0 or (yield from source.peek(_closings(num_calls + 1))) is None
         if is_end:
             sink('"')
             return True
         sink(escaped(mark) if is_own else _in_text(mark))
+
+
+@functools.lru_cache(maxsize=64)
+def _closings(number: int) -> regex.Pattern:
+    return regex.compile(rf"(?:\s{{0,8}}\)){{{number}}}")
 
 
 @functools.lru_cache(maxsize=64)

@@ -242,8 +242,16 @@ class ValueReader:
             self._end_item()
 
     def _text(self, quote: str, sink: Sink) -> Generator[None, None, bool]:
-        is_key, is_whole = self._expected == "key", not self._open
-        return read_text(self._source, sink, quote, ends=self._ends, is_key=is_key, is_whole=is_whole)
+        num_calls = self._open.count("(") + 1 if self._open[:1] == ["call"] else 0
+        return read_text(
+            self._source,
+            sink,
+            quote,
+            ends=self._ends,
+            is_key=self._expected == "key",
+            is_whole=not self._open,
+            num_calls=num_calls,
+        )
 
 
 def _json_word(word: str) -> str:
