@@ -192,8 +192,8 @@ def test_what_tags_cannot_say_is_an_object(case):
     arguments = {"bounded": {"city": "A"}, "pattern": {"city": "a"}, "open": {"b": 1}, "unnamed": {"x": []}}
     arguments |= {"referred": {"lat": 1}, "either": {"lat": 1}, "odd names": {"a b": 1}, "free": {"any": {"</a>": 1}}}
     for name in ("qwen3_coder", "glm45", "seed_oss"):
-        opening, closing = ROWS[name].call
-        text = f'{opening}{{"name": "f", "arguments": {json.dumps(arguments[case])}}}{closing.splitlines()[-1]}'
+        (opening, closing), (before, after) = ROWS[name].call, ROWS[name].name
+        text = f"{opening}{before}f{after}{json.dumps(arguments[case])}{closing}"
         assert allows(name, {"type": "object", **WRITTEN[case]}, text)
 
 
