@@ -408,6 +408,20 @@ def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: 
     return jax.tree.map(apply, specs)
 
 
+def with_whole_bytes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
+    """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices."""
+
+    def apply(spec: ParamSpec) -> ParamSpec:
+        on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
+        if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
+            return spec
+        if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
+            return spec
+        return dataclasses.replace(spec, scheme=None)
+
+    return jax.tree.map(apply, specs)
+
+
 def schemes_of(specs: Params) -> dict[str, Scheme]:
     """Return the Scheme of each weight that has one, by path such as "layers.0.mlp.down"."""
     found = jax.tree_util.tree_leaves_with_path(specs)

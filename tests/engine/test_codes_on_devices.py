@@ -1,0 +1,61 @@
+"""Codes whose groups do not divide over devices: the tokens are those of one device, and of the dequantized values."""
+
+import functools
+
+import pytest
+import stored_matrices as stored
+from quantized_models import greedy_tokens, naive_tokens, write_quantized
+
+FIELDS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+LLAMA = FIELDS | {"model_type": "llama"}
+LATENT = FIELDS | {
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 0,
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+CASES = {
+    # 96 inputs on 8 devices are 12 of a group of 32 on each.
+    "groups": (LLAMA, GPTQ, functools.partial(stored.gptq, group=32)),
+    # Query, key and value have a scale each.
+    "scales of tensors": (LLAMA, {"quant_method": "fp8"}, functools.partial(stored.fp8, scheme="tensor")),
+    # 88 inputs on 8 devices are 11 each, and two 4-bit codes share a byte.
+    "odd inputs": (LLAMA | {"intermediate_size": 88}, GPTQ | {"group_size": 8}, stored.gptq),
+    # 6 experts are not whole on 4 devices: 48 inner values are 12 of a block of 32 on each.
+    "latent attention and experts": (LATENT, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
+}
+
+
+def is_matrix(name):
+    return "_proj" in name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_device(tmp_path, case):
+    path = write_quantized(tmp_path, *CASES[case], is_quantized=is_matrix)
+    expected = naive_tokens(path, None)
+    assert len(set().union(*expected)) > 5
+    for num_devices in (2, 8) if CASES[case][0]["model_type"] == "llama" else (4,):
+        assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
