@@ -415,7 +415,7 @@ def with_whole_bytes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
         on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
         if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
             return spec
-        if spec.expert_size is not None and share_by_expert(spec.shape[0], spec.expert_size, mesh):
+        if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
             return spec
         return dataclasses.replace(spec, scheme=None)
 
