@@ -21,7 +21,8 @@ from jaxserve.server.choosing.derive import derive
 from jaxserve.server.message_style import message_style
 from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.syntaxes.syntax import Syntax, Tags
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.tokenizer import Tokenizer
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxserve.server.syntaxes.harmony import MARKS
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 
 ARGUMENTS = '{"city": "Br\\u00fcn\\"n{]", "days": [1, {"x": null}], "s": "</tool_call> [TOOL_CALLS] \\\\"}'
 

@@ -8,7 +8,7 @@ from event_cases import call, hermes, read, reader
 from jaxserve.server.parsing.events import Content, Reasoning
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.syntaxes.syntax import Thoughts
-from jaxserve.server.syntaxes.table import REASONING_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.thought_counter import ReasoningCounter
 
 

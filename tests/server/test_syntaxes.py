@@ -13,7 +13,8 @@ from written_answers import Message, loaded, read, reader, rows, thoughts_of, wr
 
 import jaxserve
 from jaxserve.server.syntaxes.syntax import Channels, Elements, Object, PythonCall, Tags, Wrapped
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 
 ROWS = rows()
 PARAMETERS = {

@@ -15,7 +15,8 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.server.choosing.choice import choose
 from jaxserve.server.message_style import message_style
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.template import render_chat, served_tokenizer
 from jaxserve.tokenizer import Tokenizer
 

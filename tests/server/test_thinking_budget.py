@@ -13,7 +13,8 @@ from jaxserve.engine.frontend import Frontend
 from jaxserve.request import StructuredOutputs
 from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.syntaxes.syntax import Syntax
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.structured.grammar import limit_of, make_grammar
 from jaxserve.structured.vocabulary import grammar_tokenizer

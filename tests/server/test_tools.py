@@ -13,7 +13,8 @@ from waiting import PATIENCE
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.server.syntaxes.syntax import Tags
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.syntaxes.tool import Tool
 from jaxserve.tokenizer import Tokenizer
 

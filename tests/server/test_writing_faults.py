@@ -7,7 +7,7 @@ import json
 import pytest
 from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
 
-from jaxserve.server.syntaxes.table import REASONING_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.server.thought_counter import ReasoningCounter
 
 ROWS = rows()

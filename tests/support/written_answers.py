@@ -7,7 +7,8 @@ from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Re
 from jaxserve.server.parsing.harmony import HarmonyReader
 from jaxserve.server.parsing.reader import Reader
 from jaxserve.server.syntaxes.syntax import Channels, Elements, Object, PythonCall, Syntax, Tags, Wrapped
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 
 
 class Message(NamedTuple):

@@ -8,7 +8,8 @@ from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.server.choosing.derive import derive
 from jaxserve.server.choosing.response_template import UnsupportedTemplate, from_response_template
 from jaxserve.server.syntaxes.syntax import Calls, Channels, Syntax, Thoughts
-from jaxserve.server.syntaxes.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.tokenizer import Tokenizer
 
 HARMONY = "gpt_oss"
