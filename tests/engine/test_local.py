@@ -36,10 +36,25 @@ CONFIG = EngineConfig(
 
 
 @pytest.fixture
-def client():
+def own_client():
+    """An engine that the test may break."""
     client = LocalEngineClient.start(CONFIG)
     yield client
     client.close()
+
+
+@pytest.fixture(scope="module")
+def shared_client():
+    client = LocalEngineClient.start(CONFIG)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def client(shared_client):
+    """The engine of all tests that leave it whole; nothing runs in it, and no prefix is cached."""
+    wait_until(shared_client.reset_prefix_cache)
+    return shared_client
 
 
 def collect(outputs, names):
@@ -92,6 +107,7 @@ def test_requests_from_many_threads(client):
 
 def test_with_the_last_answer_nothing_runs_any_more(client):
     seen = queue.SimpleQueue()
+    before = client.stats().preemption_counts[0]
     for number in range(20):
         client.submit([request(f"{number}", [1, 2, 3], 4)], lambda outputs: seen.put((outputs, client.stats())))
         while True:
@@ -99,7 +115,7 @@ def test_with_the_last_answer_nothing_runs_any_more(client):
             if outputs[-1].finish_reason is not None:
                 break
         assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.preemption_counts[0] == 20
+    assert stats.preemption_counts[0] == before + 20
     assert stats.num_free_blocks + stats.num_cached_blocks == client.info.num_blocks
 
 
@@ -237,7 +253,7 @@ def test_reset_prefix_cache(client):
     assert outputs.get(timeout=PATIENCE)[0].num_cached_tokens == 0
 
 
-def test_a_dead_engine_has_not_reset_its_prefix_cache(client, monkeypatch):
+def test_a_dead_engine_has_not_reset_its_prefix_cache(own_client, monkeypatch):
     stepping, go_on = threading.Event(), threading.Event()
 
     def broken_step():
@@ -245,33 +261,33 @@ def test_a_dead_engine_has_not_reset_its_prefix_cache(client, monkeypatch):
         assert go_on.wait(PATIENCE)
         raise RuntimeError("a bug")
 
-    assert client.reset_prefix_cache()
-    monkeypatch.setattr(client._engine, "step", broken_step)
-    client.submit([request("r", [1], 2)], print)
+    assert own_client.reset_prefix_cache()
+    monkeypatch.setattr(own_client._engine, "step", broken_step)
+    own_client.submit([request("r", [1], 2)], print)
     assert stepping.wait(PATIENCE)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        reset = pool.submit(client.reset_prefix_cache)
-        wait_until(lambda: client._reset is not None)
+        reset = pool.submit(own_client.reset_prefix_cache)
+        wait_until(lambda: own_client._reset is not None)
         go_on.set()
         assert not reset.result(PATIENCE)
 
 
-def test_death_reaches_everyone(client, monkeypatch):
+def test_death_reaches_everyone(own_client, monkeypatch):
     outputs = queue.SimpleQueue()
 
     def broken_schedule():
         raise RuntimeError("a bug")
 
-    client.submit([request("before", [1], 2)], outputs.put)
+    own_client.submit([request("before", [1], 2)], outputs.put)
     collect(outputs, ["before"])
-    monkeypatch.setattr(client._engine.scheduler, "schedule", broken_schedule)
-    client.submit([request("lost", [1], 2)], outputs.put)
+    monkeypatch.setattr(own_client._engine.scheduler, "schedule", broken_schedule)
+    own_client.submit([request("lost", [1], 2)], outputs.put)
     (last,) = outputs.get(timeout=PATIENCE)
     assert (last.request_id, last.finish_reason) == ("lost", "error")
     assert "a bug" in last.error
-    assert not client.is_alive()
+    assert not own_client.is_alive()
     with pytest.raises(EngineDead, match="a bug"):
-        client.submit([request("after", [1], 2)], outputs.put)
+        own_client.submit([request("after", [1], 2)], outputs.put)
 
 
 def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch):
@@ -323,37 +339,37 @@ def test_start_errors_are_one_line(options, error, message):
     assert "\n" not in str(failure.value)
 
 
-def test_closing_waits_for_the_step_that_runs(client, monkeypatch):
+def test_closing_waits_for_the_step_that_runs(own_client, monkeypatch):
     """A process that ends under it would be aborted by XLA."""
     events = []
-    client._engine._in_flight.append(types.SimpleNamespace(token_ids=lambda: events.append("token_ids")))
-    close = client._engine.runner.close
-    monkeypatch.setattr(client._engine.runner, "close", lambda: (events.append("freed"), close()))
-    client.close()
+    own_client._engine._in_flight.append(types.SimpleNamespace(token_ids=lambda: events.append("token_ids")))
+    close = own_client._engine.runner.close
+    monkeypatch.setattr(own_client._engine.runner, "close", lambda: (events.append("freed"), close()))
+    own_client.close()
     assert events == ["token_ids", "freed"]
 
 
-def test_a_snapshot_shows_who_runs_and_what_for(client, monkeypatch):
-    step, is_wanted = client._engine.step, threading.Event()
+def test_a_snapshot_shows_who_runs_and_what_for(own_client, monkeypatch):
+    step, is_wanted = own_client._engine.step, threading.Event()
 
     def held_step():
         outputs = step()
-        wait_until(lambda: is_wanted.is_set() or bool(client._snapshots))
+        wait_until(lambda: is_wanted.is_set() or bool(own_client._snapshots))
         is_wanted.set()
         return outputs
 
-    monkeypatch.setattr(client._engine, "step", held_step)
-    idle = client.snapshot()  # the engine sleeps: the snapshot wakes it
+    monkeypatch.setattr(own_client._engine, "step", held_step)
+    idle = own_client.snapshot()  # the engine sleeps: the snapshot wakes it
     assert idle.running == idle.waiting == []
-    assert idle.blocks == [0, client.info.num_blocks]
+    assert idle.blocks == [0, own_client.info.num_blocks]
     outputs = queue.SimpleQueue()
-    client.submit([request(str(name), [1, 2, 3, 4, 5], 50) for name in range(6)], outputs.put)
-    snapshot = client.snapshot()
+    own_client.submit([request(str(name), [1, 2, 3, 4, 5], 50) for name in range(6)], outputs.put)
+    snapshot = own_client.snapshot()
     assert len(snapshot.running) + len(snapshot.waiting) == 6
     assert len(snapshot.waiting) >= 2  # four slots
-    assert sum(snapshot.blocks[1::2]) == client.info.num_blocks
+    assert sum(snapshot.blocks[1::2]) == own_client.info.num_blocks
     collect(outputs, [str(name) for name in range(6)])
-    assert client.snapshot().num_output_tokens == 300
+    assert own_client.snapshot().num_output_tokens == 300
 
 
 def test_snapshots_end_with_the_engine(client):
@@ -362,11 +378,11 @@ def test_snapshots_end_with_the_engine(client):
         client.snapshot()
 
 
-def test_a_snapshot_that_is_waited_for_ends_with_the_engine(client, monkeypatch):
+def test_a_snapshot_that_is_waited_for_ends_with_the_engine(own_client, monkeypatch):
     def fail(**_):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(client._engine.scheduler, "snapshot", fail)
+    monkeypatch.setattr(own_client._engine.scheduler, "snapshot", fail)
     with pytest.raises(EngineDead, match="the device is gone"):
-        client.snapshot()
-    assert not client.is_alive()
+        own_client.snapshot()
+    assert not own_client.is_alive()
