@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stored_matrices as stored
+from depths import quick_first
 from golden_models import GOLDENS, full_logits, load_golden, paged_chunk_logits, relative_error
 
 from jaxserve.convert import convert
@@ -308,7 +309,7 @@ def test_a_store_keeps_codes_and_loads_as_floats_too(tmp_path, name):
 TRUE = ["fp8 blocks", "packed zeros", "gptq dynamic", "awq", "nvfp4", "mxfp4", "nf4 nested", "llm.int8"]
 
 
-@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("name", quick_first(TRUE, 2))
 def test_logits_of_held_codes_are_those_of_their_values(tmp_path, name):
     """Prompts and decode steps over paged KV, in float32: differences are of the order of sums, nothing else."""
     quantized, floats = write_models(tmp_path, *CASES[name])
