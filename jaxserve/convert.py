@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.config import DType, Quantization
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.classifier import is_classifier
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import resolve_dtype
@@ -51,6 +52,8 @@ def convert(
     if is_store(path):
         raise CheckpointError(f"{source} is a store already: convert the original")
     fields = load_config(path)
+    if is_classifier(fields):
+        raise CheckpointError(f"{source} has a classification head, which a store does not hold")
     with naming_config(path):
         family = get_family(fields)
         config = family.Config.from_hf(fields)

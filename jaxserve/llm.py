@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from jaxserve.config import DEFAULT_MODEL
-from jaxserve.engine.embedding import EmbeddingOutput
+from jaxserve.engine.embedding import NO_HEAD, ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
 from jaxserve.errors import InvalidRequest, RequestFailed
@@ -120,6 +120,24 @@ class LLM(LocalModel):
     ) -> list[EmbeddingOutput]:
         """Return the hidden state of each prompt as the model has it: `embed` without scaling to length 1."""
         return self.embed(prompts, pooling=pooling, normalize=False, use_tqdm=use_tqdm)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[ClassificationOutput]:
+        """Return the probabilities of the labels of each prompt, by the model's classification head.
+
+        Raises InvalidRequest (before anything runs; also for a model without such a head), RequestFailed, EngineDead.
+        """
+        head = self._frontend.head
+        if head is None:
+            raise InvalidRequest(NO_HEAD, param="prompts")
+        return [
+            ClassificationOutput(
+                prompt=output.prompt,
+                prompt_token_ids=output.prompt_token_ids,
+                probs=head.probs(output.embedding),
+                labels=head.labels,
+            )
+            for output in self.encode(prompts, use_tqdm=use_tqdm)
+        ]
 
     def score(
         self,

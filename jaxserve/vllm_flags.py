@@ -80,9 +80,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 # fmt: off
 FLAGS: Mapping[str, Harmless | Refused] = {
     # model
-    "--task": Harmless("what a request asks for decides", 1, ("auto", "generate", "embed", "embedding")),
+    "--task": Harmless("what a request asks for decides", 1, ("auto", "generate", "embed", "embedding", "classify")),
     "--runner": Harmless("what a request asks for decides", 1, ("auto", "generate", "pooling")),
-    "--convert": Harmless("embeddings come from the model as it is", 1, ("auto", "none", "embed")),
+    "--convert": Harmless("vectors and labels come from the model as it is", 1, ("auto", "none", "embed", "classify")),
     "--tokenizer-mode": Harmless("the checkpoint's fast tokenizer is used", 1, ("auto", "hf")),
     "--skip-tokenizer-init": Refused("the server needs a tokenizer; send token ids as the prompt", 0),
     "--trust-remote-code": Harmless("no code of a checkpoint is ever run; families are built in"),

@@ -95,6 +95,7 @@ NO_JAX = (
     "jaxserve.logs",
     "jaxserve.loading.bounds",
     "jaxserve.loading.builtin",
+    "jaxserve.loading.classifier",
     "jaxserve.loading.dequantization",
     "jaxserve.loading.gguf",
     "jaxserve.loading.gguf_config",

@@ -17,6 +17,7 @@ from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params, with_rounded_activations, with_whole_bytes
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
+from jaxserve.loading.classifier import read_head
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.quantization_files import rounds_to_integers
@@ -54,6 +55,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     with naming_config(path):
         family = get_family(fields)
         model_config = family.Config.from_hf(fields)
+    read_head(path, hidden_size=model_config.hidden_size)  # one that is wrong is reported now
     return config, Checkpoint(
         path=path,
         fields=fields,

@@ -63,6 +63,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_kinds: tuple[KVKind, ...]
     kv_dtype: str = "float32"
     enable_prefix_caching: bool = True
+    can_generate: bool = True
+    """False for models with a classification head in place of an LM head."""
     device: str = "cpu"
     """The kind of the devices and, of several, how many."""
     total_weight_bytes: int = 0

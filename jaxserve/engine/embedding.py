@@ -12,6 +12,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.values import convert, rule
 
+NO_HEAD = "this model has no classification head: it generates and embeds texts"
+NO_LM_HEAD = "this model has a classification head and no LM head: it classifies texts, and generates none"
 POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 """The sampling of a request that wants no token."""
 
@@ -24,6 +26,21 @@ class EmbeddingOutput:
     prompt_token_ids: list[int]
     embedding: Float32[np.ndarray, " E"]
     num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassificationOutput:
+    """The probabilities of a text's labels. `prompt` is None if token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    probs: list[float]
+    labels: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The most probable label."""
+        return self.labels[max(range(len(self.probs)), key=self.probs.__getitem__)]
 
 
 def finish_embedding(

@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import functools
 import operator
 import pathlib
 import queue
@@ -15,10 +16,11 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from jaxserve.engine.client import EngineClient, EngineInfo
-from jaxserve.engine.embedding import POOLING_PARAMS
+from jaxserve.engine.embedding import NO_LM_HEAD, POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
+from jaxserve.loading.classifier import ClassificationHead, read_head
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -81,6 +83,11 @@ class Frontend:
         """
         return SamplingParams(**{**(fallback or {}), **self.default_sampling, **(given or {})})
 
+    @functools.cached_property
+    def head(self) -> ClassificationHead | None:
+        """What classifies texts, where the model has that in place of an LM head. Raises CheckpointError."""
+        return read_head(self.client.info.model, hidden_size=self.client.info.hidden_size)
+
     def prepare(
         self,
         prompt: str | Iterable[SupportsIndex],
@@ -110,6 +117,8 @@ class Frontend:
         """
         _check_params(params, self.client.info.vocab_size)
         params = _with_num_logprobs(params, self.client.info)
+        if not self.client.info.can_generate:
+            raise InvalidRequest(NO_LM_HEAD, param="model")
         text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         token_ids = self._truncate(token_ids, params, truncate_prompt_tokens, side=truncation_side)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)

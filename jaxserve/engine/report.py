@@ -15,6 +15,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.params import Params, num_bytes
+from jaxserve.loading.classifier import is_classifier
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def make_info(
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.dtype),
         enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
+        can_generate=not is_classifier(checkpoint.fields),
         device=device,
         total_weight_bytes=num_bytes(specs, dtype=model.dtype),
         kv_cache_bytes=num_blocks * model.bytes_per_block,

@@ -25,6 +25,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
+from jaxserve.loading.classifier import HEAD, is_classifier
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
@@ -112,6 +113,8 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(f"no model directory at {directory}")
     fields = read_object(directory / "config.json")
     stored_formats(directory, fields)
+    if is_classifier(fields):  # which has no LM head
+        return fields | {"tie_word_embeddings": True}
     is_tied = fields.get("tie_word_embeddings")
     if (is_tied is None or is_tied is True) and has_own_head(directory):
         fields["tie_word_embeddings"] = False
@@ -359,16 +362,24 @@ def _check(
     found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
     missing = [name for name in expected if name not in found]
     further_layers = _further_layers(directory)
+    extras = {HEAD, f"model.{HEAD}"} if _is_classifier(directory) else set[str]()
     unexpected = [
         name
         for name in tensors
-        if name not in expected and not _is_extra(name, further_layers) and not _is_bias_of_zeros(name, tensors)
+        if name not in expected.keys() | extras
+        and not _is_extra(name, further_layers)
+        and not _is_bias_of_zeros(name, tensors)
     ]
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
     if problems:
         raise CheckpointError(f"{directory} does not fit its config.json; " + "; ".join(problems))
+
+
+def _is_classifier(directory: pathlib.Path) -> bool:
+    path = directory / "config.json"
+    return path.exists() and is_classifier(read_object(path))
 
 
 def _further_layers(directory: pathlib.Path) -> range:

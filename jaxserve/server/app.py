@@ -50,6 +50,7 @@ ROUTES = (
     Route("/invocations", invocations.create, methods=["POST"]),
     Route("/v1/messages", messages.create, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+    Route("/classify", scoring.classify, methods=["POST"]),
     *(Route(f"{prefix}/score", scoring.score, methods=["POST"]) for prefix in ("", "/v1")),
     *(Route(f"{prefix}/rerank", scoring.rerank, methods=["POST"]) for prefix in ("", "/v1", "/v2")),
     Route("/v1/models", models.index, methods=["GET"]),

@@ -18,7 +18,7 @@ from waiting import wait_until
 from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineInfo
-from jaxserve.server.process.announcement import announce, url_of
+from jaxserve.server.process.announcement import announce, curl, url_of
 
 
 @pytest.fixture
@@ -57,6 +57,12 @@ def test_a_model_without_a_chat_template_is_asked_for_a_completion(tokenizer, lo
     monkeypatch.setattr(type(tokenizer), "has_chat_template", property(lambda _: False))
     with running(tokenizer):
         assert run(announced(log)[0])["choices"][0]["text"]
+
+
+def test_a_classifier_is_asked_for_labels():
+    command = curl("http://127.0.0.1:8000", ServerConfig(), has_chat=True, can_generate=False)
+    assert command.startswith("curl http://127.0.0.1:8000/classify ")
+    assert '{"input": ' in command
 
 
 def test_a_key_is_named_and_not_shown(tokenizer, log):

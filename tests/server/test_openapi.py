@@ -1,10 +1,12 @@
 """GET /openapi.json is true: it has every route, and describes their answers."""
 
 import jsonschema
+import numpy as np
 import pytest
 from serving import frames, running
 from waiting import wait_until
 
+from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
 from jaxserve.server.middleware.admission import OPEN_PATHS
 from jaxserve.server.routes import docs, playground
@@ -18,6 +20,8 @@ USER = {"role": "user", "content": "hi"}
 @pytest.fixture(scope="module")
 def administered(tokenizer):
     with running(tokenizer, admin_api_key=["admin"], profile_dir="/profiles") as server:
+        weight = np.ones((2, server.client.info.hidden_size), np.float32)
+        server.frontend.head = ClassificationHead(weight, ("no", "yes"), "softmax")
         yield server
 
 
@@ -54,6 +58,7 @@ REQUESTS = {
     "/invocations": {"messages": [USER], "max_tokens": 3},
     "/v1/messages": {"messages": [USER], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [USER]},
+    "/classify": {"input": ["a", "b"]},
     **{f"{prefix}/score": {"text_1": "a", "text_2": ["b", "c"]} for prefix in ("", "/v1")},
     **{f"{prefix}/rerank": {"query": "a", "documents": ["b", {"text": "c"}]} for prefix in ("", "/v1", "/v2")},
     "/tokenize": {"prompt": "a", "return_token_strs": True},

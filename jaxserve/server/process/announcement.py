@@ -24,12 +24,14 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def curl(url: str, config: ServerConfig, *, has_chat: bool) -> str:
+def curl(url: str, config: ServerConfig, *, has_chat: bool, can_generate: bool = True) -> str:
     """Return a command for a shell that asks the server at `url` something. Keys are named, not shown."""
-    route, body = "completions", {"prompt": "Once upon a time", "max_tokens": 64}
-    if has_chat:
-        route, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
-    words = ["curl", *(["-g"] if "[" in url else []), f"{url}/v1/{route}"]
+    route, body = "v1/completions", {"prompt": "Once upon a time", "max_tokens": 64}
+    if not can_generate:
+        route, body = "classify", {"input": "Once upon a time"}
+    elif has_chat:
+        route, body = "v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    words = ["curl", *(["-g"] if "[" in url else []), f"{url}/{route}"]
     if config.ssl_certfile is not None:
         words += ["--cacert", config.ssl_certfile]
     if config.ssl_ca_certs is not None:
@@ -48,7 +50,7 @@ def announce(info: EngineInfo, config: ServerConfig, *, names: Sequence[str], ur
         "memory": f"{_size(info.total_weight_bytes)} of weights, {_size(info.kv_cache_bytes)} of KV cache "
         f"({info.kv_dtype}) on {info.device}",
         "playground": f"{url}{config.root_path}/",
-        "try": curl(url, config, has_chat=has_chat),
+        "try": curl(url, config, has_chat=has_chat, can_generate=info.can_generate),
     }
     lines = [first, *(f"  {name:<12}{text}" for name, text in facts.items())]
     fields = {

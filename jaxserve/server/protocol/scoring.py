@@ -67,6 +67,33 @@ class RerankRequest(ScoringRequest, kw_only=True):
         return _texts("documents", [each if isinstance(each, str) else each.text for each in self.documents])
 
 
+class ClassifyRequest(ScoringRequest, kw_only=True):
+    """The body of POST /classify, as vLLM has it."""
+
+    input: str | list[Any]
+    add_special_tokens: bool | None = None
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    """The most probable label of an input, and the probabilities of all, in the order of the model's config."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct, kw_only=True):
+    """A classification of each input, in their order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
 class Score(msgspec.Struct, kw_only=True):
     """Cosine of the angle between the vectors of two texts."""
 

@@ -19,7 +19,14 @@ from jaxserve.server.protocol.chat import ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from jaxserve.server.protocol.responses import DeletedResponse, ItemList, ResponseBody, ResponsesRequest
-from jaxserve.server.protocol.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
+from jaxserve.server.protocol.scoring import (
+    ClassifyRequest,
+    ClassifyResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -76,6 +83,7 @@ _OPERATIONS = (
         TokenCount,
         error=MessagesError,
     ),
+    _Operation("post", "/classify", "Probabilities of labels", ClassifyRequest, ClassifyResponse),
     *(
         _Operation("post", f"{prefix}/score", "How near texts are to each other", ScoreRequest, ScoreResponse)
         for prefix in ("", "/v1")

@@ -1,4 +1,6 @@
-"""POST /v1/score and /v1/rerank: how near texts are to each other, by the cosine of their embeddings."""
+"""POST /v1/score and /v1/rerank: how near texts are to each other, by the cosine of their embeddings. POST /classify:
+probabilities of labels.
+"""
 
 import time
 import uuid
@@ -9,11 +11,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.embedding import finish_embedding
+from jaxserve.engine.embedding import NO_HEAD, finish_embedding
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.body import json_response
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingUsage
 from jaxserve.server.protocol.scoring import (
+    Classification,
+    ClassifyRequest,
+    ClassifyResponse,
     Document,
     RankedDocument,
     RerankRequest,
@@ -60,6 +65,36 @@ async def rerank(request: Request) -> Response:
     ]
     answer_id = f"rerank-{body.request_id or uuid.uuid4().hex}"
     return json_response(RerankResponse(id=answer_id, model=state.model, results=results, usage=usage))
+
+
+async def classify(request: Request) -> Response:
+    """Return the probabilities of the labels of each input, by the model's classification head."""
+    state = server_state(request.scope)
+    body = await read_struct(state, request, ClassifyRequest, route="classify")
+    head = state.frontend.head
+    if head is None:
+        raise InvalidRequest(NO_HEAD, param="model")
+    options = body.options() | {"add_special_tokens": body.add_special_tokens}
+    if body.pooling not in (None, "last"):
+        raise InvalidRequest("pooling must be 'last': the head is for a text's last token", param="pooling")
+    wanted = msgspec.convert({**options, "input": body.input, "pooling": "last"}, EmbeddingRequest)
+    groups = await embed(state, wanted, request)
+    data = []
+    for index, group in enumerate(groups):
+        assert group.embedding is not None, "a finished pooling request has a vector"
+        probs = head.probs(finish_embedding(group.embedding, normalize=False))
+        label = head.labels[max(range(len(probs)), key=probs.__getitem__)]
+        data.append(Classification(index=index, label=label, probs=probs, num_classes=len(probs)))
+    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
+    return json_response(
+        ClassifyResponse(
+            id=f"classify-{body.request_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=state.model,
+            data=data,
+            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
+    )
 
 
 async def _cosines(

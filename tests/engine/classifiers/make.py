@@ -1,0 +1,31 @@
+"""Make the classifiers of this folder with transformers: run by an interpreter that has torch, as tests/goldens/make.sh
+makes one. Tiny models with random weights, and the logits of some prompts.
+"""
+
+import json
+import pathlib
+
+import torch
+import transformers as hf
+
+FOLDER = pathlib.Path(__file__).parent
+SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}
+PROMPTS = [[5, 17, 250], [1], [9, 9, 9, 9, 9, 9, 30, 31]]
+CASES = {
+    "llama": hf.LlamaConfig(**SIZES, **HEADS, num_labels=3, id2label={0: "bad", 1: "fair", 2: "good"}),
+    "qwen2_tied": hf.Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True, num_labels=2),
+    "gemma2": hf.Gemma2Config(**SIZES, **HEADS, head_dim=8, num_labels=4, problem_type="multi_label_classification"),
+    "gpt2": hf.GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2, n_positions=64, pad_token_id=0, num_labels=1),
+}
+
+goldens = {}
+for name, config in CASES.items():
+    torch.manual_seed(len(name))
+    model = hf.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+        goldens[name] = [model(torch.tensor([ids])).logits[0].tolist() for ids in PROMPTS]
+    model.save_pretrained(FOLDER / name)
+(FOLDER / "goldens.json").write_text(json.dumps({"prompts": PROMPTS, "logits": goldens}) + "\n")
