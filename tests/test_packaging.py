@@ -51,6 +51,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_of_both_packages(wheel):
     modules = {str(path.relative_to(ROOT)) for name in ("jaxserve", "pallas_kernels") for path in _python_files(name)}
     assert modules == {name for name in wheel.namelist() if name.endswith(".py")}

@@ -6,7 +6,6 @@ import threading
 import types
 
 import pytest
-from depths import quick_first
 from tiny_tokenizer import byte_level
 
 from jaxserve.bench import bits_per_byte, host, latency, steps, throughput
@@ -167,7 +166,8 @@ def test_host_times_every_phase():
     assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))
 
 
-@pytest.mark.parametrize("num_devices", quick_first([1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     config = EngineConfig(
         tensor_parallel_size=num_devices,

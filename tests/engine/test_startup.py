@@ -103,6 +103,7 @@ def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, messa
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.slow
 def test_meshes_that_fit():
     experts = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"))
     for config, axes in [

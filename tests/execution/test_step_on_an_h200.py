@@ -6,7 +6,6 @@ import re
 
 import jax
 import pytest
-from depths import quick_first
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
@@ -95,9 +94,10 @@ def assert_no_matmul_is_tried_out(program):
 
 # One row and the most rows whose layers are one kernel, the most whose matmuls are one kernel each, and the most there
 # are, where gate and up are our own kernel, as they are at a size between powers of two.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "launches_per_layer", "num_layers"),
-    quick_first([(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)]),
+    [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)],
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
     program = compile_llama(decode_of(num_rows), num_layers)

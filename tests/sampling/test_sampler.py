@@ -39,6 +39,7 @@ def test_the_state_is_never_copied():
     assert memory.temp_size_in_bytes < smallest_leaf
 
 
+@pytest.mark.slow
 def test_the_host_has_no_part_in_it_on_a_gpu():
     """What is needed is decided on the device: branches are in the step's command buffer, and a plain step has none."""
 

@@ -66,6 +66,7 @@ def test_a_worker_survives_hostile_grammars_beside_good_streams(server):
     assert server.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_small_schema_does_not_wait_behind_large_ones(server):
     """Eight clients with schemas of 3,000 names, and one with a small schema, which is answered before most."""
     finished = []

@@ -125,6 +125,7 @@ def test_a_completion_is_what_its_stream_brings(server, more):
         assert choice == whole | dict.fromkeys(absent)  # null in an answer that is not streamed
 
 
+@pytest.mark.slow
 def test_a_stream_of_many_echoes_is_sent_as_it_is_encoded(server, monkeypatch):
     """A reader is not slow only because it gets nothing before everything is encoded."""
     monkeypatch.setattr(streaming, "MAX_HELD_BYTES", 2**20)
