@@ -177,11 +177,6 @@ class Tokenizer:
         token_id = self._backend.token_to_id(token)
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
-    def special_token_id(self, token: str) -> int | None:
-        """Return the id of the special token with this text, or None."""
-        token_id = self._backend.token_to_id(token)
-        return token_id if token_id in self.special_token_ids else None
-
     @property
     def strips_first_space(self) -> bool:
         """True if the decoder drops one space at the start of a text (sentencepiece puts one there)."""

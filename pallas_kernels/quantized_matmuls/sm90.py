@@ -19,8 +19,9 @@ from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, UNIT
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
-from pallas_kernels.quantized_matmuls.kernel import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared, kernel
+from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
+from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4

@@ -23,9 +23,6 @@ _RECIPIENT_FIRST = regex.compile(r"to=")
 _RECIPIENT = regex.compile(r"(?:^|\s)to=(\S*)")
 _CHANNEL = regex.compile(r"\s*(\w*)\s?")
 
-MAX_HEADER = 512
-"""Most characters of a message's header; anything longer is words, not a header."""
-
 
 class HarmonyReader(AnswerReader):
     """Takes reasoning, answer and calls apart."""
