@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import regrouped
-from jaxserve.quantization.scheme import Scheme
+from jaxserve.quantization.scheme import ScaleName, Scheme
 from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Header
 
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
-SCALE_TYPES = SCALE_NAMES | {"F8_E8M0": "bfloat16"}
+SCALE_TYPES: dict[str, ScaleName] = {**SCALE_NAMES, "F8_E8M0": "bfloat16"}
 """Types of scales, and what they are held as: powers of two (e8m0) in bfloat16, which has them all."""
 
 
