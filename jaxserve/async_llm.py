@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Unpack
 
-from jaxserve.engine.embedding import EmbeddingOutput
+from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt
-from jaxserve.local_model import ChatOptions, LocalModel, Message, embedding_of, flag
+from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
 
 
@@ -47,6 +47,11 @@ class AsyncLLM(LocalModel):
         (group,) = await asyncio.to_thread(self._prepare_embeddings, [prompt], pooling)
         await self._frontend.run([group], lambda _index, _delta: None)
         return embedding_of(group, dimensions=dimensions, normalize=normalize)
+
+    async def classify(self, prompt: Prompt) -> ClassificationOutput:
+        """Return the probabilities of the labels of one prompt, as `LLM.classify` does."""
+        head = self._head()
+        return classification_of(await self.embed(prompt, normalize=False), head)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from jaxserve.config import DEFAULT_MODEL
-from jaxserve.engine.embedding import NO_HEAD, ClassificationOutput, EmbeddingOutput
+from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.local_model import ChatOptions, LocalModel, Message, embedding_of, flag
+from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
 
@@ -126,18 +126,8 @@ class LLM(LocalModel):
 
         Raises InvalidRequest (before anything runs; also for a model without such a head), RequestFailed, EngineDead.
         """
-        head = self._frontend.head
-        if head is None:
-            raise InvalidRequest(NO_HEAD, param="prompts")
-        return [
-            ClassificationOutput(
-                prompt=output.prompt,
-                prompt_token_ids=output.prompt_token_ids,
-                probs=head.probs(output.embedding),
-                labels=head.labels,
-            )
-            for output in self.encode(prompts, use_tqdm=use_tqdm)
-        ]
+        head = self._head()
+        return [classification_of(output, head) for output in self.encode(prompts, use_tqdm=use_tqdm)]
 
     def score(
         self,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from jaxserve import vllm_flags
 from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, MaxModelLen, Quantization, WarmUp, convert_option
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
-from jaxserve.engine.embedding import EmbeddingOutput, check_dimensions, finish_embedding
+from jaxserve.engine.embedding import NO_HEAD, ClassificationOutput, EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
 from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
 from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
+from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import check_names, convert, names_options, rule
@@ -249,6 +250,12 @@ class LocalModel:
     def _checked_dimensions(self, dimensions: int | None) -> int | None:
         return check_dimensions(dimensions, hidden_size=self.info.hidden_size, allowed=self.info.embedding_dimensions)
 
+    def _head(self) -> ClassificationHead:
+        """Return what classifies texts. Raises InvalidRequest if the model generates texts instead."""
+        if self._frontend.head is None:
+            raise InvalidRequest(NO_HEAD, param="prompts")
+        return self._frontend.head
+
     def _next_id(self) -> str:
         return f"{self._id_prefix}-{next(self._counter)}"
 
@@ -268,6 +275,16 @@ def embedding_of(group: RequestGroup, *, dimensions: int | None, normalize: bool
         prompt_token_ids=result.prompt_token_ids,
         embedding=finish_embedding(group.embedding, dimensions=dimensions, normalize=normalize),
         num_cached_tokens=result.num_cached_tokens,
+    )
+
+
+def classification_of(output: EmbeddingOutput, head: ClassificationHead) -> ClassificationOutput:
+    """Return the probabilities of the labels of a text whose unscaled vector of the last token is `output`."""
+    return ClassificationOutput(
+        prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        probs=head.probs(output.embedding),
+        labels=head.labels,
     )
 
 

@@ -1,5 +1,6 @@
 """Models with a classification head, against transformers: `classifiers/make.py` makes them and what they answer."""
 
+import asyncio
 import json
 import pathlib
 import shutil
@@ -9,7 +10,7 @@ import pytest
 import tiny_tokenizer
 from serving import assert_error, running
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead, read_head
@@ -48,6 +49,17 @@ def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
     assert [each.prompt_token_ids for each in outputs] == PROMPTS
     best = [("bad", "fair", "good")[row.argmax()] if name == "llama" else f"LABEL_{row.argmax()}" for row in logits]
     assert [each.label for each in outputs] == best
+
+
+def test_an_event_loop_awaits_the_same(tokenizer_folder):
+    async def classify():
+        options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}
+        async with AsyncLLM(str(FOLDER / "gpt2"), **options) as llm:
+            return await llm.classify({"prompt_token_ids": PROMPTS[0]})
+
+    output = asyncio.run(classify())
+    np.testing.assert_allclose(output.probs, PROBS["gpt2"](np.array(GOLDENS["logits"]["gpt2"][0])), atol=1e-5)
+    assert output.prompt_token_ids == PROMPTS[0]
 
 
 def test_a_model_without_a_head_says_so(tokenizer_folder):
