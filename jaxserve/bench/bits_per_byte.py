@@ -58,6 +58,8 @@ def run(config: EngineConfig, *, text_path: pathlib.Path, quantizations: Sequenc
     num_bytes = len(text.encode())
     if num_bytes == 0:
         raise InvalidRequest(f"{text_path} is empty", param="text")
+    if quantizations and config.load_format == "dummy":
+        raise InvalidRequest("random weights are not stored, so that none can be rounded beside them", param="beside")
     plain = _costs(config, text)
     title = f"{text_path.name}: {num_bytes} bytes, {plain.num_tokens} tokens in {len(plain.bits)} runs"
     if plain.num_free:

@@ -58,34 +58,34 @@ class Weight(abc.ABC):
     def entry(self, index: Int[Array, ""]) -> "Weight":
         """Return the entry of the first axis at an index, such as one of the experts, as a weight of its own."""
 
-    @abc.abstractmethod
     def with_one_output_axis(self) -> "Weight":
-        """Return a weight [X, *outputs, K] as [X, outputs, K]."""
+        """Return a weight [X, *outputs, K] as [X, outputs, K]; as plain values where a format has no way of its own."""
+        return Dense(_with_one_output_axis(self.array()))
 
     @abc.abstractmethod
     def why_not_plain(self) -> str | None:
         """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
 
-    @abc.abstractmethod
-    def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
+    def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
         """Return codes and scales as kernels for quantized matrices take them, or None if no kernel does.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
         """
+        return None
 
-    @abc.abstractmethod
     def quantized_entries(self) -> QuantizedMatrix | None:
         """Return codes and scales of all entries of the first axis as kernels for groups of rows take them, or None.
 
         None if no kernel converts them.
         """
+        return None
 
-    @abc.abstractmethod
-    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:
+    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
         """Return what `quantized_matrix` does if so many rows are rounded to 8 bits before they are multiplied.
 
         None if they are multiplied as they are.
         """
+        return None
 
     @property
     def ndim(self) -> int:
@@ -197,23 +197,7 @@ class Dense(Weight):
         return Dense(jax.lax.dynamic_index_in_dim(self.values, index, keepdims=False))
 
     @override
-    def with_one_output_axis(self) -> "Dense":
-        return Dense(_with_one_output_axis(self.values))
-
-    @override
     def why_not_plain(self) -> None:
-        return None
-
-    @override
-    def quantized_matrix(self, num_inputs: int) -> None:
-        return None
-
-    @override
-    def quantized_entries(self) -> None:
-        return None
-
-    @override
-    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> None:
         return None
 
 

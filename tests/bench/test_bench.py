@@ -261,16 +261,19 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_bits_per_byte_beside_rounded_matrices(tmp_path):
-    folder = byte_level(tmp_path / "model")
-    write_config(folder, TINY | {"vocab_size": 300})
     text_path = tmp_path / "text.txt"
-    text_path.write_text("xyz" * 100)
-    config = EngineConfig(
-        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup="none"
-    )
+    text_path.write_text("Once upon a time there was a king. " * 10)
+    config = EngineConfig(model="scribe-2m", max_model_len=51, max_num_batched_tokens=64, warmup="none")
     report = bits_per_byte.run(config, text_path=text_path, quantizations=("int8",))
     [ours] = [line for line in report.splitlines() if "in int8" in line]
     assert re.fullmatch(r"[+-]\d\.\d{4} \+- \d\.\d{4}", ours.split("|")[3].strip())
+
+
+def test_bits_per_byte_of_random_weights_has_nothing_beside_it(tmp_path):
+    (tmp_path / "text.txt").write_text("xyz")
+    with pytest.raises(InvalidRequest, match="random weights") as refusal:
+        bits_per_byte.run(EngineConfig(load_format="dummy"), text_path=tmp_path / "text.txt", quantizations=("int8",))
+    assert refusal.value.param == "beside"
 
 
 def test_bits_per_byte_names_a_text_that_is_not_there(tmp_path):

@@ -63,14 +63,6 @@ class Halves(Weight):
     def why_not_plain(self):
         return "it is stored as halves"
 
-    @override
-    def quantized_matrix(self, num_inputs):
-        return None
-
-    @override
-    def matrix_of_rounded(self, num_rows, num_inputs):
-        return None
-
 
 def converted(params, convert):
     """The weights, each matrix replaced by what `convert` makes of its values, which bfloat16 does not hold."""
