@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND
+from jaxserve.engine.early import limit_memory
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
 from jaxserve.layers.batch import Kernels
@@ -62,8 +63,7 @@ class Devices(NamedTuple):
 
 def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
     """Return the devices of `mesh`, or `tensor_parallel_size` of those that there are, along one axis, "tensor"."""
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # read when the backend starts, if it has not yet
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    limit_memory(config)
     mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
     platform = mesh.devices.flat[0].platform
     is_cpu = platform == "cpu"

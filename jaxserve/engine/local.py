@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, override
 
 import jax
@@ -23,6 +23,7 @@ from jaxserve.engine.departures import Departures
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
+from jaxserve.execution.programs.workers import Worker
 from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.request import EngineOutput, EngineRequest
 from jaxserve.scheduling.snapshot import SchedulerSnapshot
@@ -100,18 +101,25 @@ class LocalEngineClient(EngineClient):
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self), xla_clients))
 
     @classmethod
-    def start(cls, config: EngineConfig, *, mesh: "Mesh | None" = None, progress: bool = False) -> "LocalEngineClient":
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        mesh: "Mesh | None" = None,
+        progress: bool = False,
+        workers: Sequence[Worker] = (),
+    ) -> "LocalEngineClient":
         """Load the model, size the KV cache, compile the steps, and run.
 
-        `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars. Raises StartupError, and EngineDead in a
-        forked child, where jax would wait forever.
+        `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars; `workers` are those of
+        `early.start_early`. Raises StartupError, and EngineDead in a forked child, where jax would wait forever.
         """
         cls._check_process()
         from jaxserve.engine.startup import start_engine
 
         with contextlib.ExitStack() as on_error:
             with while_waiting_for_threads():
-                engine, info = start_engine(config, mesh=mesh, progress=progress)
+                engine, info = start_engine(config, mesh=mesh, progress=progress, workers=workers)
                 on_error.callback(engine.close)
             on_error.pop_all()
         return cls(engine, info, max_num_waiting=config.max_num_waiting)

@@ -20,6 +20,7 @@ from jaxserve import logs
 from jaxserve.config import EngineConfig
 from jaxserve.engine import wire
 from jaxserve.engine.client import EngineClient, EngineStats
+from jaxserve.engine.early import start_early, wake_devices
 from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.errors import JaxserveError
 from jaxserve.request import EngineOutput, EngineRequest, Refusal
@@ -202,9 +203,11 @@ def _main(parent: Parent) -> int:
     settings = parent.settings(Settings)
     parent.folder = settings.folder
     logs.configure(settings.log_level, settings.log_format, in_background=True)
+    workers = start_early(settings.engine)
+    wake_devices(settings.engine)
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(settings.engine, progress=True)
+    client = LocalEngineClient.start(settings.engine, progress=True, workers=workers)
     return serve(parent, client, pathlib.Path(settings.folder))
 
 

@@ -1,10 +1,11 @@
 """From an EngineConfig to a running Engine: choose devices and sizes, load the weights, compile the steps."""
 
+import concurrent.futures
 import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import msgspec
@@ -22,8 +23,10 @@ from jaxserve.engine.sizing import CPU_KV_CACHE_MEMORY, Sizing
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
+from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import StepSpec
+from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.params import Params, init_params, schemes_of, shard_bytes
 from jaxserve.loading.weights import load_weights
@@ -35,8 +38,12 @@ from jaxserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> tuple[Engine, EngineInfo]:
+def start_engine(
+    config: EngineConfig, *, mesh: Mesh | None, progress: bool, workers: Sequence[Worker] = ()
+) -> tuple[Engine, EngineInfo]:
     """Do everything between a model's name and the first step. Raises StartupError.
+
+    `workers` are processes that wait to lower steps.
 
     Every axis of `mesh` must split the model, as `layers.sharding` names them: "tensor", or "expert" where there are
     experts. None: `config.tensor_parallel_size` devices along one axis, "tensor".
@@ -52,15 +59,16 @@ def start_engine(config: EngineConfig, *, mesh: Mesh | None, progress: bool) -> 
     warmup: WarmUp = config.warmup or "background"
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
-        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder)
+        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers)
         on_error.callback(lowering.close)
         laps.lap("preparing")
-        params = load(config, checkpoint, specs, builder, progress=progress)
-        runner = Runner(builder, params, lowering=lowering)
+        runner = Runner(builder, lowering=lowering)
         on_error.callback(runner.close)  # a traceback that is kept, as notebooks do, would keep the weights
-        matchers = make_matchers(config, checkpoint, warmup)
-        on_error.callback(matchers.close)
-        laps.lap("weights")
+        with compiling_meanwhile(runner, lowering, num_blocks, warmup):
+            runner.set_params(load(config, checkpoint, specs, builder, progress=progress))
+            matchers = make_matchers(config, checkpoint, warmup)
+            on_error.callback(matchers.close)
+            laps.lap("weights")
         compile_steps(runner, lowering, sizing, num_blocks, warmup, progress=progress)
         laps.lap("steps")
         allocate(runner, devices, warmup)
@@ -152,19 +160,50 @@ def count_blocks(sizing: Sizing, checkpoint: Checkpoint, builder: StepBuilder, *
     return sizing.expected_blocks(free, step_memory)
 
 
-def begin_to_lower(builder: StepBuilder, num_blocks: int, warmup: WarmUp, *, folder: pathlib.Path | None) -> Lowering:
+def begin_to_lower(
+    builder: StepBuilder,
+    num_blocks: int,
+    warmup: WarmUp,
+    *,
+    folder: pathlib.Path | None,
+    workers: Sequence[Worker],
+) -> Lowering:
     """Return what lowers steps. Where there are kernels, other processes begin with it while the weights load: it takes
     seconds a program. Without kernels they would take longer to start than this process to lower the first programs.
     """
     if warmup == "none":
-        return Lowering(builder, folder=None, num_workers=0)
+        return Lowering(builder, folder=None, num_workers=0, early=workers)
     if not builder.model.has_kernels:
-        return Lowering(builder, folder=folder and folder / "steps", num_workers=0)
-    programs = builder.first_programs() if warmup == "background" else builder.shapes.programs
-    lowering = Lowering(builder, folder=folder and folder / "steps", max_workers=len(programs))
+        return Lowering(builder, folder=folder and folder / "steps", num_workers=0, early=workers)
+    programs = programs_of(builder, warmup)
+    lowering = Lowering(builder, folder=folder and folder / "steps", max_workers=len(programs), early=workers)
     for program in programs:
         lowering.prepare(program, num_blocks)
     return lowering
+
+
+def programs_of(builder: StepBuilder, warmup: WarmUp) -> list[Program]:
+    """Return the programs that a warm-up waits for, those that take longest first."""
+    first = set(builder.first_programs()) if warmup == "background" else None
+    return [program for program in builder.shapes.programs if first is None or program in first]
+
+
+@contextlib.contextmanager
+def compiling_meanwhile(runner: Runner, lowering: Lowering, num_blocks: int, warmup: WarmUp) -> Iterator[None]:
+    """Compile steps in a thread, to whose end it waits, where that takes none of the device's time and memory."""
+    builder = runner.builder
+    if warmup == "none" or not runner.model.has_kernels or any(map(builder.is_tuned, programs_of(builder, warmup))):
+        yield
+        return
+    with concurrent.futures.ThreadPoolExecutor(1, "jaxserve-compiling") as pool:
+        compiled = pool.submit(warm_up, runner, lowering, num_blocks, warmup, progress=False)
+        try:
+            yield
+        except BaseException:
+            runner.steps.stop()
+            raise
+        with naming_unsupported(), naming_out_of_memory("compiling the steps"):
+            compiled.result()
 
 
 def load(
@@ -194,11 +233,12 @@ def make_matchers(config: EngineConfig, checkpoint: Checkpoint, warmup: WarmUp) 
 def compile_steps(
     runner: Runner, lowering: Lowering, sizing: Sizing, num_blocks: int, warmup: WarmUp, *, progress: bool
 ) -> None:
-    """Compile what the first requests need, for `num_blocks` blocks or, if steps need more memory than was expected,
-    for fewer.
+    """Compile what the first requests need, unless that is done, for `num_blocks` blocks or, if steps need more memory
+    than was expected, for fewer.
     """
     with naming_unsupported(), naming_out_of_memory("compiling the steps"):
-        warm_up(runner, lowering, num_blocks, warmup, progress=progress)
+        if runner.num_blocks != num_blocks:  # else they were compiled meanwhile
+            warm_up(runner, lowering, num_blocks, warmup, progress=progress)
         if sizing.is_measured:
             needed = runner.step_memory()
             left = sizing.num_blocks(free_memory(runner.mesh), needed)

@@ -116,8 +116,10 @@ class Runner:
     Steps run in the order in which they were dispatched, so a plan may rely on the KV of every plan before it.
     """
 
-    def __init__(self, builder: StepBuilder, params: Any, *, lowering: Lowering | None = None):
-        """`lowering` lowers what `warm_up` compiles, until `allocate` closes it; without it this process does."""
+    def __init__(self, builder: StepBuilder, params: Any = None, *, lowering: Lowering | None = None):
+        """`lowering` lowers what `warm_up` compiles, until `allocate` closes it; without it this process does. Steps
+        may be compiled before there are `params`.
+        """
         self.builder = builder
         self.model = builder.model
         assert isinstance(builder.model.mesh, Mesh)
@@ -170,6 +172,10 @@ class Runner:
             *(program.temporary for program in forward), *(rest.temporary + rest.made for rest in memory.values())
         )
         return self.model.state_bytes + sum(program.made for program in forward) + used
+
+    def set_params(self, params: Any) -> None:
+        """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""
+        self.state["params"] = params
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """Set how many blocks the KV pools will have, for which steps are compiled. To be called before `allocate`."""

@@ -19,6 +19,7 @@ from jaxserve.execution.programs.kinds import Begin, Finish
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
+from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
@@ -94,6 +95,21 @@ def test_the_same_answers(tmp_path, caplog):
         assert answers(engine) == expected
         assert (runner.num_compiles, runner.num_recompiles_after_warmup) == (num_compiles, 0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.slow
+def test_workers_that_were_started_early_get_the_first_jobs():
+    early = [Worker(), Worker()]
+    builder = make_builder()
+    lowering = Lowering(builder, folder=None, num_workers=3, early=early)
+    program = builder.shapes.programs[-1]
+    assert "jit_call" in lowering.lower(program, NUM_BLOCKS).as_text()  # by a worker
+    assert lowering._workers[1:] == early[::-1]
+    assert lowering._idle.get() is early[0]
+    lowering.close()
+    unused = Worker()
+    Lowering(builder, folder=None, num_workers=0, early=[unused]).close()
+    assert all(worker._process.poll() is not None for worker in [*lowering._workers, unused])
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first, quick_only
-from engine_harness import GOLDENS, Model, request
-from waiting import PATIENCE
+from engine_harness import GOLDENS, Model, request, run
+from waiting import PATIENCE, wait_until
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
@@ -23,6 +23,7 @@ from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Draw, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.runner import Runner
 from jaxserve.models import get_family
@@ -179,6 +180,41 @@ def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, war
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=warmup, compilation_cache_dir="")
     with pytest.raises(ConfigError, match=r"no kernel for this model: .* float32"):
         startup.start_engine(config, mesh=None, progress=False)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_steps_that_need_no_device_compile_while_weights_load(monkeypatch, error):
+    """They do so whether the weights can be loaded or not."""
+    runners = []
+
+    class Recorded(Runner):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            runners.append(self)
+
+    def wait_for_a_step(*args, **kwargs):
+        wait_until(lambda: runners[0].num_compiles > 0)
+        if error is not None:
+            raise error
+        return load(*args, **kwargs)
+
+    load = startup.load
+    monkeypatch.setattr(startup, "Runner", Recorded)
+    monkeypatch.setattr(startup, "load", wait_for_a_step)
+    monkeypatch.setattr(StepModel, "has_kernels", True)
+    monkeypatch.setattr(StepBuilder, "is_tuned", lambda *_: False)
+    monkeypatch.setattr(startup, "begin_to_lower", lambda of, *_, **__: Lowering(of, folder=None, num_workers=0))
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, max_num_seqs=2, warmup="full")
+    config = dataclasses.replace(config, compilation_cache_dir="")
+    if error is not None:
+        with pytest.raises(error):
+            startup.start_engine(config, mesh=None, progress=False)
+    else:
+        engine, _ = startup.start_engine(config, mesh=None, progress=False)
+        assert len(run(engine, [request("one", [1, 2, 3, 4, 5], 3)])["one"].token_ids) == 3
+        assert engine.stats().num_recompiles_after_warmup == 0
+        engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxserve-compiling")]
 
 
 @pytest.mark.slow

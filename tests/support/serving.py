@@ -15,7 +15,8 @@ from waiting import PATIENCE, wait_until
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.request import EngineRequest
-from jaxserve.server.process.lifecycle import Server, bind
+from jaxserve.server.process.lifecycle import Server
+from jaxserve.server.process.listening import bind
 from jaxserve.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

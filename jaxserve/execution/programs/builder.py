@@ -82,7 +82,7 @@ class StepBuilder:
 
     def order(self) -> list[Phase]:
         """Return what is compiled, for what, in which order."""
-        return self.shapes.order(self._is_tuned)
+        return self.shapes.order(self.is_tuned)
 
     def first_programs(self) -> list[Program]:
         """Return the programs without which there would be requests to wait for a compiler."""
@@ -95,7 +95,7 @@ class StepBuilder:
         with self.model.on_mesh():
             return describe(layers, [(self._step_shape(each), each.bucket.num_rows) for each in programs], head)
 
-    def _is_tuned(self, program: Program) -> bool:
+    def is_tuned(self, program: Program) -> bool:
         """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""
         if not program.is_tuned(self.model):
             return False

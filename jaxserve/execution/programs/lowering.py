@@ -15,21 +15,20 @@ import logging
 import os
 import pathlib
 import queue
-import struct
-import subprocess
-import sys
 import tempfile
 import threading
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxserve.cpus import num_usable_cpus, yield_processors
+from jaxserve.cpus import num_usable_cpus
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.spec import MeshSpec, StepSpec
+from jaxserve.execution.programs.workers import Worker, WorkerFailed
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +85,6 @@ class Job(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A message from a worker: what `StepBuilder.export` has returned or, if it failed, why."""
-
-    exported: bytes = b""
-    error: str | None = None
-
-
 class Lowering:
     """Lowers steps as `StepBuilder.lower` does, which it falls back to if a worker fails. From any thread.
 
@@ -109,11 +101,12 @@ class Lowering:
         folder: pathlib.Path | None,
         num_workers: int | None = None,
         max_workers: int = MAX_WORKERS,
+        early: Sequence[Worker] = (),
         is_background: bool = False,
     ):
         """Lowered steps are kept in `folder`, if there is one. `num_workers` is by default what processors allow, at
-        most `max_workers`. Without workers this process lowers; in the background they get what processor time others
-        leave.
+        most `max_workers`; those of `early` have been started, and get the first jobs. Without workers this process
+        lowers; in the background they get what processor time others leave.
         """
         assert isinstance(builder.model.mesh, Mesh)
         self.num_workers = (
@@ -126,8 +119,9 @@ class Lowering:
         self._settings = WorkerSettings(builder.spec, MeshSpec.of(builder.model.mesh), _jax_options())
         self._folder = folder
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._workers: list[Worker] = []
+        self._early = list(early)
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         self._is_closed = False
         self._has_kept = False
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
@@ -141,7 +135,7 @@ class Lowering:
         try:
             exported = self._find_or_make(job) if prepared is None else prepared.result()
             return self._builder.lower_exported(program, num_blocks, exported)
-        except _WorkerFailed as error:
+        except WorkerFailed as error:
             logger.warning("a step is lowered in this process: %s", error)
             return self._builder.lower(program, num_blocks)
 
@@ -162,7 +156,7 @@ class Lowering:
         """End the workers, whose current jobs fail, and remove from disk what exceeds MAX_KEPT_BYTES."""
         with self._lock:
             self._is_closed = True
-            workers = list(self._workers)
+            workers = [*self._workers, *self._early]
         for worker in workers:
             worker.close()
         if self._has_kept and self._folder is not None:
@@ -171,14 +165,19 @@ class Lowering:
     def _start(self) -> None:
         with self._lock:
             if self._is_closed:
-                raise _WorkerFailed("the workers have ended")
-            while len(self._workers) < self.num_workers:
+                raise WorkerFailed("the workers have ended")
+            while len(self._workers) + len(self._early) < self.num_workers:
                 try:
-                    worker = _Worker(self._settings, is_background=self._is_background)
+                    self._take(Worker(is_background=self._is_background))
                 except OSError as error:
-                    raise _WorkerFailed(f"no worker can be started ({error})") from error
-                self._workers.append(worker)
-                self._idle.put(worker)
+                    raise WorkerFailed(f"no worker can be started ({error})") from error
+            while self._early:  # last: the one that is idle last gets the next job
+                self._take(self._early.pop())
+
+    def _take(self, worker: Worker) -> None:
+        worker.prepare(self._settings)
+        self._workers.append(worker)
+        self._idle.put(worker)
 
     def _find_or_make(self, job: Job) -> bytes:
         return self._find(job) or self._make(job)
@@ -201,7 +200,7 @@ class Lowering:
         finally:
             self._give_back(worker)
 
-    def _give_back(self, worker: "_Worker") -> None:
+    def _give_back(self, worker: Worker) -> None:
         """Return a worker for the next job. If it has died and is not the last one it is dropped, and the next job
         starts a new one.
         """
@@ -246,89 +245,6 @@ class Lowering:
             self._has_kept = True
         except OSError as error:
             logger.warning("a lowered step is not kept: %s", error)
-
-
-class _WorkerFailed(Exception):
-    """A step that a worker has not lowered, and why."""
-
-
-class _Worker:
-    """A process of `lowering_worker`, which ends when its standard input does: with this process at the latest.
-
-    Attributes:
-        is_gone: whether a job has found that it has ended.
-    """
-
-    def __init__(self, settings: WorkerSettings, *, is_background: bool):
-        """Start the process. Raises OSError if that fails."""
-        self.is_gone = False
-        reader, writer = os.pipe()
-        self._answers = open(reader, "rb")  # noqa: SIM115 - closed by `close`
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable or "", "-P", "-m", "jaxserve.execution.programs.lowering_worker", str(writer)],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard error: what libraries print is for people
-                pass_fds=(writer,),
-                start_new_session=True,  # Ctrl-C is for the parent alone
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(sys.path),
-                    "JAX_PLATFORMS": "cpu",
-                    "CUDA_VISIBLE_DEVICES": "",
-                },
-            )
-        except OSError:
-            self._answers.close()
-            raise
-        finally:
-            os.close(writer)
-        if is_background:
-            with contextlib.suppress(ProcessLookupError):
-                yield_processors(self._process.pid)
-        with contextlib.suppress(OSError):  # it has ended already, which the first job will report
-            write_message(self._process.stdin, settings)
-
-    def run(self, job: Job) -> bytes:
-        """Block until the step is lowered. Raises _WorkerFailed."""
-        try:
-            write_message(self._process.stdin, job)
-            answer = read_message(self._answers, Answer)
-        except (OSError, ValueError) as error:  # ValueError: it is closed
-            self.is_gone = True
-            raise _WorkerFailed(f"its worker has gone ({error})") from error
-        if answer is None:
-            self.is_gone = True
-            raise _WorkerFailed("its worker has gone")
-        if answer.error is not None:
-            raise _WorkerFailed(answer.error)
-        return answer.exported
-
-    def close(self) -> None:
-        """End it, whatever it is at."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._answers):
-            with contextlib.suppress(OSError):
-                pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  # both are pipes
-
-
-def write_message(pipe: IO[bytes] | None, message: msgspec.Struct) -> None:
-    """Four bytes of length, and the message as msgpack."""
-    assert pipe is not None
-    encoded = msgspec.msgpack.encode(message)
-    pipe.write(struct.pack(">I", len(encoded)) + encoded)
-    pipe.flush()
-
-
-def read_message[T](pipe: IO[bytes] | None, kind: type[T]) -> T | None:
-    """Return the next message; None at the end."""
-    assert pipe is not None
-    length = pipe.read(4)
-    if len(length) < 4:
-        return None
-    encoded = pipe.read(size := struct.unpack(">I", length)[0])
-    return msgspec.msgpack.decode(encoded, type=kind) if len(encoded) == size else None
 
 
 def _prune(folder: pathlib.Path, max_bytes: int) -> None:

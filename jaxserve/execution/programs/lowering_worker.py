@@ -12,7 +12,8 @@ import threading
 import jax
 
 from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.lowering import Answer, Job, WorkerSettings, read_message, write_message
+from jaxserve.execution.programs.lowering import Job, WorkerSettings
+from jaxserve.execution.programs.workers import Answer, read_message, write_message
 from pallas_kernels.jax_internals import ask_ptxas_once, name_kernels_by_content
 
 

@@ -1,4 +1,4 @@
-"""The life of a process that serves HTTP: take the port, serve, drain when told to stop, and the exit code.
+"""The life of a process that serves HTTP: serve, drain when told to stop, and the exit code.
 
 On SIGTERM or SIGINT it refuses new requests (503, /health too) and lets running ones finish, for at most
 `shutdown_timeout` seconds; a second signal ends the wait. A dead engine ends the process with an error. `worker` runs a
@@ -21,13 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.errors import StartupError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import create_app
 from jaxserve.server.choosing.choice import Choice, choose
 from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.process.announcement import announce, url_of
 from jaxserve.server.process.http import protocol_class
+from jaxserve.server.process.listening import BACKLOG
+from jaxserve.server.process.settings import FLUSH_TIMEOUT
 from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.responses.answer import fail_abandoned
 from jaxserve.server.responses.store import ResponseStore
@@ -37,46 +38,9 @@ from jaxserve.server.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
-FLUSH_TIMEOUT = 2  # seconds for the last bytes of answers to reach their clients
 DEATH_NOTICE = 0.5  # seconds for which /health reports a dead engine before the server stops
 POLL_INTERVAL = 0.05  # seconds between checks of the engine and of draining
 DESCRIPTORS_LOG_INTERVAL = 60.0  # seconds between log lines about missing file descriptors
-KEEPALIVE_SECONDS = 15  # of silence on a connection before a keep-alive probe, and between probes
-BACKLOG = 2048  # connections waiting to be accepted
-
-
-def bind(config: ServerConfig, *, beside: socket.socket | None = None) -> socket.socket:
-    """Return a socket that listens on the configured address.
-
-    The port is taken before the engine starts, so that only one of two servers gets it, and early connections wait.
-    `beside` is another socket of this server, whose port is shared. Raises StartupError.
-    """
-    port = config.port if beside is None else beside.getsockname()[1]
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.send_timeout * 1000))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has vanished sends nothing
-            if hasattr(socket, "TCP_KEEPIDLE"):
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-            if beside is not None:  # set only now, so that another server cannot share the first one's port
-                for each in (beside, listener):
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StartupError(f"cannot listen on {config.host}:{port}: {reason}") from error
-    return listener
 
 
 def run(frontend: Frontend, server_config: ServerConfig, *, listener: socket.socket) -> int:

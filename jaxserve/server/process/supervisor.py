@@ -28,8 +28,8 @@ from jaxserve.engine import process
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
-from jaxserve.server.process.lifecycle import FLUSH_TIMEOUT, bind
-from jaxserve.server.process.worker import ENGINE_DIED, Settings
+from jaxserve.server.process.listening import bind
+from jaxserve.server.process.settings import ENGINE_DIED, FLUSH_TIMEOUT, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,49 +12,23 @@ import socket
 import sys
 from collections.abc import Callable
 
-import msgspec
 import uvloop
 
 from jaxserve import logs
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.server.process import early
 from jaxserve.server.process.lifecycle import Server
+from jaxserve.server.process.settings import ENGINE_DIED, Settings
 from jaxserve.server.template import served_tokenizer
 from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer
-
-ENGINE_DIED = 3
-"""The exit code that tells the parent that the engine is dead, in whatever way."""
 
 GC_THRESHOLD = 50_000
 """Allocated objects between two garbage collections: a stream's garbage has no cycles, so most collections find
 nothing.
 """
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The parent's settings for a worker.
-
-    `name` is the engine's name for this process, new with each start; `place` identifies the worker across restarts;
-    `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
-    same for all. With `opens_when_told` it waits for the others, and reports first that it is ready, then that it
-    serves.
-    """
-
-    server: ServerConfig
-    name: str
-    place: str
-    tells: bool
-    folder: str
-    listener: int
-    tokenizer: str
-    model_path: str
-    seed: int
-    metrics_file: str
-    opens_when_told: bool
 
 
 async def _serve(parent: Parent, settings: Settings) -> int:

@@ -1,0 +1,33 @@
+"""What the parent and its API workers agree on."""
+
+import msgspec
+
+from jaxserve.config import ServerConfig
+
+ENGINE_DIED = 3
+"""The exit code that tells the parent that the engine is dead, in whatever way."""
+
+FLUSH_TIMEOUT = 2
+"""Seconds for the last bytes of answers to reach their clients."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The parent's settings for a worker.
+
+    `name` is the engine's name for this process, new with each start; `place` identifies the worker across restarts;
+    `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
+    same for all. With `opens_when_told` it waits for the others, and reports first that it is ready, then that it
+    serves.
+    """
+
+    server: ServerConfig
+    name: str
+    place: str
+    tells: bool
+    folder: str
+    listener: int
+    tokenizer: str
+    model_path: str
+    seed: int
+    metrics_file: str
+    opens_when_told: bool
