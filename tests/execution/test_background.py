@@ -39,8 +39,8 @@ class Gated(Lowering):
     gate: threading.Event
     fails: type | None = None
 
-    def __init__(self, builder, *, folder, num_workers=None, is_background=False):
-        super().__init__(builder, folder=folder, num_workers=0)
+    def __init__(self, builder, *, folder, num_workers=None, early=(), is_background=False):
+        super().__init__(builder, folder=folder, num_workers=0, early=early)
         self._is_gated = is_background
 
     def lower(self, program, num_blocks):

@@ -127,7 +127,9 @@ class Lowering:
         self._prepared: dict[Job, concurrent.futures.Future[bytes]] = {}
 
     def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
-        """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises."""
+        """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises, and
+        CancelledError after `close`.
+        """
         if self.num_workers == 0 and self._folder is None:
             return self._builder.lower(program, num_blocks)
         job = Job(program, num_blocks)
@@ -136,6 +138,8 @@ class Lowering:
             exported = self._find_or_make(job) if prepared is None else prepared.result()
             return self._builder.lower_exported(program, num_blocks, exported)
         except WorkerFailed as error:
+            if self._is_closed:
+                raise concurrent.futures.CancelledError from error
             logger.warning("a step is lowered in this process: %s", error)
             return self._builder.lower(program, num_blocks)
 
