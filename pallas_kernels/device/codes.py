@@ -73,9 +73,11 @@ def rearranged(first: Any, second: Any, selector: str) -> Any:
     return _asm([first, second], f"prmt.b32 $0, $1, $2, {selector};")
 
 
-def times(pair: Any, factors: Any) -> Any:
-    """Return in a register the products of two pairs of bfloat16, rounded."""
-    return _asm([pair, factors], "mul.bf16x2 $0, $1, $2;")
+def times(pair: Any, factors: Any, minimums: Any = None) -> Any:
+    """Return in a register the products of two pairs of bfloat16, less a third one if there is one, rounded once."""
+    if minimums is None:
+        return _asm([pair, factors], "mul.bf16x2 $0, $1, $2;")
+    return _asm([pair, factors, minimums], "{ .reg .b32 m; neg.bf16x2 m, $3; fma.rn.bf16x2 $0, $1, $2, m; }")
 
 
 def _asm(operands: list[Any], text: str) -> Any:

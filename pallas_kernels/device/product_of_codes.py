@@ -31,7 +31,9 @@ OUTPUTS = 64
 BYTES = 128
 """Bytes of codes per output in a block."""
 UNIT = 32
-"""Columns whose order `interleave_rows` changes at a time, the fewest that may have a scale."""
+"""Columns whose order `interleave_rows` changes at a time."""
+SMALLEST_GROUP = UNIT // 2
+"""Fewest columns that may have a scale: a thread's codes of 4 bits of a unit are in one half of it."""
 PIECE = 64
 """Columns of operand A that wgmma takes at a time."""
 BATCH = 128
@@ -52,6 +54,7 @@ def add_product(
     is_gated: bool,
     num_scales: int,
     has_zeros: bool,
+    has_minimums: bool = False,
     has_pieces_apart: bool = False,
     part_of_k: tuple[int, int] = (0, 1),
 ) -> Callable[..., Any]:
@@ -60,36 +63,52 @@ def add_product(
     It takes the sums; the ring of codes, [slots, 256, 128] bytes, its slot and the warpgroup, which has 64 outputs in a
     row, or if `is_gated` 32 of the first 128, which are gate, and the same of the others, which are up, in turns of
     eight; the ring of rows, [slots, rows, columns] of bfloat16, interleaved, and its slot; `num_scales` factors for
-    equal parts of the block's columns, [64, 8] with equal columns; and as many zero points, if there are any. Without
-    scales the sums are those of codes. With `has_pieces_apart` the ring of rows is [slots * pieces, rows, PIECE], and
-    its slot the first piece of the block. `part_of_k` picks one of so many parts of the columns, those of `num_scales`.
+    equal parts of the block's columns, [64, 8] with equal columns; as many zero points, if there are any; and as many
+    minimums, which are subtracted from the weights, if there are any. Without scales the sums are those of codes. With
+    `has_pieces_apart` the ring of rows is [slots * pieces, rows, PIECE], and its slot the first piece of the block.
+    `part_of_k` picks one of so many parts of the columns, those of `num_scales`.
     """
-    vectors = (_LAYOUT,) * (num_scales * (1 + has_zeros))
+    vectors = (_LAYOUT,) * (num_scales * (1 + has_zeros + has_minimums))
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
     columns = BYTES * codes_per_byte(code)
     start_column, end_column = (columns * index // part_of_k[1] for index in (part_of_k[0], part_of_k[0] + 1))
     group_size = (end_column - start_column) // num_scales if num_scales else columns
-    scales_weights = num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE)
+    scales_weights = num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE or has_minimums)
     scales_sums = num_scales > 0 and not scales_weights
 
     @cast(Any, plgpu.inline_mgpu)(arg_types=(_LAYOUT, _CODES, SCALAR, SCALAR, _ROWS, SCALAR, *vectors), return_type=out)
     def run(_, sums, codes, slot, warpgroup, x, x_slot, *vectors):
         own = _Thread(codes, value_of(slot), value_of(warpgroup), is_gated=is_gated)
-        scales, zeros = vectors[:num_scales], vectors[num_scales:]
+        scales = vectors[:num_scales]
+        zeros = vectors[num_scales : 2 * num_scales] if has_zeros else None
+        minimums = vectors[-num_scales:] if has_minimums else None
         registers = sums.registers.copy()
         acc = None
+
+        def of_unit(vectors: Any, unit: int, added: float = 0.0) -> list[list[Any]]:
+            """Return for each 8 of UNIT columns in wgmma's order the pairs of either half, of their groups."""
+            groups = sorted({(unit + column - start_column) // group_size for column in (0, UNIT // 2)})
+            found = [[vectors[group].registers[at(0, half)] for half in range(2)] for group in groups]
+            if len(found) == 2 and codes_per_byte(code) == 2:
+                is_second = own.is_in_second_half
+                found = [[arith.select(is_second, *halves[::-1]) for halves in zip(*found, strict=True)]]
+            pairs = [[_pair_of(value, added) for value in halves] for halves in found]
+            return [pairs[chunk * len(pairs) // 4] for chunk in range(UNIT // 8)]
 
         def operand(start: int) -> Any:
             """Return the weights of PIECE columns as wgmma takes them in registers."""
             a = np.empty((1, PIECE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
             for unit in range(start, start + PIECE, UNIT):
-                group = (unit - start_column) // group_size
-                minus = [_pair_of(zeros[group], half, 128.0) for half in range(2)] if has_zeros else None
-                factors = [_pair_of(scales[group], half) for half in range(2)] if scales_weights else None
-                for chunk, pairs in enumerate(own.weights(unit, code, minus), (unit - start) // 8):
+                minus = None if zeros is None else of_unit(zeros, unit, 128.0)[0]
+                factors = of_unit(scales, unit) if scales_weights else None
+                less = None if minimums is None else of_unit(minimums, unit)
+                for chunk, pairs in enumerate(own.weights(unit, code, minus)):
                     for half, pair in enumerate(pairs):
-                        value = pair if factors is None else times(pair, factors[half])
-                        a[at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
+                        value = pair
+                        if factors is not None:
+                            value = times(pair, factors[chunk][half], None if less is None else less[chunk][half])
+                        place = at((unit - start) // 8 + chunk, half)
+                        a[place] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
         for first in range(start_column, end_column, BATCH):
@@ -198,6 +217,7 @@ class _Thread:
     def __init__(self, codes: Any, slot: Any, warpgroup: Any, *, is_gated: bool) -> None:
         self.codes, self.slot = codes, as_index(slot)
         row, self.quarter = row_and_quarter()
+        self.is_in_second_half = arith.cmpi(arith.CmpIPredicate.ugt, self.quarter, const_i32(1))
         warp, self.row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
         own = arith.addi(arith.muli(warpgroup, const_i32(4)), warp)
         if is_gated:
@@ -232,10 +252,9 @@ class _Thread:
         return utils.bitcast(vector.load(four, self.codes, indices), ir.IntegerType.get_signless(32))
 
 
-def _pair_of(vectors: Any, half: int, added: float = 0.0) -> Any:
-    """Return an output's value plus `added`, twice in bfloat16."""
+def _pair_of(value: Any, added: float = 0.0) -> Any:
+    """Return an output's value plus `added`, twice in bfloat16, of a pair in float32."""
     f32 = ir.F32Type.get()
-    value = vectors.registers[at(0, half)]
     if added:
         value = arith.addf(value, vector.broadcast(ir.VectorType.get((2,), f32), mgpu.c(added, f32)))
     return arith.truncf(ir.VectorType.get((2,), ir.BF16Type.get()), value)
