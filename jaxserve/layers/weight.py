@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.tiled_product import multiply_in_tiles
-from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
+from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
 from pallas_kernels import scaled_matmul
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
@@ -295,13 +295,12 @@ class Quantized(Weight):
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None
-        if name == "nf4" or name == "fp4" or has_more or dtype_of(self.scheme.scale_dtype).itemsize == 1:
+        if name == "nf4" or name == "fp4":
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
-        codes, scales, zeros, *_ = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
-        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
+        parts = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
+        return QuantizedMatrix(**parts._asdict(), code=name)
 
     @override
     def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:

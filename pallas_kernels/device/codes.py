@@ -6,10 +6,11 @@ bfloat16 represents every code exactly. Two codes of 4 bits are stored per byte,
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxtyping import Array, Float
 
-from pallas_kernels.jax_internals import ir, llvm
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 Code = Literal["int8", "fp8", "int4", "uint4", "e2m1"]
 """fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has a zero point for each scale."""
@@ -66,6 +67,31 @@ def pair_of_nibbles(word: Any, index: int, code: Code, minus: Any = None) -> Any
 def pair_of_bytes(word: Any, index: int, code: Code) -> Any:
     """Return in a register the values of codes `index` and `index + 2` of a word of four."""
     return _asm([word], _REGISTERS + _BYTES_TO[code][index] + _BYTES[code])
+
+
+def float_of(word: Any, index: int, dtype: str) -> Any:
+    """Return in float32 a number of a word of them, of a type of 4, 2 or 1 bytes; a power of two (e8m0) is not NaN."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    match dtype:
+        case "float32":
+            return utils.bitcast(word, f32)
+        case "bfloat16" | "float16":
+            kind = ir.BF16Type.get() if dtype == "bfloat16" else ir.F16Type.get()
+            return arith.extf(f32, _element(word, index, kind))
+        case "int8" | "float8_e4m3fn":
+            pair = pair_of_bytes(word, index % 2, "int8" if dtype == "int8" else "fp8")
+            return arith.extf(f32, _element(pair, index // 2, ir.BF16Type.get()))
+        case "float8_e8m0fnu":
+            exponent = arith.andi(arith.shrui(word, mgpu.c(8 * index, i32)), mgpu.c(255, i32))
+            bits = arith.shli(exponent, mgpu.c(23, i32))
+            is_zero = arith.cmpi(arith.CmpIPredicate.eq, exponent, mgpu.c(0, i32))
+            return utils.bitcast(arith.select(is_zero, mgpu.c(1 << 22, i32), bits), f32)
+    raise ValueError(f"no numbers of {dtype}")
+
+
+def _element(word: Any, index: int, kind: Any) -> Any:
+    """Return one of two numbers of 16 bits in a word."""
+    return vector.extract(utils.bitcast(word, ir.VectorType.get((2,), kind)), [], [index])
 
 
 def rearranged(first: Any, second: Any, selector: str) -> Any:

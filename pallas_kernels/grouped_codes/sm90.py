@@ -87,6 +87,10 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
             f"K in multiples of {16 * codes_per_byte(weight.code)} and outputs in multiples of {CHUNK}, at least "
             f"{OUTPUTS}, got a weight of shape {weight.shape}"
         )
+    if weight.minimums is not None or weight.factors is not None:
+        return "scales alone, got minimums or factors of scales"
+    if weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn):
+        return f"scales of 16 or 32 bits, or powers of two, got {weight.scales.dtype}"
     group = weight.group_size
     if group != depth and (group % UNIT or block % group):
         return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"

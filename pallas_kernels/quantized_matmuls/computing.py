@@ -1,5 +1,6 @@
 """The warpgroups that multiply, add up the parts of a tile and finish its pieces, see kernel.py."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,20 +9,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
-from pallas_kernels.device.product_of_codes import OUTPUTS, add_product
+from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE, add_product
 from pallas_kernels.device.registers import halves
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import (
     MAX_ROWS_IN_REGISTERS,
     MAX_ROWS_TO_LOAD_AHEAD,
-    MAX_VECTORS,
-    MAX_VECTORS_TO_LOAD_AHEAD,
+    MAX_WORDS_TO_LOAD_AHEAD,
     NUM_COMPUTE,
     PARTS_AT_A_TIME,
     PARTS_OF_MANY_ROWS,
     VECTORS_OF_A_PART,
     Block,
     Matmul,
+    Vectors,
     units,
 )
 
@@ -138,52 +139,93 @@ def _multiply(block: Block, matmul: Matmul, tile: Any, first_k: Any, first: Any,
     """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
     problem, smem, gmem = block.problem, block.smem, block.gmem
     piece = _piece(block, matmul, tile)
-    num_scales = matmul.scales_of_block
-    has_zeros = matmul.zeros
-    num_vectors = num_scales * (1 + has_zeros)
-    num_parts = num_vectors // VECTORS_OF_A_PART if num_vectors > MAX_VECTORS else 1
+    vectors = matmul.vectors_of_blocks
+    counts = [each.count(matmul.block_k) for each in vectors]
+    sizes = [count * jnp.dtype(each.dtype).itemsize for count, each in zip(counts, vectors, strict=True)]
+    num_words = sum(-(-size // 4) for size in sizes)
+    loads_ahead = problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_words <= MAX_WORDS_TO_LOAD_AHEAD
+    num_scales = counts[0] if matmul.scales in vectors else 0
+    has_zeros = matmul.zeros is not None and matmul.code == "uint4"
+    has_minimums = matmul.minimums is not None or (matmul.zeros is not None and matmul.code == "int8")
+    num_vectors = num_scales * (1 + has_zeros + has_minimums)
+    num_parts = num_vectors // VECTORS_OF_A_PART
+    num_parts = min(1 << max(0, num_parts.bit_length() - 1), matmul.block_k // PIECE)
     add = [
         add_product(
-            matmul.code,
+            "int4" if _is_centred(matmul) else matmul.code,
             rows=problem.rows,
             is_gated=matmul.is_gated,
             num_scales=num_scales // num_parts,
             has_zeros=has_zeros,
+            has_minimums=has_minimums,
             part_of_k=(part, num_parts),
         )
         for part in range(num_parts)
     ]
-    loads_ahead = problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_vectors <= MAX_VECTORS_TO_LOAD_AHEAD
 
-    def vectors_of(number, part=0):
-        """Load the scales and zero points of a step or a part, in the types that they are stored in."""
-        vectors = []
-        count = num_scales // num_parts
-        for name in (matmul.scales, *((matmul.zero_points,) if has_zeros else ())):
-            for index in range(part * count, (part + 1) * count):
-                column = lax.min((first_k + number) * num_scales + index, _int(matmul.num_scales - 1))
-                vectors.append(device.outputs_vector(gmem[name], piece, column, up=matmul.up))
-        return tuple(vectors)
+    def own_part(count, part):
+        """Return the indices of a part's numbers among those of a block; a single one is for all parts."""
+        return range(1) if count == 1 else range(count * part // num_parts, count * (part + 1) // num_parts)
+
+    def load(number, part=None):
+        """Load the scales of a step or a part of it, and what belongs to them."""
+        words = []
+        for each, count in zip(vectors, counts, strict=True):
+            own = range(count) if part is None else own_part(count, part)
+            column = each.first(first_k + number, matmul.block_k) + own.start
+            words.append(device.load_words(gmem[each.name], piece, column, count=len(own), up=matmul.up))
+        return tuple(words)
 
     def step(number, carry):
-        sums, *vectors = carry
-        following = vectors_of(number + 1) if loads_ahead else ()
-        vectors = vectors if loads_ahead else vectors_of(number)
+        sums, *words = carry
+        following = load(number + 1) if loads_ahead else ()
+        loaded = words if loads_ahead else load(number, 0)
         position = first + number
         w_slot, x_slot = lax.rem(position, _int(problem.w_slots)), lax.rem(position, _int(problem.x_slots))
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         plgpu.barrier_wait(smem.x_ready.at[x_slot])
         slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
         for part in range(num_parts):
-            vectors = vectors if part == 0 else vectors_of(number, part)
-            in_float = [vector.astype(jnp.float32) for vector in vectors]
-            sums = add[part](sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *in_float)
+            found = {}
+            loaded = loaded if loads_ahead or part == 0 else load(number, part)
+            for each, own, count in zip(vectors, loaded, counts, strict=True):
+                indices = own_part(count, part)
+                indices = indices if loads_ahead else range(len(indices))
+                found[each.name] = device.vectors_of(own, indices, each.dtype)
+            scaling = _scaling(matmul, found)
+            sums = add[part](sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *scaling)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
         return sums, *following
 
     zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, problem.rows), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(vectors_of(0) if loads_ahead else ())))[0]
+    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(load(0) if loads_ahead else ())))[0]
+
+
+def _scaling(matmul: Matmul, found: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Return the scales, zero points and minimums of a block as `add_product` takes them, of vectors by their names."""
+
+    def of(vectors: Vectors | None, factors: Vectors | None = None) -> list[Any]:
+        values = found.get(vectors.name, ()) if vectors is not None else ()
+        factor = found.get(factors.name) if factors is not None else None
+        return [value if factor is None else value * factor[0] for value in values]
+
+    scales, zeros, minimums = (
+        of(matmul.scales, matmul.factors),
+        of(matmul.zeros),
+        of(matmul.minimums, matmul.minimum_factors),
+    )
+    if matmul.code == "int8" and zeros:
+        products = [zero * scale for zero, scale in zip(zeros, scales, strict=True)]
+        zeros, minimums = [], [a + b for a, b in zip(minimums, products, strict=True)] if minimums else products
+    elif _is_centred(matmul):
+        minimums = [minimum - 8.0 * scale for minimum, scale in zip(minimums, scales, strict=True)]
+    return [*scales, *zeros, *minimums]
+
+
+def _is_centred(matmul: Matmul) -> bool:
+    """Return true if codes are converted as those less 8: products and minimums, rounded to bfloat16, are smaller."""
+    return matmul.code == "uint4" and matmul.zeros is None
 
 
 def _piece(block: Block, matmul: Matmul, tile: Any) -> Any:
@@ -205,13 +247,13 @@ def _load_operands(block: Block, index: int, matmul: Matmul, tile: Any, chunk: A
     """Load the operands of a piece besides its sums; the last outputs are repeated for those beyond them."""
     gmem, norm = block.gmem, matmul.norm
     piece = _piece(block, matmul, tile)
-    has_scale = not matmul.scales_of_block
 
-    def vector(name: str, up: int | None = None) -> Any:
-        return device.outputs_vector(gmem[name], piece, up=up).astype(jnp.float32)
+    def vector(name: str, up: int | None = None, dtype: str | None = None) -> Any:
+        return device.outputs_vector(gmem[name], piece, up=up, dtype=dtype)
 
+    scales = matmul.output_scales
     return _Operands(
-        scale=vector(matmul.scales, matmul.up) if has_scale else None,
+        scale=None if scales is None else vector(scales.name, matmul.up, scales.dtype),
         factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
         bias=None if matmul.bias is None else vector(matmul.bias, matmul.up),
         residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * OUTPUTS, chunk),

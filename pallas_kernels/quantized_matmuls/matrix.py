@@ -13,14 +13,23 @@ from pallas_kernels.device.codes import Code, codes_per_byte, values_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix:
-    """A weight [N, K], or [2, F, K] for gate and up: (code - zero point) * scale."""
+    """A weight [N, K], or [2, F, K] for gate and up: (code - zero point) * scale - minimum.
+
+    Scales and minimums may be small numbers, which factors multiply.
+    """
 
     codes: Any
     """Array in the weight's shape, of int8, float8_e4m3fn, or bytes with two codes of 4 bits along the last axis."""
     scales: Any
     """Array [*outputs, G]: a scale for each K / G columns of an output."""
     zeros: Any = None
-    """Zero points of uint4, as `scales`: whole numbers of 0 to 16. None for other codes."""
+    """Zero points, as `scales`: whole numbers of 0 to 16 for uint4, of -128 to 127 for int8. None for other codes."""
+    minimums: Any = None
+    """Array as `scales`, or None."""
+    factors: Any = None
+    """Array [*outputs, L] of float32 or float16: a factor of the scales of each K / L columns; or None."""
+    minimum_factors: Any = None
+    """Factors of the minimums, as `factors`."""
     code: Code = dataclasses.field(metadata={"static": True})
 
     @property
@@ -51,17 +60,22 @@ class QuantizedMatrix:
 
     def ungated(self) -> "QuantizedMatrix":
         """Return it as [N, K], even if it is gate and up."""
-
-        def by_output(array: Any) -> Any:
-            return None if array is None else array.reshape(self.num_outputs, -1)
-
-        return dataclasses.replace(
-            self, codes=by_output(self.codes), scales=by_output(self.scales), zeros=by_output(self.zeros)
-        )
+        return jax.tree.map(lambda array: array.reshape(self.num_outputs, -1), self)
 
     def dequantize(self) -> Float[Array, "..."]:
         """Return the weight in float32."""
         groups = values_of(self.codes, self.code).reshape(*self.scales.shape, -1)
         if self.zeros is not None:
             groups -= self.zeros.astype(jnp.float32)[..., None]
-        return (groups * self.scales.astype(jnp.float32)[..., None]).reshape(self.shape)
+        groups *= _factored(self.scales, self.factors)[..., None]
+        if self.minimums is not None:
+            groups -= _factored(self.minimums, self.minimum_factors)[..., None]
+        return groups.reshape(self.shape)
+
+
+def _factored(small: Array, factors: Array | None) -> Float[Array, "..."]:
+    """Return scales or minimums in float32, times their factors."""
+    values = small.astype(jnp.float32)
+    if factors is None:
+        return values
+    return (values.reshape(*factors.shape, -1) * factors.astype(jnp.float32)[..., None]).reshape(values.shape)

@@ -20,10 +20,12 @@ with 480 for its six warpgroups' threads together.
 """
 MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
-MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
-"""With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
-MAX_VECTORS, VECTORS_OF_A_PART = 8, 4
-"""With more scales and zero points a step, parts of its columns are multiplied one after the other."""
+MAX_ROWS_TO_LOAD_AHEAD, MAX_WORDS_TO_LOAD_AHEAD = 32, 8
+"""With more rows, or more words of scales, zero points and minimums of an output in a step, there are no registers for
+those of the next step.
+"""
+VECTORS_OF_A_PART = 4
+"""With more scales, zero points and minimums a step, parts of its columns are multiplied one after the other."""
 PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 6, 3
 """Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
@@ -41,6 +43,25 @@ class Norm(NamedTuple):
     """Sums of the squares of the sum's parts, [parts, rows]."""
 
 
+class Vectors(NamedTuple):
+    """An array in global memory that has a number for each group of columns of an output: [outputs, groups]."""
+
+    name: str
+    dtype: str
+    """Name of the type; those of a byte are stored as int8."""
+    group_size: int
+
+    def count(self, block_k: int) -> int:
+        """Return how many numbers of an output belong to a block of so many columns."""
+        return max(1, block_k // self.group_size)
+
+    def first(self, k: Any, block_k: int) -> Any:
+        """Return the index of the first number that belongs to a block's columns, block `k` of K."""
+        if self.group_size <= block_k:
+            return k * self.count(block_k)
+        return lax.div(k, _int(self.group_size // block_k))
+
+
 class Matmul(NamedTuple):
     """One of the matmuls of a kernel, and how it is divided."""
 
@@ -52,11 +73,12 @@ class Matmul(NamedTuple):
     outputs: int
     """Outputs of the weight, gate and up together."""
     code: Code
-    num_scales: int
-    """Scales of an output."""
     is_gated: bool
-    zeros: bool
-    """True if scales have zero points."""
+    scales: Vectors
+    zeros: Vectors | None
+    minimums: Vectors | None
+    factors: Vectors | None
+    minimum_factors: Vectors | None
     bias: str | None
     norm: Norm | None
     squares: str | None
@@ -70,19 +92,23 @@ class Matmul(NamedTuple):
         return BYTES * codes_per_byte(self.code)
 
     @property
-    def scales(self) -> str:
-        """Name of the scales [outputs, num_scales]."""
-        return f"scales_{self.name}"
+    def all_vectors(self) -> list[Vectors]:
+        """Scales and what belongs to them."""
+        found = (self.scales, self.zeros, self.minimums, self.factors, self.minimum_factors)
+        return [vectors for vectors in found if vectors is not None]
 
     @property
-    def zero_points(self) -> str:
-        """Name of the zero points, as `scales`."""
-        return f"zeros_{self.name}"
+    def output_scales(self) -> Vectors | None:
+        """Those of the vectors that an output's sum is multiplied by, because all of its columns have one of them."""
+        if self.zeros is not None or self.minimums is not None:
+            return None
+        vectors = self.scales if self.factors is None else self.factors
+        return vectors if vectors.group_size == self.depth else None
 
     @property
-    def scales_of_block(self) -> int:
-        """Scales of the columns of a step; 0 if an output has only one, which its sum is multiplied by."""
-        return 0 if self.num_scales == 1 else self.block_k * self.num_scales // self.depth
+    def vectors_of_blocks(self) -> list[Vectors]:
+        """Those of the vectors that are loaded for each block of columns."""
+        return [vectors for vectors in self.all_vectors if vectors != self.output_scales]
 
     @property
     def up(self) -> int | None:

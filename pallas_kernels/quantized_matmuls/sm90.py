@@ -16,12 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, UNIT
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, SMALLEST_GROUP, UNIT
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared
+from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared, Vectors
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4
@@ -43,6 +43,15 @@ def cut(product: Product) -> Matmul:
     """Return how a matmul is cut into units, of 32 KiB of codes each."""
     weight = product.weight
     block_k = BYTES * codes_per_byte(weight.code)
+
+    def vectors(name: str) -> Vectors | None:
+        array = getattr(weight, name)
+        if array is None:
+            return None
+        return Vectors(f"{name}_{product.name}", jnp.dtype(array.dtype).name, weight.depth // array.shape[-1])
+
+    scales = vectors("scales")
+    assert scales is not None
     units = -(-weight.num_outputs // TILE) * -(-weight.depth // block_k)
     return Matmul(
         name=product.name,
@@ -51,9 +60,12 @@ def cut(product: Product) -> Matmul:
         depth=weight.depth,
         outputs=weight.num_outputs,
         code=weight.code,
-        num_scales=weight.scales.shape[-1],
-        zeros=weight.zeros is not None,
         is_gated=weight.is_gated,
+        scales=scales,
+        zeros=vectors("zeros"),
+        minimums=vectors("minimums"),
+        factors=vectors("factors"),
+        minimum_factors=vectors("minimum_factors"),
         bias=product.bias,
         norm=product.norm,
         squares=product.squares,
@@ -86,12 +98,11 @@ def run_products(
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     for product, matmul in zip(products, matmuls, strict=True):
         weight = product.weight
-        vectors = {matmul.scales: weight.scales, matmul.zero_points: weight.zeros}
-        values = values | {matmul.name: lax.bitcast_convert_type(weight.codes, jnp.int8)}
-        values |= {name: x.reshape(matmul.outputs, -1) for name, x in vectors.items() if x is not None}
-        names = [matmul.x, matmul.name, matmul.scales, matmul.bias, matmul.squares]
-        if matmul.zeros:
-            names.append(matmul.zero_points)
+        arrays = (weight.scales, weight.zeros, weight.minimums, weight.factors, weight.minimum_factors)
+        found = [array.reshape(matmul.outputs, -1) for array in arrays if array is not None]
+        vectors = {each.name: _as_integers(x) for each, x in zip(matmul.all_vectors, found, strict=True)}
+        values = values | vectors | {matmul.name: lax.bitcast_convert_type(weight.codes, jnp.int8)}
+        names = [matmul.x, matmul.name, *vectors, matmul.bias, matmul.squares]
         if matmul.norm is not None:
             names += [matmul.norm.residual, matmul.norm.gain]
         inputs |= {name: values[name] for name in names if name is not None and name not in outputs}
@@ -134,6 +145,11 @@ def run_products(
         ),
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
+
+
+def _as_integers(vectors: Array) -> Array:
+    """Return numbers of a byte as int8, others as they are."""
+    return lax.bitcast_convert_type(vectors, jnp.int8) if vectors.dtype.itemsize == 1 else vectors
 
 
 def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
@@ -222,14 +238,21 @@ def why_not_rows(x: Any) -> str | None:
 
 def why_not_matrix(weight: QuantizedMatrix) -> str | None:
     """Return why the kernel cannot multiply by such a weight, or None if it can."""
-    columns = BYTES * codes_per_byte(weight.code)
-    if weight.num_outputs % OUTPUTS or weight.depth % columns:
-        return f"outputs in multiples of {OUTPUTS} and K of {columns}, got {weight.num_outputs} and {weight.depth}"
-    group, block = weight.group_size, BYTES * codes_per_byte(weight.code)
-    if group != weight.depth and (group % UNIT or block % group):
-        return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"
-    if (weight.zeros is not None) != (weight.code == "uint4"):
-        return f"zero points of uint4, and of no other codes, got {weight.code}"
-    if weight.zeros is not None and group == weight.depth:
-        return f"zero points of groups of columns, got those of all {group}"
+    block = BYTES * codes_per_byte(weight.code)
+    if weight.num_outputs % OUTPUTS or weight.depth % UNIT or weight.depth < block:
+        return (
+            f"outputs in multiples of {OUTPUTS} and K of {UNIT}, at least {block}, "
+            f"got {weight.num_outputs} and {weight.depth}"
+        )
+    group, factored = weight.group_size, weight.depth
+    if group != weight.depth and group % block and (group % SMALLEST_GROUP or block % group):
+        return f"scales of all columns, of {SMALLEST_GROUP} to {block} that divide these, or of multiples, got {group}"
+    if weight.factors is not None:
+        factored = weight.depth // weight.factors.shape[-1]
+    if factored != weight.depth and factored % block:
+        return f"factors of all columns or of multiples of {block}, got {factored}"
+    if weight.zeros is not None and weight.code not in ("uint4", "int8"):
+        return f"zero points of uint4 and int8, got {weight.code}"
+    if weight.zeros is None and weight.minimums is None and weight.code == "uint4":
+        return "uint4 with zero points or minimums"
     return None

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
-from pallas_kernels.scaled_matmul.sm90 import CODES, scaled_matmul_sm90, why_not_matrix
+from pallas_kernels.scaled_matmul.sm90 import CODES, scaled_matmul_sm90, why_not_matrix, why_not_values
 
 Implementation = Literal["xla", "sm90"]
 
@@ -32,9 +32,7 @@ def why_not(weight: QuantizedMatrix) -> str | None:
 
     `weight` has arrays, or their shapes.
     """
-    if weight.code not in CODES:
-        return f"codes of 8 bits, got {weight.code}"
-    return None if weight.group_size == weight.depth else why_not_matrix(weight)
+    return why_not_values(weight) if weight.group_size == weight.depth else why_not_matrix(weight)
 
 
 def best_implementation(weight: QuantizedMatrix) -> Implementation:

@@ -58,10 +58,19 @@ def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     return Config(outputs=96 if num_rows > 512 else 64, cluster=1)
 
 
-def why_not_matrix(weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel cannot multiply quantized rows by such a weight, or None if it can: arrays, or shapes."""
+def why_not_values(weight: QuantizedMatrix) -> str | None:
+    """Return why values of such a weight are not codes of 8 bits times scales, or None if they are."""
     if weight.code not in CODES:
         return f"codes of 8 bits, got {weight.code}"
+    if any(array is not None for array in (weight.zeros, weight.minimums, weight.factors)):
+        return "scales alone, got zero points, minimums or factors of scales"
+    return None
+
+
+def why_not_matrix(weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply quantized rows by such a weight, or None if it can: arrays, or shapes."""
+    if (reason := why_not_values(weight)) is not None:
+        return reason
     if weight.depth % COLUMNS or weight.shape[-2] % 16 or weight.shape[-2] < 256:
         return (
             f"K in multiples of {COLUMNS} and outputs in multiples of 16, at least 256, got a weight of shape "

@@ -2,6 +2,8 @@
 that is not there, and run where there is one.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,14 @@ def test_xla_matches_the_definition(code, outputs):
         (shape_of((256,), 256, "int8", 128), "int8 with a scale for each output"),
         (shape_of((264,), 256, "fp8", 128), "multiples of 16"),
         (shape_of((264,), 264, "fp8"), None),
+        (
+            dataclasses.replace(shape_of((256,), 256, "int8"), minimums=shape_of((256,), 256, "int8").scales),
+            "scales alone",
+        ),
+        (
+            dataclasses.replace(shape_of((256,), 256, "int8"), zeros=shape_of((256,), 256, "int8").scales),
+            "scales alone",
+        ),
     ],
 )
 def test_what_cannot_be_multiplied_is_said(weight, reason):
