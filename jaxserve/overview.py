@@ -157,7 +157,7 @@ def needs(
     def bytes_of(specs: Params, dtype: np.dtype = served) -> int:
         return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
 
-    held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, num_devices=tensor_parallel_size)
+    held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, mesh=mesh)
     codes = stored_specs(path, specs, dtype=served, quantization=None)
     more = {} if schemes_of(codes).keys() == schemes_of(held).keys() else {ALL_CODES: codes}
     rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
@@ -201,9 +201,9 @@ def needs(
     )
 
 
-def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, num_devices: int) -> Params:
+def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: AbstractMesh) -> Params:
     """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
-    policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, num_devices=num_devices)
+    policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, mesh=mesh)
     return with_rounded_activations(
         stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy), {"fp8"}, kernels="sm90"
     )

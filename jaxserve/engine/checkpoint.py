@@ -89,7 +89,7 @@ def choose_weights(
     """Declare the weights in the form in which the devices hold them: as values or, if a kernel multiplies by them, as
     the checkpoint's codes. Raises ConfigError for a mesh over which they do not divide.
     """
-    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, num_devices=mesh.size)
+    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
     specs = stored_specs(
         checkpoint.path,
         checkpoint.family.param_specs(checkpoint.model_config),

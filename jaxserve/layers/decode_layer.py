@@ -148,6 +148,11 @@ def _after_attention(
         def multiply(
             rows: Rows, name: str, weight: Weight, activation: Callable[[Array], Array] | None = None
         ) -> Array:
+            if kind == Kind.MATMULS_OF_CODES:
+                codes = weight.quantized_matrix(weight.ndim - 1 if name == "o" else 1)
+                assert codes is not None
+                assert isinstance(rows, Array)
+                return quantized_matmuls.quantized_matmul(rows, codes, activation=activation, implementation=kernels)
             matrix = as_matrix(name, weight.array())
             return small_matmul.matmul(rows, matrix, activation=activation, implementation=kernels)
 

@@ -1,22 +1,20 @@
 """Decide which weights of a quantized checkpoint an engine holds as codes, unless configured."""
 
 import functools
-import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.params import ParamSpec, abstract_params, with_whole_bytes
 from jaxserve.quantization.scheme import Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls
 
 
 def why_not_held(
-    spec: ParamSpec, scheme: Scheme, *, dtype: np.dtype, kernels: Kernels, is_cpu: bool, num_devices: int
+    spec: ParamSpec, scheme: Scheme, *, dtype: np.dtype, kernels: Kernels, is_cpu: bool, mesh: Mesh | AbstractMesh
 ) -> str | None:
     """Return why a weight is dequantized when it is loaded, or None if it is held as codes.
 
@@ -29,9 +27,7 @@ def why_not_held(
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
         return _why_no_kernel_of_experts(spec.shape, scheme, dtype) or UNTRIED
-    if num_devices > 1:
-        return "no kernel multiplies by shards of codes"
-    return _why_no_kernel(spec.shape, spec.num_inputs, scheme, dtype)
+    return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
 
 
 UNTRIED = "the kernel that multiplies by codes of experts has not been tried on a GPU (--no-dequantize holds them)"
@@ -40,32 +36,35 @@ UNTRIED = "the kernel that multiplies by codes of experts has not been tried on 
 @functools.cache  # layers are alike
 def _why_no_kernel_of_experts(shape: tuple[int, ...], scheme: Scheme, dtype: np.dtype) -> str | None:
     """Return why no kernel multiplies by codes of experts, [X, *outputs, inputs], or None if one does."""
-    found = _matrix(shape, 1, scheme, dtype, lambda weight: weight.quantized_entries())
+    weight = _declared(shape, (None,) * len(shape), 1, scheme, dtype).leaves
+    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weight)
+    found = jax.eval_shape(lambda weight: weight.quantized_entries(), stored)
     if found is None:
         return f"no kernel converts {scheme}"
     return grouped_codes.why_not(jax.ShapeDtypeStruct((1, shape[-1]), jnp.dtype(dtype)), found)
 
 
 @functools.cache
-def _why_no_kernel(shape: tuple[int, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype) -> str | None:
-    """Return why no kernel multiplies by codes of such a weight, or None if one does."""
-    found = _matrix(shape, num_inputs, scheme, dtype, lambda weight: weight.quantized_matrix(num_inputs))
-    if found is None:
-        return f"no kernel converts {scheme}"
-    row_size = math.prod(shape[len(shape) - num_inputs :])
-    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, row_size), jnp.dtype(dtype)), found)
-
-
-def _matrix(
+def _why_no_kernel(
     shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
     num_inputs: int,
     scheme: Scheme,
     dtype: np.dtype,
-    view: Callable[[Weight], quantized_matmuls.QuantizedMatrix | None],
-) -> quantized_matmuls.QuantizedMatrix | None:
-    """Return the shapes of what kernels take of a weight that is held by a scheme, or None if they do not."""
-    spec = ParamSpec(
-        shape=shape, axes=(None,) * len(shape), num_inputs=num_inputs, source=("",), scheme=scheme, dtype=dtype
-    )
-    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
-    return jax.eval_shape(view, stored)
+    mesh: Mesh | AbstractMesh,
+) -> str | None:
+    """Return why no kernel multiplies by a device's codes of such a weight, or None if one does."""
+    spec = _declared(shape, axes, num_inputs, scheme, dtype)
+    if with_whole_bytes({"": spec}, mesh)[""].scheme is None:
+        return "a byte of two codes would be on two devices"
+    weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
+    found = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
+    if found is None:
+        return f"no kernel converts {scheme}"
+    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, found.depth), jnp.dtype(dtype)), found)
+
+
+def _declared(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype
+) -> ParamSpec:
+    return ParamSpec(shape=shape, axes=axes, num_inputs=num_inputs, source=("",), scheme=scheme, dtype=dtype)

@@ -1,19 +1,18 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
-import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import Gate, gate_of
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.parts import Kernel, experts_part, few_rows_part, linear_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers
@@ -36,7 +35,7 @@ def linear(
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
     if linear_part(x, weight, kernels=kernels).kernel == Kernel.QUANTIZED_MATMUL:
-        y = _quantized_linear(x, weight, output_dtype=output_dtype)
+        y = _multiply_codes(x, weight, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
     else:
         y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
     return y if bias is None else y + bias[None]
@@ -91,39 +90,50 @@ def linear_of_few_rows(
     return multiply(x, weight.array())
 
 
-def _quantized_linear(
-    x: Float[Array, " T *inputs"], weight: Weight, *, output_dtype: jnp.dtype | None
-) -> Float[Array, " T *outputs"]:
-    """Multiply by a weight whose codes the kernel converts; each device has all of it."""
-    matrix = weight.quantized_matrix(x.ndim - 1)
-    assert matrix is not None
-    y = _multiply_codes(x.reshape(len(x), -1), matrix.ungated(), output_dtype=output_dtype)
-    return y.reshape(len(x), *weight.shape[: weight.ndim - (x.ndim - 1)])
-
-
 def gated_linear_of_codes(
     x: Float[Array, "T E"], weight: Weight, activation: Callable[[Array], Array]
 ) -> Float[Array, "T F"]:
     """Return activation(gate) * up of few rows and a weight [2, F, E] whose codes the kernel converts."""
-    matrix = weight.quantized_matrix(1)
-    assert matrix is not None
-    return _multiply_codes(x, matrix, activation=activation)
+    return _multiply_codes(x, weight, activation=activation)
 
 
 def _multiply_codes(
-    x: Float[Array, "T K"],
-    matrix: quantized_matmuls.QuantizedMatrix,
+    x: Float[Array, " T *inputs"],
+    weight: Weight,
     *,
     activation: Callable[[Array], Array] | None = None,
     output_dtype: jnp.dtype | None = None,
-) -> Float[Array, "T N"]:
-    run = functools.partial(
-        quantized_matmuls.quantized_matmul, activation=activation, output_dtype=output_dtype, implementation="sm90"
-    )
-    if not jax.typeof(x).sharding.mesh.empty:
-        everywhere = PartitionSpec()
-        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    return run(x, matrix)
+    leaves_partial_sums: bool = False,
+) -> Float[Array, " T *outputs"]:
+    """Multiply by a weight, or each device by its shard of one, whose codes the kernel converts."""
+    num_inputs = x.ndim - 1
+
+    def multiply(x: Array, weight: Weight) -> Array:
+        matrix = weight.quantized_matrix(num_inputs)
+        assert matrix is not None
+        y = quantized_matmuls.quantized_matmul(
+            x.reshape(len(x), -1),
+            matrix.ungated() if activation is None else matrix,
+            activation=activation,
+            output_dtype=output_dtype,
+            implementation="sm90",
+        )
+        return y if activation is not None else y.reshape(len(x), *weight.shape[: weight.ndim - num_inputs])
+
+    if weight.mesh.empty:
+        return multiply(x, weight)
+    outputs, inputs = weight.spec[: weight.ndim - num_inputs], weight.spec[weight.ndim - num_inputs :]
+    outputs = outputs if activation is None else outputs[1:]
+    summed_over = frozenset(axis for axis in inputs if axis is not None)
+    y = jax.shard_map(
+        multiply,
+        in_specs=(PartitionSpec(None, *inputs), partition_specs(weight)),
+        out_specs=PartitionSpec(None, *outputs, unreduced=summed_over),
+        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    )(x, weight)
+    if leaves_partial_sums or not summed_over:
+        return y
+    return jax.sharding.reshard(y, NamedSharding(weight.mesh, PartitionSpec(None, *outputs)))
 
 
 def linear_of_groups(

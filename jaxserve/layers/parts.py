@@ -64,10 +64,10 @@ def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: K
         return Part(Kernel.SCALED_MATMUL, reason)
     if (stored := weight.why_not_plain()) is None or kernels == "xla":
         return Part(Kernel.XLA, reason or stored)
-    codes = None if weight.is_split else jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
+    codes = jax.eval_shape(lambda shard: shard.quantized_matrix(num_inputs), weight.on_one_device())
     if codes is None:
-        return Part(Kernel.XLA, reason or (f"devices have shards of it, and {stored}" if weight.is_split else stored))
-    why = quantized_matmuls.why_not(jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype), codes)
+        return Part(Kernel.XLA, reason or stored)
+    why = quantized_matmuls.why_not(jax.ShapeDtypeStruct((x.shape[0], codes.depth), x.dtype), codes)
     return Part(Kernel.QUANTIZED_MATMUL, reason) if why is None else Part(Kernel.XLA, reason or f"{stored}: {why}")
 
 

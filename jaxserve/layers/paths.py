@@ -37,6 +37,7 @@ class Kind(enum.StrEnum):
     LAYER = "one kernel a layer"
     CODES = "one kernel that converts codes between two attentions"
     BETWEEN = "one kernel between two attentions"
+    MATMULS_OF_CODES = "a kernel that converts codes for each matmul"
     MATMULS = "a kernel for each matmul"
     OPERATIONS = "one operation after the other"
 
@@ -95,7 +96,8 @@ def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
 
 def _choose_fused(layer: LayerShape, step: StepShape) -> Path:
     if _is_quantized(layer):
-        return Path(Kind.CODES)
+        sums = _why_sums_between(layer)
+        return Path(Kind.CODES) if sums is None else Path(Kind.MATMULS_OF_CODES, sums)
     whole = _why_not_one_kernel(layer, step)
     if whole is None:
         return Path(Kind.LAYER)
@@ -129,9 +131,22 @@ def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
     for name, weight in weights.items():
         if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, step)) is not None:
             return f"{name}: {reason}"
-    if all(weights[name].spec[1] is None for name in ("o", "down")):
+    return _why_no_sums(layer, step)
+
+
+def _why_no_sums(layer: LayerShape, step: StepShape) -> str | None:
+    """Return why devices cannot add up what they have of the layer's matmuls as its kernels do, or None if they can."""
+    if _why_sums_between(layer) is None:
         return None
-    return all_reduce.why_not(jax.ShapeDtypeStruct((step.num_rows, weights["o"].shape[0]), step.dtype), step.peers)
+    row = jax.ShapeDtypeStruct((step.num_rows, matrices_of(layer.weights)["o"].shape[0]), step.dtype)
+    return all_reduce.why_not(row, step.peers)
+
+
+def _why_sums_between(layer: LayerShape) -> str | None:
+    """Return a reason against one kernel for several matmuls if devices have partial sums of some, or None."""
+    weights = matrices_of(layer.weights)
+    is_summed = any(weights[name].spec[1] is not None for name in ("o", "down"))
+    return "devices add up partial sums between matmuls" if is_summed else None
 
 
 def _is_quantized(layer: LayerShape) -> bool:
@@ -143,21 +158,17 @@ def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
     """Return why one kernel does not convert the codes of all weights of the layer, or None if it does."""
     weights = matrices_of(layer.weights)
     following = None if layer.following is None else layer.following["attention"]["qkv"]
-    matrices = jax.eval_shape(quantized_matrices, weights, following)
+    shards = {name: weight.on_one_device() for name, weight in weights.items()}
+    matrices = jax.eval_shape(quantized_matrices, shards, None if following is None else following.on_one_device())
     if matrices is None:
         kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if following is None else [following]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
     heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.depth), step.dtype)
-    return quantized_matmuls.why_no_layer(heads, matrices)
+    return quantized_matmuls.why_no_layer(heads, matrices) or _why_no_sums(layer, step)
 
 
 def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:
-    """Return the weights of a layer and the next one's qkv as a kernel takes codes.
-
-    None if a weight is plain, or devices have shards of one.
-    """
-    if any(weight.is_split for weight in weights.values()):
-        return None
+    """Return a device's weights of a layer and the next one's qkv as kernels take codes; None if they do not."""
     o = weights["o"].quantized_matrix(weights["o"].ndim - 1)
     gate_up, down = (weights[name].quantized_matrix(1) for name in ("gate_up", "down"))
     following = None if qkv is None else qkv.quantized_matrix(1)
@@ -173,9 +184,8 @@ def _why_not_matmul(name: str, weight: Weight, step: StepShape) -> str | None:
 
 def _why_not_between(layer: LayerShape, step: StepShape) -> str | None:
     """Return why the matmuls between two attentions are not one kernel, or None if they are."""
-    weights = matrices_of(layer.weights)
-    if any(weights[name].spec[1] is not None for name in ("o", "down")):
-        return "devices add up partial sums between matmuls"
+    if (reason := _why_sums_between(layer)) is not None:
+        return reason
     matrices = _shapes_of_matrices(layer)
     heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.shape[-1]), step.dtype)
     return layer_matmuls.why_not(heads, matrices)

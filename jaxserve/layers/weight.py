@@ -114,6 +114,16 @@ class Weight(abc.ABC):
             self.shape if self.mesh.empty else self.sharding.shard_shape(self.shape), self.dtype
         )
 
+    def on_one_device(self) -> "Weight":
+        """Return the shapes of the arrays that a device has of the weight, as a weight that is not sharded."""
+
+        def shard(array: Any) -> jax.ShapeDtypeStruct:
+            sharding = jax.typeof(array).sharding
+            shape = array.shape if sharding.mesh.empty else sharding.shard_shape(array.shape)
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+
+        return jax.tree.map(shard, self)
+
     def multiply(
         self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_partial_sums: bool = False
     ) -> Float[Array, " T *outputs"]:

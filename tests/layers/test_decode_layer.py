@@ -17,10 +17,11 @@ from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.latent_attention import PagedLatent
 from jaxserve.layers.paged_kv import PagedKV
+from jaxserve.layers.params import ParamSpec, layouts, put, rounded_to, with_schemes
 from jaxserve.layers.paths import Kind, StepShape, choose
 from jaxserve.layers.weight import Quantized
-from jaxserve.quantization.scheme import SCHEMES, Parts
-from pallas_kernels import layer_matmuls, small_matmul
+from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
+from pallas_kernels import layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
 
 
@@ -87,6 +88,43 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     np.testing.assert_raises(
         AssertionError, np.testing.assert_allclose, got[1].pools[1].k, pools[1].k
     )  # something is written
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_codes_equal_the_decoder(monkeypatch, num_devices):
+    """One device has one kernel for a layer's matmuls, several have one for each matmul, and sums in between."""
+    family, config, params = make_model("llama")
+    specs = family.param_specs(config)
+    specs = with_schemes(specs, rounded_to(specs, Scheme(codes="int4", group_size=32)), dtype=np.dtype(np.float32))
+    mesh, rng = make_mesh(num_devices), np.random.default_rng(0)
+    axis = "tensor" if num_devices > 1 else None
+    whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, axis)))
+    shape = (NUM_BLOCKS, max(2, num_devices), BLOCK_SIZE, 16)
+    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(3)]
+    held = jax.tree.map(
+        lambda spec, weight, layout: put(spec, layout, np.asarray(*jax.tree.leaves(weight))),
+        *(specs, params, layouts(specs, mesh)),
+        is_leaf=lambda node: isinstance(node, ParamSpec),
+    )
+    given = jax.device_put((make_batch([5, 1, 12, 8]), make_cache(pools)), (whole, by_head))
+
+    def run():
+        jax.clear_caches()  # what kernels take is no argument
+        with jax.set_mesh(mesh):
+            forward = jax.jit(lambda params, batch, kv_cache: family.forward(params, config, batch, kv_cache))
+            return jax.device_get(forward(held, *given))
+
+    want = run()
+    calls = []
+    kernel = "quantized_layer_matmuls" if num_devices == 1 else "quantized_matmul"
+    plain = getattr(quantized_matmuls, kernel)
+    monkeypatch.setattr(quantized_matmuls, kernel, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
+    monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
+    got = run()
+    assert len(calls) == (3 if num_devices == 1 else 11)  # the first qkv is not among them
+    np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_a_cache_of_its_own_kind_is_asked_to_attend(monkeypatch):

@@ -28,6 +28,7 @@ OF_LAYERS = {
     Kind.LAYER: "layer_matmuls",
     Kind.BETWEEN: "layer_matmuls",
     Kind.CODES: "quantized_matmuls",
+    Kind.MATMULS_OF_CODES: "quantized_matmuls",
     Kind.MATMULS: "small_matmul",
 }
 """The operation that computes what a kind of path has besides its attention."""
@@ -44,6 +45,7 @@ MODELS = {
     "codes": (LLAMA, 1, "int4"),
     "rounded rows": (LLAMA, 1, "int8"),
     "devices": (LLAMA, 4, None),
+    "codes on devices": (LLAMA, 2, "int4"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 64}, 1, None),
     "experts": (QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
     "latents": (DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
@@ -89,7 +91,7 @@ def test_lines_of_a_dense_model():
             {"scheme": "int4", "without": "down"},
             "one operation after the other (the next qkv: it is stored as int4",
         ),
-        (LLAMA, {"scheme": "int4", "num_devices": 2}, "other (no kernel converts what all weights hold"),
+        (LLAMA, {"scheme": "int4", "num_devices": 2}, "codes for each matmul (devices add up partial sums between"),
         (LLAMA, {"num_devices": 4}, "a kernel for each matmul (devices add up partial sums between matmuls)"),
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),

@@ -10,17 +10,21 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from depths import quick_only
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.held import why_not_held
+from jaxserve.layers.linear import gated_linear_of_codes, linear
 from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of
+from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.quantization.common import common_scheme, converted, values_of
 from jaxserve.quantization.ggml import SCHEMES
 from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
+from pallas_kernels import quantized_matmuls
 
 FLOAT32 = np.dtype(np.float32)
 HELD = {
@@ -89,6 +93,51 @@ def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
         array, y = multiply(weight, jax.device_put(x, on))
     np.testing.assert_allclose(np.asarray(array), values, rtol=2**-21, atol=2**-20)  # XLA may fuse a product and a sum
     np.testing.assert_allclose(np.asarray(y), x @ values.T, rtol=1e-4, atol=1e-4 * np.abs(values).max())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("name", quick_only([name for name in HELD if name not in ("nf4", "fp4")], "int4", "Q4_K"))
+@pytest.mark.parametrize("axes", [("embed", "ffn"), ("ffn", "embed"), (None, "ffn", "embed")], ids=str)
+def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_devices):
+    """The kernel is XLA's here; of inputs, devices have partial sums."""
+    shape = (40, 768) if axes[0] == "embed" else (2, 24, 512) if len(axes) == 3 else (40, 512)
+    rows, scheme = math.prod(shape[:-1]), HELD[name]
+    parts, calls = random_parts(scheme, rows, shape[-1]), []
+    spec = ParamSpec(shape=shape, axes=axes, num_inputs=1, source=("w",), scheme=scheme, dtype=FLOAT32)
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    weight = jax.tree.map(
+        lambda array, layout: layout.put(array), spec.encode_parts([parts]), layouts({"w": spec}, mesh)["w"]
+    )
+    by_xla = quantized_matmuls.quantized_matmul
+
+    def multiply(x, weight, **options):
+        calls.append(weight.shape)
+        return by_xla(x, weight, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr(quantized_matmuls, "quantized_matmul", multiply)
+    monkeypatch.setattr(quantized_matmuls, "why_not", lambda *_: None)
+    values = values_of(scheme, parts)
+    x = (np.random.default_rng(1).normal(size=(5, shape[-1])) / values.std() / 25).astype(np.float32)
+    want = x @ values.T
+    on = NamedSharding(mesh, PartitionSpec(None, "tensor" if num_devices > 1 and axes[-1] == "ffn" else None))
+
+    def run(weight, x):
+        if len(axes) == 3:
+            return gated_linear_of_codes(x, weight, jax.nn.silu)
+        y = linear(x, weight, kernels="sm90")
+        parts = linear(x, weight, kernels="sm90", leaves_partial_sums=True)
+        assert jax.typeof(parts).sharding.spec.unreduced == ({"tensor"} if on.spec[1] is not None else set())
+        return y, summed(parts, None, kernels="sm90")
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(weight, jax.device_put(x, on))
+    if len(axes) == 3:
+        gate, up = want[:, :24], want[:, 24:]
+        want, found = gate / (1 + np.exp(-gate)) * up, [found]
+    for y in found:
+        np.testing.assert_allclose(np.asarray(y), want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    split = [size // num_devices if axis == "ffn" else size for axis, size in zip(axes, shape, strict=True)]
+    assert calls == [tuple(split)] * (1 if len(axes) == 3 else 2)
 
 
 MIXED = [
@@ -210,12 +259,16 @@ def test_random_weights_of_any_scheme(name):
     assert 0.005 < values.std() < 0.08
 
 
+def abstract_mesh(num_devices):
+    return AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
+
+
 def test_what_is_held_where_nobody_has_said_it():
     spec = ParamSpec(shape=(4096, 4096), axes=("embed", "ffn"), num_inputs=1, source=("w",))
     experts = ParamSpec(
         shape=(8, 64, 64), axes=("experts", "embed", "ffn"), num_inputs=1, source=("w",), expert_size=64
     )
-    gpu = {"dtype": np.dtype(jnp.bfloat16), "kernels": "sm90", "is_cpu": False, "num_devices": 1}
+    gpu = {"dtype": np.dtype(jnp.bfloat16), "kernels": "sm90", "is_cpu": False, "mesh": abstract_mesh(1)}
     cpu = gpu | {"kernels": "xla", "is_cpu": True}
     for name in HELD:
         reason = why_not_held(spec, HELD[name], **gpu)
@@ -227,7 +280,12 @@ def test_what_is_held_where_nobody_has_said_it():
     assert "no kernel converts" in why_not_held(experts, HELD["nf4"], **gpu)
     assert "32 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
-    assert "shards" in why_not_held(spec, HELD["int8"], **gpu | {"num_devices": 2})
+    on_eight = gpu | {"mesh": abstract_mesh(8)}
+    for name in ("int8", "uint4", "nvfp4", "Q4_K"):
+        assert why_not_held(spec, HELD[name], **on_eight) is None
+    odd = ParamSpec(shape=(4096, 29568), axes=("embed", "ffn"), num_inputs=1, source=("w",))
+    assert why_not_held(odd, HELD["int4"], **gpu | {"mesh": abstract_mesh(4)}) is None
+    assert "multiples of 64 and K of 32" in why_not_held(odd, HELD["int4"], **on_eight)
     assert "every step" in why_not_held(spec, HELD["int8"], **gpu | {"kernels": "xla"})
 
 
