@@ -17,21 +17,24 @@ _LAYERS = 6
 """With weights of their own, more than the L2 holds."""
 _CALLS = 24
 """Calls per program, since launching a program takes as long as a kernel."""
-_FORMATS: tuple[tuple[Code, int | None], ...] = (
-    ("int4", 128),
-    ("e2m1", 32),
-    ("fp8", None),
-    ("fp8", 128),
-    ("int8", None),
-)
+_FORMATS: dict[str, tuple[Code, int | None]] = {
+    "int4, groups of 128": ("int4", 128),
+    "e2m1, groups of 32": ("e2m1", 32),
+    "NVFP4": ("e2m1", 16),
+    "Q4_K": ("uint4", 32),
+    "Q6_K": ("int8", 16),
+    "fp8": ("fp8", None),
+    "fp8, groups of 128": ("fp8", 128),
+    "int8": ("int8", None),
+}
 
 
 def quantized_matmuls_rows() -> Iterator[Row]:
     """Yield a row for each format, number of rows and implementation; without a GPU, of a small layer in XLA."""
     implementations: tuple[Implementation, ...] = ("sm90",) if on_gpu() else ("xla",)
-    sizes = (4096, 14336, 6144) if on_gpu() else (256, 896, 384)
+    sizes = (4096, 14336, 6144) if on_gpu() else (256, 1024, 384)
     hidden, inner, _ = sizes
-    for code, group in _FORMATS:
+    for name, (code, group) in _FORMATS.items():
         layers = [_weights(sizes, code, group, seed) for seed in range(_LAYERS)]
         gain = jnp.ones(hidden, _dtype())
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(layers[0]))
@@ -39,7 +42,6 @@ def quantized_matmuls_rows() -> Iterator[Row]:
             start = tuple(jax.random.normal(jax.random.key(seed), (num_rows, hidden), _dtype()) for seed in range(2))
             inputs = [(layers[call % _LAYERS], gain) for call in range(_CALLS)]
             took = measure(functools.partial(_run, implementation=implementation), inputs, carry=start)
-            name = code if group is None else f"{code}, groups of {group}"
             yield Row(f"{num_rows} rows, {hidden} x {inner}, {name}", implementation, took, floor(num_bytes=num_bytes))
 
 
@@ -67,15 +69,23 @@ def _weights(sizes: tuple[int, int, int], code: Code, group: int | None, seed: i
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _matrix(key: jax.Array, outputs: tuple[int, ...], depth: int, code: Code, group: int | None) -> QuantizedMatrix:
-    """Random codes, and scales that make a product about as large as its rows."""
-    scales = jnp.full((*outputs, 1 if group is None else depth // group), depth**-0.5, jnp.float32)
+    """Random codes, and scales that make a product about as large as its rows; with factors those of GGUF and NVFP4."""
+    shape = (*outputs, 1 if group is None else depth // group)
+    typical = depth**-0.5 * (1 / 4 if codes_per_byte(code) == 2 else 1 / 32 if code == "int8" else 1)
     if codes_per_byte(code) == 2:
         codes = jax.random.bits(key, (*outputs, depth // 2), jnp.uint8)
-        return QuantizedMatrix(codes=codes, scales=(scales / 4).astype(jnp.bfloat16), code=code)
-    values = jax.random.normal(key, (*outputs, depth), jnp.float32)
-    if code == "int8":
-        return QuantizedMatrix(codes=jnp.round(values * 32).astype(jnp.int8), scales=scales / 32, code=code)
-    return QuantizedMatrix(codes=values.astype(jnp.float8_e4m3fn), scales=scales, code=code)
+    else:
+        values = jax.random.normal(key, (*outputs, depth), jnp.float32)
+        codes = jnp.round(values * 32).astype(jnp.int8) if code == "int8" else values.astype(jnp.float8_e4m3fn)
+    if (code, group) == ("e2m1", 16):
+        factors = jnp.full((*outputs, 1), typical, jnp.float32)
+        return QuantizedMatrix(codes=codes, scales=jnp.ones(shape, jnp.float8_e4m3fn), factors=factors, code=code)
+    if (code, group) in (("uint4", 32), ("int8", 16)):
+        scales, factors = jnp.full(shape, 32, jnp.int8), jnp.full((*outputs, depth // 256), typical / 32, jnp.float16)
+        of_minimums = {"minimums": scales, "minimum_factors": 8 * factors} if code == "uint4" else {}
+        return QuantizedMatrix(codes=codes, scales=scales, factors=factors, **of_minimums, code=code)
+    kind = jnp.bfloat16 if codes_per_byte(code) == 2 else jnp.float32
+    return QuantizedMatrix(codes=codes, scales=jnp.full(shape, typical, kind), code=code)
 
 
 def _dtype() -> jnp.dtype:
