@@ -155,7 +155,7 @@ def _is_quantized(layer: LayerShape) -> bool:
 
 
 def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
-    """Return why one kernel does not convert the codes of all weights of the layer, or None if it does."""
+    """Return why kernels do not convert the codes of all weights of the layer, or None if they do."""
     weights = matrices_of(layer.weights)
     following = None if layer.following is None else layer.following["attention"]["qkv"]
     shards = {name: weight.on_one_device() for name, weight in weights.items()}
@@ -164,7 +164,10 @@ def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
         kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if following is None else [following]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
     heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.depth), step.dtype)
-    return quantized_matmuls.why_no_layer(heads, matrices) or _why_no_sums(layer, step)
+    if _why_sums_between(layer) is None:
+        return quantized_matmuls.why_no_layer(heads, matrices)
+    reasons = (quantized_matmuls.why_not(heads, matrix) for matrix in matrices if matrix is not None)
+    return next((reason for reason in reasons if reason), None) or _why_no_sums(layer, step)
 
 
 def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:

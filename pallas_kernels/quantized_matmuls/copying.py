@@ -36,7 +36,7 @@ def copy_weights(block: Block, matmul: Matmul, first: Any) -> Any:
         slot = lax.rem(step, _int(problem.w_slots))
         wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
         tile, k = lax.div(unit, _int(matmul.steps)), lax.rem(unit, _int(matmul.steps))
-        ring, full = smem.weights.at[slot], smem.w_full.at[slot]
+        ring, full = smem.weight_boxes.at[slot], smem.w_full.at[slot]
         half = TILE // 2  # two copies a step, whatever the matmul, since they arrive at the same barrier
         columns = pl.ds(k * BYTES, BYTES)
         for part in range(2):

@@ -9,7 +9,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.layer_matmuls import Weights as DenseWeights
 from pallas_kernels.layer_matmuls import layer_matmuls
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.sm90 import layer_sm90, matmul_sm90, why_not_matrix, why_not_rows
+from pallas_kernels.quantized_matmuls.sm90 import (
+    layer_sm90,
+    matmul_sm90,
+    why_not_matrix,
+    why_not_matrix_of_layer,
+    why_not_rows,
+)
 from pallas_kernels.small_matmul import matmul
 
 Implementation = Literal["xla", "sm90"]
@@ -35,7 +41,7 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
 
 def why_no_layer(heads: Any, weights: QuantizedWeights) -> str | None:
     """Return why "sm90" cannot compute such a layer, or None if it can: arrays, or their shapes."""
-    reasons = (why_not_matrix(weight) for weight in weights if weight is not None)
+    reasons = (why_not_matrix_of_layer(weight) for weight in weights if weight is not None)
     return why_not_rows(heads) or next((reason for reason in reasons if reason), None)
 
 

@@ -181,6 +181,8 @@ class Shared(NamedTuple):
     """Shared memory and barriers."""
 
     weights: Any
+    weight_boxes: Any
+    """View of the same bytes as boxes, of which any columns may be missing."""
     rows: Any
     factors: Any
     """For each matmul whose rows have not been divided by their norm, one factor per row."""

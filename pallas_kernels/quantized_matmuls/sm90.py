@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, SMALLEST_GROUP, UNIT
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
@@ -121,7 +121,8 @@ def run_products(
 
     def body(*refs: Any) -> None:
         arrays, shared = refs[: len(inputs) + len(outputs)], refs[len(inputs) + len(outputs) :]
-        kernel(problem, dict(zip([*inputs, *outputs], arrays, strict=True)), Shared(*shared))
+        (weights, boxes), *others = shared
+        kernel(problem, dict(zip([*inputs, *outputs], arrays, strict=True)), Shared(weights, boxes, *others))
 
     results = plgpu.kernel(
         body,
@@ -155,17 +156,20 @@ def _as_integers(vectors: Array) -> Array:
 def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
     # Any: pyright takes them for abstract classes.
     tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
-    ring = plgpu.SMEM((problem.w_slots, TILE, BYTES), jnp.int8, transforms=(tiling((8, 128)), swizzle))
+    codes = (problem.w_slots, TILE, BYTES)
+    tiled = plgpu.SMEM(codes, jnp.int8, transforms=(tiling((8, BYTES)), swizzle))
+    ring = plgpu.RefUnion(tiled, plgpu.SMEM(codes, jnp.int8, transforms=(swizzle,)))
     rows = plgpu.SMEM((problem.x_slots, problem.rows, block_k), jnp.bfloat16, transforms=(tiling((8, 64)), swizzle))
     factors = plgpu.SMEM((len(problem.matmuls), problem.rows), jnp.float32)
     return ring, rows, factors, plgpu.SMEM((NUM_COMPUTE + 1, 4, device.COLUMNS), jnp.float32)
 
 
-def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
+def _pad(x: Float[Array, "M E"]) -> Float[Array, "R C"]:
     """Pad rows to a multiple of 8, since TMA can cut off only within one group of 8; many of them to one of 16, since
-    the warpgroup that puts columns of 40 or 56 rows in order would spill registers.
+    the warpgroup that puts columns of 40 or 56 rows in order would spill registers. Pad columns to a multiple of PIECE.
     """
-    return x if len(x) <= 8 else jnp.pad(x, ((0, -len(x) % (8 if len(x) <= 32 else 16)), (0, 0)))
+    num_rows = 0 if len(x) <= 8 else -len(x) % (8 if len(x) <= 32 else 16)
+    return jnp.pad(x, ((0, num_rows), (0, -x.shape[1] % PIECE)))
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "eps"))
@@ -183,8 +187,8 @@ def layer_sm90(
 ) -> tuple[Float[Array, "M E"], Float[Array, "M N"]]:
     """See `quantized_layer_matmuls`."""
     values = {
-        "heads": _pad_rows(heads),
-        "stream": _pad_rows(residual),
+        "heads": _pad(heads),
+        "stream": _pad(residual),
         "mlp_gain": gains[0].reshape(-1, 1),
         "next_gain": gains[1].reshape(-1, 1),
     }
@@ -217,7 +221,7 @@ def matmul_sm90(
     output_dtype: Any,
 ) -> Float[Array, "M N"]:
     """See `quantized_matmul`."""
-    values = {"x": _pad_rows(x)}
+    values = {"x": _pad(x)}
     if bias is not None:
         values["bias"] = bias.reshape(-1, 1)
     product = Product("w", "x", "y", weight, bias=None if bias is None else "bias")
@@ -256,3 +260,10 @@ def why_not_matrix(weight: QuantizedMatrix) -> str | None:
     if weight.zeros is None and weight.minimums is None and weight.code == "uint4":
         return "uint4 with zero points or minimums"
     return None
+
+
+def why_not_matrix_of_layer(weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply what another matmul has stored by such a weight, or None if it can."""
+    if weight.depth % PIECE:
+        return f"K in multiples of {PIECE}, got {weight.depth}"
+    return why_not_matrix(weight)

@@ -266,6 +266,8 @@ def test_the_kernel_wants_rows_of_bfloat16_and_weights_that_it_can_take():
     weights = shapes_of("int4 of 128", 256, 256, 256, 64)
     assert why_not(of((2, 128), jnp.float32), weights.o) == "rows of bfloat16, got float32"
     assert why_no_layer(of((2, 256), jnp.bfloat16), weights) is None
+    odd = weights._replace(o=shape_of("int4 of 32", 256, 288))
+    assert why_no_layer(of((2, 288), jnp.bfloat16), odd) == "K in multiples of 64, got 288"
     narrow = weights._replace(down=shape_of("int4 of 128", 72, 256))
     assert "got 72 and 256" in (why_no_layer(of((2, 256), jnp.bfloat16), narrow) or "")
 
@@ -317,7 +319,7 @@ SMALL = (1024, 1024, 4864, 1152)
             (64, "uint4 of 32", SMALL),
             (64, "uint4", SMALL),
             (40, "int8", (896, 896, 4864, 1152)),
-            *((num_rows, form, (1024, 1024, 5408, 1152)) for form in ("NVFP4", "MXFP4") for num_rows in (1, 16, 64)),
+            *((num_rows, form, (1024, 1024, 5440, 1152)) for form in ("NVFP4", "MXFP4") for num_rows in (1, 16, 64)),
             *((num_rows, form, SMALL) for form in ("Q8_0", "Q4_0 and Q4_1", "Q5_1") for num_rows in (1, 16, 64)),
             *((num_rows, f"Q{bits}_K", SMALL) for bits in (2, 3, 4, 5, 6) for num_rows in (1, 16, 64)),
             *((num_rows, "int8 with zero points", SMALL) for num_rows in (1, 16, 64)),
@@ -339,6 +341,14 @@ def test_a_layer_compiles_without_spilling(num_rows, form, sizes):
     assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
 
 
+@pytest.mark.slow
+def test_a_shard_of_odd_size_compiles_without_spilling():
+    """Qwen2.5-72B has a feed-forward of 29,568 values, of which one of four devices has 7,392."""
+    run = functools.partial(quantized_matmul, implementation="sm90")
+    x, weight = jax.ShapeDtypeStruct((8, 7392), jnp.bfloat16), shape_of("int4 of 32", 8192, 7392)
+    assert compile_for_h200(run, x, weight).spill_bytes == 0
+
+
 @pytest.mark.parametrize("form", quick_first(["int4 of 128", "fp8", "Q6_K"]))
 def test_a_language_model_head_compiles_without_spilling(form):
     of = jax.ShapeDtypeStruct
@@ -356,8 +366,8 @@ ON_A_GPU = [
     ("fp8", (640, 1152, 2944, 320)),
     ("fp8 of 128", (896, 896, 4864, 1152)),
     ("int8", (1024, 1024, 2816, 1536)),
-    ("NVFP4", (1024, 1024, 5408, 1152)),
-    ("MXFP4", (1056, 1088, 5408, None)),
+    ("NVFP4", (1024, 1024, 5440, 1152)),
+    ("MXFP4", (1088, 1152, 5440, None)),
     ("Q4_K", SMALL),
     ("Q6_K", SMALL),
 ]
@@ -389,11 +399,12 @@ def test_a_layer_on_a_gpu(form, sizes, num_rows):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [1, 16, 48])
-@pytest.mark.parametrize("depth", [768, 1152])
+@pytest.mark.parametrize("depth", [768, 1152, 1056])
 @pytest.mark.parametrize("form", FORMATS)
 def test_one_matmul_on_a_gpu(form, depth, num_rows):
-    """A half of the last block of 4-bit codes is beyond the 1,152 columns."""
-    depth = 1280 if FORMATS[form].factored and depth == 1152 else depth
+    """The last block of 4-bit codes has 128 of 1,152 columns, and 32 of 1,056."""
+    size = FORMATS[form].factored or FORMATS[form].group or 32
+    depth = -(-depth // size) * size
     x, bias = rows(num_rows, depth), rows(1, 320)[0]
     matrix, want = make_matrix((320,), depth, form)
     got = quantized_matmul(x, matrix, bias=bias, output_dtype=jnp.float32, implementation="sm90")
