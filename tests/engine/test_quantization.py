@@ -13,7 +13,7 @@ from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import schemes_of
 from jaxserve.loading.huggingface import source_shapes
-from jaxserve.loading.orbax_store import read_manifest
+from jaxserve.loading.store_manifest import read_manifest
 from jaxserve.loading.weights import load_weights, stored_specs
 
 MODELS = {
