@@ -226,7 +226,8 @@ def _parser() -> Parser:
         help="whose syntax it is: directory, GGUF file, built-in model or id on the hub",
     )
     parse.add_flag("syntax", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
-    add_config_flags(parse, ServerConfig, only=("tool_call_parser", "reasoning_parser", "chat_template"))
+    syntax = ("tool_call_parser", "reasoning_parser", "chat_template")
+    add_config_flags(parse, ServerConfig, only=syntax, lists_names=True)
     parse.add_flag(
         "answer", "--tools", metavar="FILE", help="JSON list of the tools that are offered; default: any are"
     )

@@ -15,9 +15,10 @@ from jaxserve.loading.classifier import is_classifier
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.hub import parse_name
 from jaxserve.loading.huggingface import resolve_dtype
-from jaxserve.loading.orbax_store import Manifest, Source, check_destination, is_store, write_store
+from jaxserve.loading.orbax_store import check_destination, write_store
 from jaxserve.loading.pickles import PICKLED_SUFFIXES
 from jaxserve.loading.quantization_files import FIELDS, FILES
+from jaxserve.loading.store_manifest import Manifest, Source, is_store
 from jaxserve.loading.weights import load_config, naming_config, open_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer

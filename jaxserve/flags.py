@@ -28,6 +28,9 @@ _COUNT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kKmMgG]?)")
 _COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
+MAX_CHOICES_LENGTH = 72
+"""Most characters of a flag's choices that the help has beside the flag; more are listed by one command only."""
+
 VARIABLES = "JAXSERVE_"
 """Prefix of environment variables that set options."""
 
@@ -179,11 +182,17 @@ class _Help(argparse.Action):
 
 
 def add_config_flags(
-    parser: Parser, config: type[Any], *, defaults: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
+    parser: Parser,
+    config: type[Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    only: Sequence[str] | None = None,
+    lists_names: bool = False,
 ) -> None:
     """Add a flag for each field of a config dataclass, to the groups in their metadata.
 
     `defaults` are values that this command uses instead of the field's own. `only` names the fields; None means all.
+    With `lists_names` the help has the choices of flags with many of them, too.
     """
     defaults = defaults or {}
     parser.set_defaults(**defaults)
@@ -204,6 +213,9 @@ def add_config_flags(
         if is_size and isinstance(default, int):
             default = f"{default // 2**20}MiB"
         text = _with_default(field.metadata["help"], default)
+        if len(choices := ", ".join(options.get("choices", ()))) > MAX_CHOICES_LENGTH:
+            options["metavar"] = "NAME"
+            text += f"; names: {choices}" if lists_names else "; jaxserve parse --help lists the names"
         parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
 
 

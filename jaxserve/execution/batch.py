@@ -144,8 +144,8 @@ def pack(
             if num_new and slot not in admitted:
                 for group, table in enumerate(request.block_tables):
                     first = len(table) - num_new
-                    place = (group * num_slots + slot) * max_blocks + first
-                    new_index += range(place, place + num_new)
+                    start = (group * num_slots + slot) * max_blocks + first
+                    new_index += range(start, start + num_new)
                     new_ids += table[first:]
     view["new_block_index"][: len(new_index)] = new_index
     view["new_block_ids"][: len(new_ids)] = new_ids
@@ -211,8 +211,8 @@ def make_batch(
 
     def of_group(group: int) -> Tables:
         tables = block_tables[group].at[slots].get(mode="fill", fill_value=0)
-        place = tables[row, positions // block_size] * block_size + positions % block_size
-        return Tables(jnp.where(is_padding, num_blocks * block_size + token, place), tables)
+        write_index = tables[row, positions // block_size] * block_size + positions % block_size
+        return Tables(jnp.where(is_padding, num_blocks * block_size + token, write_index), tables)
 
     groups = tuple(map(of_group, range(block_tables.shape[0])))
     batch = Batch(

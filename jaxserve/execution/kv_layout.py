@@ -69,11 +69,13 @@ def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayou
     groups = [
         (window, list(layers)) for window, of_kind in layers_of.items() for layers in itertools.batched(of_kind, size)
     ]
-    places = {layer: (group, pool) for group, (_, layers) in enumerate(groups) for pool, layer in enumerate(layers)}
+    group_and_pool = {
+        layer: (group, pool) for group, (_, layers) in enumerate(groups) for pool, layer in enumerate(layers)
+    }
     return KVLayout(
         windows=tuple(window for window, _ in groups),
-        group_of_layer=tuple(places[layer][0] for layer in range(len(kv_specs))),
-        pool_of_layer=tuple(places[layer][1] for layer in range(len(kv_specs))),
+        group_of_layer=tuple(group_and_pool[layer][0] for layer in range(len(kv_specs))),
+        pool_of_layer=tuple(group_and_pool[layer][1] for layer in range(len(kv_specs))),
         pool_specs=tuple(shapes) * size,
     )
 

@@ -6,7 +6,7 @@ both in one program, for rows to which the host contributes nothing.
 """
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
 import jax
@@ -81,6 +81,19 @@ class Drawn:
     logprobs: Logprobs | None
 
 
+class Reading(NamedTuple):
+    """How a program reads packed plans."""
+
+    bucket: Bucket
+    group_of_layer: tuple[int, ...]
+    """The KV group of each layer; it matters only if there are several."""
+    kernels: Kernels
+    is_decode_only: bool
+    """If true, what rows of several tokens need is left out."""
+    launch: Launch = "at once"
+    """See `layers.launch`."""
+
+
 def step(
     params: Any,
     kv_cache: KVCache,
@@ -90,32 +103,21 @@ def step(
     *,
     family: Family,
     config: Any,
-    kernels: Kernels,
-    group_of_layer: tuple[int, ...],
-    bucket: Bucket,
+    reading: Reading,
     has_tokens_on_host: bool,
 ) -> tuple[KVCache, Slots, Drawn]:
     """Run `forward`, then `draw`, for plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
     arguments are static.
     """
+    assert reading.is_decode_only
     kv_cache, slots, forwarded = forward(
-        params,
-        kv_cache,
-        slots,
-        peers,
-        packed,
-        family=family,
-        config=config,
-        kernels=kernels,
-        group_of_layer=group_of_layer,
-        bucket=bucket,
-        is_decode_only=True,
+        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading
     )
     slots, drawn = draw(
         slots,
         forwarded.logits,
         forwarded.rows,
-        kernels=kernels,
+        kernels=reading.kernels,
         is_plain=True,
         num_top_logprobs=None,
         has_tokens_on_host=has_tokens_on_host,
@@ -133,33 +135,15 @@ def forward(
     *,
     family: Family,
     config: Any,
-    kernels: Kernels,
-    group_of_layer: tuple[int, ...],
-    bucket: Bucket,
-    is_decode_only: bool,
-    launch: Launch = "at once",
+    reading: Reading,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
     `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
     are static.
-
-    `is_decode_only` leaves out what rows of several tokens need, for steps without any. `launch`: see `layers.launch`.
     """
+    span = range(config.num_layers)
     kv_cache, slots, begun = begin(
-        params,
-        kv_cache,
-        slots,
-        peers,
-        packed,
-        admissions,
-        family=family,
-        config=config,
-        kernels=kernels,
-        group_of_layer=group_of_layer,
-        bucket=bucket,
-        is_decode_only=is_decode_only,
-        launch=launch,
-        span=range(config.num_layers),
+        params, kv_cache, slots, peers, packed, admissions, family=family, config=config, reading=reading, span=span
     )
     kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
     return kv_cache, slots, forwarded
@@ -175,11 +159,7 @@ def begin(
     *,
     family: Family,
     config: Any,
-    kernels: Kernels,
-    group_of_layer: tuple[int, ...],
-    bucket: Bucket,
-    is_decode_only: bool,
-    launch: Launch,
+    reading: Reading,
     span: range,
 ) -> tuple[KVCache, Slots, Begun]:
     """Begin what `forward` does: with the layers of `span`, which are the first ones. Weights and pools of other layers
@@ -187,17 +167,8 @@ def begin(
     """
     if admissions is not None:
         slots = admit(slots, admissions)
-    slots, batch, rows = read_plan(
-        slots,
-        packed,
-        group_of_layer=group_of_layer,
-        bucket=bucket,
-        block_size=kv_cache.block_size,
-        num_blocks=kv_cache.num_blocks,
-        is_decode_only=is_decode_only,
-        launch=launch,
-        kernels=kernels,
-    )
+    sizes = {"block_size": kv_cache.block_size, "num_blocks": kv_cache.num_blocks}
+    slots, batch, rows = read_plan(slots, packed, reading, **sizes)
     own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
     x = family.embed(params, config, own)
     x, kv_cache = family.layers(params, config, x, own, kv_cache, span)
@@ -222,17 +193,13 @@ def finish(
 def read_plan(
     slots: Slots,
     packed: Int[Array, " packed"],
+    reading: Reading,
     *,
-    group_of_layer: tuple[int, ...],
-    bucket: Bucket,
     block_size: int,
     num_blocks: int,
-    is_decode_only: bool,
-    launch: Launch,
-    kernels: Kernels,
 ) -> tuple[Slots, Batch, DrawingRows]:
     """Return the slots with the plan's new blocks, its Batch, without peers, and what `draw` must know of its rows."""
-    pieces = unpack(packed, bucket)
+    pieces = unpack(packed, reading.bucket)
     block_tables = (
         slots.block_tables.reshape(-1)
         .at[pieces["new_block_index"]]
@@ -243,12 +210,12 @@ def read_plan(
         pieces,
         slots.last_tokens,
         block_tables,
-        group_of_layer=group_of_layer,
+        group_of_layer=reading.group_of_layer,
         block_size=block_size,
         num_blocks=num_blocks,
-        is_decode_only=is_decode_only,
-        launch=launch,
-        kernels=kernels,
+        is_decode_only=reading.is_decode_only,
+        launch=reading.launch,
+        kernels=reading.kernels,
     )
     rows = DrawingRows(
         slots=pieces["slots"],

@@ -24,11 +24,8 @@ from pallas_kernels.paging import Scores
 
 def attention_specs(
     prefix: str,
+    config: Any,
     *,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
@@ -43,9 +40,9 @@ def attention_specs(
     over KV heads keeps together what attends together; on more devices than K, several devices have a copy of each head
     with a part of its queries (see `params.Layout`). `inputs` names three tensors, or one that has the rows of q, k and
     v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions are
-    reordered for rotations (see `half_split_order`).
+    reordered for rotations (see `half_split_order`). `config` has `hidden_size`, `head_dim` and the numbers of heads.
     """
-    E, H, K, D = hidden_size, num_heads, num_kv_heads, head_dim
+    E, H, K, D = config.hidden_size, config.num_heads, num_kv_heads_of(config), config.head_dim
     G = H // K
     sizes = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
     assert not (by_kv_head and num_interleaved), "no family has both"
@@ -84,6 +81,11 @@ def attention_specs(
         specs["q_norm"] = norm_spec(f"{prefix}.q_norm", D)
         specs["k_norm"] = norm_spec(f"{prefix}.k_norm", D)
     return specs
+
+
+def num_kv_heads_of(config: Any) -> int:
+    """Return the number of KV heads, by default as many as query heads."""
+    return getattr(config, "num_kv_heads", config.num_heads)
 
 
 @functools.cache  # one array for all layers

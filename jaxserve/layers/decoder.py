@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers import decode_layer
 from jaxserve.layers.activations import ACTIVATIONS, Gate
-from jaxserve.layers.attention import attend_heads, self_attention
+from jaxserve.layers.attention import attend_heads, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.moe import Routing, can_leave_partial_sums, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
@@ -94,39 +94,41 @@ SANDWICH_NORMS = {
 """The norms of a layer of Gemma 2 and 3."""
 
 
+BlockSpecs = Callable[[str, Any], Params]
+"""(name of a block in the checkpoint, config) -> its weights"""
+
+
 def decoder_specs(
+    config: Any,
     *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    tie_word_embeddings: bool,
-    attention: Callable[[str], Params],
-    mlp: Callable[[str], Params] | Sequence[Callable[[str], Params]],
+    attention: BlockSpecs = attention_specs,
+    mlp: BlockSpecs | Sequence[BlockSpecs] = gated_mlp_specs,
     norm: Callable[[str, int], Any] = norm_spec,
     norms: Mapping[str, str] = PRE_NORMS,
     names: Names = LLAMA_NAMES,
 ) -> Params:
-    """Declare the whole tree; the defaults are those of Llama's checkpoints.
+    """Declare the whole tree; the defaults are those of Llama's checkpoints, without biases.
 
-    `attention`, `mlp` and `norm` return the specs of one block, given its name in the checkpoint (and a norm's size);
-    `mlp` may have one entry per layer. `norms` maps the norms of a layer, as `sequential_block` and `parallel_block`
-    know them, to their names in the checkpoint.
+    `attention`, `mlp` and `norm` return the specs of one block, given its name in the checkpoint and `config` (or a
+    norm's size); `mlp` may have one entry per layer. `norms` maps the norms of a layer, as `sequential_block` and
+    `parallel_block` know them, to their names in the checkpoint.
     """
-    mlps = [mlp] * num_layers if callable(mlp) else mlp
+    V, E, L = config.vocab_size, config.hidden_size, config.num_layers
+    mlps = [mlp] * L if callable(mlp) else mlp
 
-    def layer_specs(layer: str, mlp: Callable[[str], Params]) -> Params:
-        return {name: norm(f"{layer}.{source}", hidden_size) for name, source in norms.items()} | {
-            "attention": attention(f"{layer}.{names.attention}"),
-            "mlp": mlp(f"{layer}.{names.mlp}"),
+    def layer_specs(layer: str, mlp: BlockSpecs) -> Params:
+        return {name: norm(f"{layer}.{source}", E) for name, source in norms.items()} | {
+            "attention": attention(f"{layer}.{names.attention}", config),
+            "mlp": mlp(f"{layer}.{names.mlp}", config),
         }
 
     specs: Params = {
-        "embed": embedding_spec(names.embed, vocab_size=vocab_size, hidden_size=hidden_size),
-        "layers": [layer_specs(f"{names.layers}.{index}", mlps[index]) for index in range(num_layers)],
-        "norm": norm(names.norm, hidden_size),
+        "embed": embedding_spec(names.embed, vocab_size=V, hidden_size=E),
+        "layers": [layer_specs(f"{names.layers}.{index}", mlps[index]) for index in range(L)],
+        "norm": norm(names.norm, E),
     }
-    if not tie_word_embeddings:
-        specs["lm_head"] = embedding_spec(names.lm_head, vocab_size=vocab_size, hidden_size=hidden_size)
+    if not config.tie_word_embeddings:
+        specs["lm_head"] = embedding_spec(names.lm_head, vocab_size=V, hidden_size=E)
     return specs
 
 

@@ -137,16 +137,16 @@ class PagedLatent(NamedTuple):
         return Part(Kernel.XLA, NO_KERNELS) if kernels == "xla" else Part(Kernel.LATENT_ATTENTION)
 
 
-def latent_attention_specs(
-    prefix: str, heads: LatentHeads, *, hidden_size: int, bias: bool, is_interleaved: bool
-) -> Params:
-    """Declare the weights of one block; `prefix` names it in the checkpoint.
+def latent_attention_specs(prefix: str, config: Any, *, bias: bool, is_interleaved: bool) -> Params:
+    """Declare the weights of one block; `prefix` names it in the checkpoint, `config` has `hidden_size` and
+    `latent_heads`.
 
     The projection of a hidden state to latents is one matrix, "down", whole on every device: its rows are the query's
     latent (if there is one), the latent, and the rotated key. `is_interleaved`: the checkpoint rotates the pairs (2i,
     2i + 1), so its rows are reordered here (see `half_split_order`). `bias` adds biases to "down" and "out".
     """
-    E, H, N, R, V = hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
+    heads = config.latent_heads
+    E, H, N, R, V = config.hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
     key_size = N + heads.rotated_size
     order = half_split_order(heads.rotated_size, heads.rotated_size if is_interleaved else 0)
     row_of_head = np.arange(H * key_size).reshape(H, key_size)

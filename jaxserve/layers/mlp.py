@@ -1,6 +1,7 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -18,9 +19,9 @@ from pallas_kernels.peers import PeerBuffers
 
 def gated_mlp_specs(
     prefix: str,
+    config: Any,
     *,
-    hidden_size: int,
-    intermediate_size: int,
+    intermediate_size: int | None = None,
     bias: bool = False,
     inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
     output: str = "down_proj",
@@ -28,8 +29,9 @@ def gated_mlp_specs(
     """Declare the weights of one block: gate and up fused into [2, F, E], down [E, F].
 
     `prefix` names the block in the checkpoint, `inputs` and `output` its parts: gate and up, or one tensor of both.
+    `config` has `hidden_size` and, unless it is given, `intermediate_size`.
     """
-    E, F = hidden_size, intermediate_size
+    E, F = config.hidden_size, intermediate_size or config.intermediate_size
     rows = 2 * F // len(inputs)
     specs: Params = {
         "gate_up": ParamSpec(
@@ -107,12 +109,14 @@ def _gated_linear_unit(
 
 
 def mlp_specs(
-    prefix: str, *, hidden_size: int, intermediate_size: int, up: str, down: str, bias: bool = True
+    prefix: str, config: Any, *, up: str, down: str, intermediate_size: int | None = None, bias: bool = True
 ) -> Params:
     """Declare the weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` are names in
     the checkpoint.
+
+    `config` has `hidden_size` and, unless it is given, `intermediate_size`.
     """
-    E, F = hidden_size, intermediate_size
+    E, F = config.hidden_size, intermediate_size or config.intermediate_size
     specs: Params = {
         "up": _matrix(f"{prefix}.{up}", (F, E), axes=("ffn", "embed")),
         "down": _matrix(f"{prefix}.{down}", (E, F), axes=("embed", "ffn")),

@@ -46,10 +46,9 @@ EXPERT_NAMES = ExpertNames()
 
 def moe_specs(
     prefix: str,
+    config: Any,
     *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
+    expert_size: int,
     router_bias: bool = False,
     selection_bias: bool = False,
     shared_size: int = 0,
@@ -59,11 +58,11 @@ def moe_specs(
 ) -> Params:
     """Declare the weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
 
-    `intermediate_size` is that of one expert, `shared_size` that of the shared expert, which serves every token (0:
-    there is none), with or without biases, and with or without a gate of its own. `router_bias` is part of the logits,
-    `selection_bias` only of the choice among experts.
+    `config` has `hidden_size` and `routing`. `expert_size` is the intermediate size of one expert, `shared_size` that
+    of the shared expert, which serves every token (0: there is none), with or without biases, and with or without a
+    gate of its own. `router_bias` is part of the logits, `selection_bias` only of the choice among experts.
     """
-    X, E, F = num_experts, hidden_size, intermediate_size
+    X, E, F = config.routing.num_experts, config.hidden_size, expert_size
 
     def of_experts(*parts: str) -> tuple[str, ...]:
         return tuple(f"{prefix}.{names.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
@@ -103,7 +102,7 @@ def moe_specs(
     if shared_size:
         specs["shared"] = gated_mlp_specs(
             f"{prefix}.{names.shared}",
-            hidden_size=hidden_size,
+            config,
             intermediate_size=shared_size,
             bias=shared_bias,
             inputs=(names.gate, names.up),

@@ -1,7 +1,7 @@
 """Stores made by `jaxserve convert`: weights in the models' own layout, read from mapped files onto any mesh.
 
 A store is a complete model directory: config.json, the tokenizer, weights/ (an Orbax checkpoint), and a manifest of
-what it was made from. The manifest reveals a damaged store before a device is touched.
+what it was made from, see `store_manifest`.
 
 Orbax writes a weight as one uncompressed chunk of Zarr, which is a file of its bytes. These files are mapped, which
 avoids the seconds and the copies that Orbax needs; each device reads only its shard of a weight.
@@ -17,8 +17,8 @@ import math
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,86 +39,22 @@ from jaxserve.layers.params import (
     with_schemes,
 )
 from jaxserve.layers.weight import Quantized
-from jaxserve.loading.huggingface import DTYPES, SourceWeight, bar_of_bytes
+from jaxserve.loading.huggingface import SourceWeight, bar_of_bytes
+from jaxserve.loading.store_manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    Source,
+    StoredArray,
+    file_of,
+    file_sizes,
+    is_store,
+    problems,
+    read_manifest,
+)
 from jaxserve.quantization.common import values_of
-from jaxserve.quantization.scheme import KINDS, Parts, ScaleName, Scheme
-
-MANIFEST = "jaxserve_manifest.json"
-FORMAT_VERSION = 2
-
-STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values()), *map(str, get_args(ScaleName))}
-
-_WEIGHTS = "weights"
-
-# Fields of config.json that may be edited in a store: the layout of weights does not depend on them.
-_FREE_FIELDS = {
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "max_position_embeddings",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-
-
-class Source(msgspec.Struct, kw_only=True, frozen=True):
-    """The origin of a store: the name of its directory, and the SHA-256 of each file of weights there."""
-
-    name: str
-    sha256: dict[str, str]
-
-
-class StoredArray(msgspec.Struct, kw_only=True, frozen=True):
-    """Shape and dtype of a stored array, of which a weight has one or several."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Manifest(msgspec.Struct, kw_only=True, frozen=True):
-    """The contents and origin of a store.
-
-    `file_sizes` are bytes of the files under weights/; `schemes` describe the weights that are not stored as their
-    values.
-    """
-
-    format_version: int
-    model_type: str
-    dtype: str
-    source: Source
-    versions: dict[str, str]
-    config: dict[str, Any]
-    arrays: dict[str, StoredArray]
-    schemes: dict[str, Scheme]
-    file_sizes: dict[str, int]
-
-
-class _Version(msgspec.Struct):
-    format_version: int
-
-
-def is_store(directory: str | pathlib.Path) -> bool:
-    """Return true if this is a directory that `write_store` made."""
-    return (pathlib.Path(directory) / MANIFEST).is_file()
-
-
-def read_manifest(directory: str | pathlib.Path) -> Manifest:
-    """Read a manifest. Raises CheckpointError if it cannot be read, or has an unsupported version."""
-    path = pathlib.Path(directory) / MANIFEST
-    try:
-        text = path.read_bytes()
-        version = msgspec.json.decode(text, type=_Version).format_version
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format_version is {version}, this jaxserve reads {FORMAT_VERSION}: convert the original again"
-            )
-        return msgspec.json.decode(text, type=Manifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+from jaxserve.quantization.scheme import Parts
 
 
 def load_store(
@@ -136,17 +72,12 @@ def load_store(
     manifest = read_manifest(directory)
     held = schemes_of(specs)
     stored_as = with_schemes(specs, manifest.schemes, dtype=dtype)
-    problems = [
-        *_config_problems(directory, manifest),
-        *_array_problems(manifest, _flat(leaf_specs(stored_as))),
-        *_file_problems(directory / _WEIGHTS, manifest),
-    ]
-    if problems:
-        raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(problems))
+    if found := problems(directory, manifest, _flat(leaf_specs(stored_as))):
+        raise CheckpointError(f"{directory} is no intact store for its config.json; " + "; ".join(found))
 
     def opened(name: str, leaf: LeafSpec) -> np.ndarray:
         return np.memmap(
-            directory / _WEIGHTS / _file_of(name, leaf.shape),
+            directory / WEIGHTS / file_of(name, leaf.shape),
             dtype=jnp.dtype(manifest.arrays[name].dtype),
             mode="r",
             shape=leaf.shape,
@@ -222,7 +153,7 @@ def write_store(
                 shutil.copyfile(path, new / path.name)
             (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             specs = jax.tree.map(lambda weight: weight.spec, weights)
-            _write_weights(new / _WEIGHTS, weights, dtype, progress)
+            _write_weights(new / WEIGHTS, weights, dtype, progress)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 model_type=config["model_type"],
@@ -235,7 +166,7 @@ def write_store(
                     for name, leaf in _flat(leaf_specs(specs)).items()
                 },
                 schemes=schemes_of(specs),
-                file_sizes=_file_sizes(new / _WEIGHTS),
+                file_sizes=file_sizes(new / WEIGHTS),
             )
             text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             (new / MANIFEST).write_bytes(text + b"\n")
@@ -324,7 +255,7 @@ def _write_array(folder: pathlib.Path, array: np.ndarray) -> None:
     # NumPy copies integers in bulk, but bfloat16 one by one. Its `tofile` does not report a disk that is full at the
     # last block.
     values = np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
-    (folder.parent / _file_of(folder.name, array.shape)).write_bytes(values.data)
+    (folder.parent / file_of(folder.name, array.shape)).write_bytes(values.data)
 
 
 @contextlib.contextmanager
@@ -370,94 +301,3 @@ def _name(path: Any) -> str:
 
 def _flat(tree: Params) -> dict[str, Any]:
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _file_of(name: str, shape: tuple[int, ...]) -> str:
-    """Return the path of an array's only chunk in Zarr."""
-    return f"{name}/{'.'.join('0' * len(shape))}"
-
-
-def _file_sizes(folder: pathlib.Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _config_problems(directory: pathlib.Path, manifest: Manifest) -> list[str]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return [f"config.json cannot be read ({error})"]
-    names = (config.keys() | manifest.config.keys()) - _FREE_FIELDS
-    changed = sorted(name for name in names if config.get(name) != manifest.config.get(name))
-    return [f"changed since in config.json: {', '.join(changed)}"] if changed else []
-
-
-def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[str]:
-    stored = manifest.arrays
-    wrong = [
-        f"{name} is {stored[name].dtype} {list(stored[name].shape)} and not {_wanted(leaf)} of {list(leaf.shape)}"
-        for name, leaf in leaves.items()
-        if name in stored and (stored[name].shape != leaf.shape or not _is_readable(stored[name].dtype, leaf))
-    ]
-    return _listed(
-        {
-            "missing weights": sorted(leaves.keys() - stored.keys()),
-            "unexpected weights": sorted(stored.keys() - leaves.keys()),
-            "wrong weights": sorted(wrong),
-        }
-    )
-
-
-def _is_readable(dtype: str, leaf: LeafSpec) -> bool:
-    """Return true if an array of this dtype can be read as this leaf: floats are cast, bytes must match exactly."""
-    return dtype == str(leaf.dtype) if _is_byte(leaf) else dtype in DTYPES
-
-
-def _wanted(leaf: LeafSpec) -> str:
-    return str(leaf.dtype) if _is_byte(leaf) else "a float"
-
-
-def _is_byte(leaf: LeafSpec) -> bool:
-    """Report whether an array is of codes or of scales of a byte each."""
-    return leaf.dtype is not None and np.dtype(leaf.dtype).itemsize == 1
-
-
-def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:
-    found = _file_sizes(folder)
-    resized = [
-        f"{name} has {found[name]} bytes and not {size}"
-        for name, size in manifest.file_sizes.items()
-        if name in found and found[name] != size
-    ]
-    # An edited manifest may differ from the files.
-    unlike = [
-        name
-        for name, array in manifest.arrays.items()
-        if array.dtype in STORED_TYPES and not _is_plain(folder, name, array, found)
-    ]
-    return _listed(
-        {
-            "missing files": [name for name in manifest.file_sizes if name not in found],
-            "truncated or changed files": resized,
-            "not stored as one plain array": unlike,
-        }
-    )
-
-
-def _is_plain(folder: pathlib.Path, name: str, array: StoredArray, found: Mapping[str, int]) -> bool:
-    """Return true if the file of an array consists of nothing but its bytes, or if one of its two files is missing."""
-    file, header = _file_of(name, array.shape), f"{name}/.zarray"
-    if file not in found or header not in found:
-        return True
-    try:
-        fields = json.loads((folder / header).read_text(encoding="utf-8"))
-        stored_as = {name: fields[name] for name in ("shape", "chunks", "compressor", "filters", "order")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    shape = list(array.shape)
-    plain = {"shape": shape, "chunks": shape, "compressor": None, "filters": None, "order": "C"}
-    return stored_as == plain
-
-
-def _listed(kinds: Mapping[str, list[str]]) -> list[str]:
-    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxserve.config import Quantization
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import Params, ParamSpec, path_name, rounded_to, with_schemes
-from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store
+from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store, store_manifest
 from jaxserve.loading.expected_weights import expected_weights
 from jaxserve.quantization.scheme import SCHEMES, Scheme
 
@@ -29,8 +29,8 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     if pathlib.Path(path).is_file():
         return gguf_config.load_config(path)
     fields = huggingface.load_config(path)
-    if orbax_store.is_store(path):
-        arrays = orbax_store.read_manifest(path).arrays
+    if store_manifest.is_store(path):
+        arrays = store_manifest.read_manifest(path).arrays
         fields["tie_word_embeddings"] = not any(name.partition(".")[0] == "lm_head" for name in arrays)
     return fields
 
@@ -65,11 +65,11 @@ def stored_specs(
     ConfigError for options that contradict the contents of a store.
     """
     schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
-    if not orbax_store.is_store(path):
+    if not store_manifest.is_store(path):
         if quantization is None and not dequantizes:
             schemes = _held_schemes(path, specs, why_not_held or (lambda spec, scheme: None))  # noqa: ARG005
         return with_schemes(specs, schemes, dtype=dtype)
-    stored = orbax_store.read_manifest(path).schemes
+    stored = store_manifest.read_manifest(path).schemes
     if quantization is not None and stored != schemes:
         raise ConfigError(
             f"quantization is {quantization}, but the store {path} was written "
@@ -118,7 +118,7 @@ def load_weights(
     """
     if pathlib.Path(path).is_file():
         return gguf_model.load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)
-    if orbax_store.is_store(path):
+    if store_manifest.is_store(path):
         return orbax_store.load_store(path, specs, dtype=dtype, mesh=mesh, progress=progress)
     return huggingface.load_params(path, specs, dtype=dtype, mesh=mesh, progress=progress)
 

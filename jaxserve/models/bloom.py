@@ -79,28 +79,12 @@ class Config:
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     specs = decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=config.head_dim,
-            qkv_bias=True,
-            out_bias=True,
-            by_kv_head=True,
-            inputs=("query_key_value",),
-            output="dense",
+            attention_specs, qkv_bias=True, out_bias=True, by_kv_head=True, inputs=("query_key_value",), output="dense"
         ),
         mlp=functools.partial(
-            mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=4 * config.hidden_size,
-            up="dense_h_to_4h",
-            down="dense_4h_to_h",
+            mlp_specs, intermediate_size=4 * config.hidden_size, up="dense_h_to_4h", down="dense_4h_to_h"
         ),
         norm=layer_norm_specs,
         names=NAMES,

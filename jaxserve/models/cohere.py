@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import DecoderConfig, decoder_specs, parallel_block, plain_layers
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import half_split_order, rotations
@@ -73,13 +72,10 @@ def param_specs(config: Config) -> Params:
             )
         }
 
-    def attention(prefix: str) -> Params:
+    def attention(prefix: str, config: Config) -> Params:
         specs = attention_specs(
             prefix,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            config,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
             num_interleaved=config.head_dim,
@@ -90,16 +86,8 @@ def param_specs(config: Config) -> Params:
         return specs
 
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
         norm=functools.partial(layer_norm_specs, bias=False),
         norms={"attention_norm": "input_layernorm"},
     )

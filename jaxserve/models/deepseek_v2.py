@@ -119,33 +119,19 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
     """Declare every weight; `selection_bias` is V3's bias for choosing experts."""
-    dense = functools.partial(
-        gated_mlp_specs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        bias=config.mlp_bias,
-    )
+    dense = functools.partial(gated_mlp_specs, bias=config.mlp_bias)
     sparse = functools.partial(
         moe_specs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.expert_size,
-        num_experts=config.routing.num_experts,
+        expert_size=config.expert_size,
         selection_bias=selection_bias,
         shared_size=config.shared_expert_size,
         shared_bias=config.mlp_bias,
         names=ExpertNames(shared="shared_experts"),
     )
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
-            latent_attention_specs,
-            heads=config.latent_heads,
-            hidden_size=config.hidden_size,
-            bias=config.attention_bias,
-            is_interleaved=config.is_interleaved,
+            latent_attention_specs, bias=config.attention_bias, is_interleaved=config.is_interleaved
         ),
         mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
     )

@@ -136,30 +136,16 @@ def param_specs(config: Config) -> Params:
         together, apart = {"attention_norm": "input_layernorm"}, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
         norms = apart if config.num_block_norms == 2 else together
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
             attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             qkv_bias=config.bias,
             out_bias=config.bias,
             by_kv_head=True,
             inputs=("query_key_value",),
             output="dense",
         ),
-        mlp=functools.partial(
-            mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            up="dense_h_to_4h",
-            down="dense_4h_to_h",
-            bias=config.bias,
-        ),
+        mlp=functools.partial(mlp_specs, up="dense_h_to_4h", down="dense_4h_to_h", bias=config.bias),
         norm=layer_norm_specs,
         norms=norms,
         names=Names(

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxserve.layers.attention import num_kv_heads_of
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.decoder import Layers, windows_of
@@ -16,8 +17,7 @@ from jaxserve.layers.params import Params
 
 def kv_specs(config: Any) -> tuple[CacheSpec, ...]:
     """Return what each layer keeps: K and V of its KV heads, by default as many as query heads, within its window."""
-    num_kv_heads = getattr(config, "num_kv_heads", config.num_heads)
-    return tuple(KVSpec(num_kv_heads, config.head_dim, window) for window in windows_of(config))
+    return tuple(KVSpec(num_kv_heads_of(config), config.head_dim, window) for window in windows_of(config))
 
 
 def embed_tokens(params: Params, config: Any, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001

@@ -12,7 +12,6 @@ from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -62,24 +61,8 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-        ),
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
+        config,
+        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
         norm=functools.partial(norm_spec, offset=1.0),
     )
 

@@ -12,7 +12,6 @@ from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import rotations
@@ -56,9 +55,7 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "use_bidirectional_attention", False)
         head_dim = hf_config.integer(fields, "head_dim")
-        num_layers = hf_config.integer(fields, "num_hidden_layers")
         window = hf_config.integer(fields, "sliding_window")
-        alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
         return cls(
             **hf_config.sizes(fields),
             head_dim=head_dim,
@@ -67,7 +64,7 @@ class Config(DecoderConfig):
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
-            sliding_windows=hf_config.windows_by_type(fields, window, alternating),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=2),
             attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
             rope=hf_rope.rope(fields, size=head_dim),
@@ -77,24 +74,8 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-        ),
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
+        config,
+        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
         norm=functools.partial(norm_spec, offset=1.0),
         norms=SANDWICH_NORMS,
     )

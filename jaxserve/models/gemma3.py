@@ -13,7 +13,6 @@ from jaxserve.layers.attention import Scores, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
@@ -56,10 +55,8 @@ class Config(DecoderConfig):
         hf_config.require(fields, "use_bidirectional_attention", False)
         hf_config.require(fields, "attn_logit_softcapping", None)
         head_dim = hf_config.integer(fields, "head_dim")
-        num_layers = hf_config.integer(fields, "num_hidden_layers")
         window = hf_config.integer(fields, "sliding_window")
         period = hf_config.integer(fields, "sliding_window_pattern", 6)
-        pattern = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
         rope, local_rope = hf_rope.ropes_by_type(
             fields,
             size=head_dim,
@@ -75,7 +72,7 @@ class Config(DecoderConfig):
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
-            sliding_windows=hf_config.windows_by_type(fields, window, pattern),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
             rope=rope,
             local_rope=local_rope,
@@ -85,31 +82,15 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
 
-    def attention(prefix: str) -> Params:
-        specs = attention_specs(
-            prefix,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-        )
+    def attention(prefix: str, config: Config) -> Params:
+        specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
         return specs | {
             name: norm_spec(f"{prefix}.{name}", config.head_dim, offset=1.0) for name in ("q_norm", "k_norm")
         }
 
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
         norm=functools.partial(norm_spec, offset=1.0),
         norms=SANDWICH_NORMS,
     )

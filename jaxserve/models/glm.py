@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
+from jaxserve.layers.decoder import PRE_NORMS, DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -29,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
-    """The shape of one GLM."""
+    """The shape of one GLM or GLM 4."""
 
     attention_bias: bool
 
@@ -44,28 +45,15 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
+def param_specs(config: Config, *, norms: Mapping[str, str] = PRE_NORMS) -> Params:
+    """Declare every weight; `norms` are those of a layer."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            num_interleaved=config.rope.head_dim,
+            attention_specs, qkv_bias=config.attention_bias, num_interleaved=config.rope.head_dim
         ),
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            inputs=("gate_up_proj",),
-        ),
+        mlp=functools.partial(gated_mlp_specs, inputs=("gate_up_proj",)),
+        norms=norms,
     )
 
 

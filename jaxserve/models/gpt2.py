@@ -84,14 +84,11 @@ class Config:
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
 
-    def attention(prefix: str) -> Params:
+    def attention(prefix: str, config: Config) -> Params:
         return _stored_transposed(
             attention_specs(
                 prefix,
-                hidden_size=config.hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_heads,
-                head_dim=config.head_dim,
+                config,
                 qkv_bias=True,
                 out_bias=True,
                 inputs=("c_attn",),
@@ -99,22 +96,11 @@ def param_specs(config: Config) -> Params:
             )
         )
 
-    def feed_forward(prefix: str) -> Params:
-        return _stored_transposed(
-            mlp_specs(
-                prefix,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                up="c_fc",
-                down="c_proj",
-            )
-        )
+    def feed_forward(prefix: str, config: Config) -> Params:
+        return _stored_transposed(mlp_specs(prefix, config, up="c_fc", down="c_proj"))
 
     specs = decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
         mlp=feed_forward,
         norm=layer_norm_specs,

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, plain_layers, sequential_block
+from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, plain_layers, sequential_block
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -36,22 +36,11 @@ OLD_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_fact
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one GPT-NeoX."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     attention_bias: bool
     use_parallel_residual: bool
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -59,13 +48,8 @@ class Config:
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            intermediate_size=hf_config.integer(fields, "intermediate_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            num_heads=hf_config.integer(fields, "num_attention_heads"),
+            **hf_config.sizes(fields),
             head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
             norm_eps=hf_config.number(fields, "layer_norm_eps"),
             activation=hf_config.activation(fields),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
@@ -78,29 +62,16 @@ class Config:
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
             attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=config.head_dim,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
             by_kv_head=True,
             inputs=("query_key_value",),
             output="dense",
         ),
-        mlp=functools.partial(
-            mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            up="dense_h_to_4h",
-            down="dense_4h_to_h",
-        ),
+        mlp=functools.partial(mlp_specs, up="dense_h_to_4h", down="dense_4h_to_h"),
         norm=layer_norm_specs,
         names=Names(
             embed="gpt_neox.embed_in",

@@ -5,7 +5,6 @@ Experts stored as MXFP4 are converted by `loading.mxfp4` into the tensors declar
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -71,17 +70,16 @@ class Config(DecoderConfig):
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "hidden_act", "silu")
-        width, num_layers = (hf_config.integer(fields, name) for name in ("intermediate_size", "num_hidden_layers"))
+        width = hf_config.integer(fields, "intermediate_size")
         if width > MAX_WIDTH:  # the order of its rows is listed explicitly
             raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
         window = hf_config.optional_integer(fields, "sliding_window")
-        alternating = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
         says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
         positions = {"rope_parameters": YARN} if says_nothing else {}
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            sliding_windows=hf_config.windows_by_type(fields, window, alternating),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=2),
             swiglu_alpha=hf_config.number(fields, "swiglu_alpha"),
             swiglu_limit=hf_config.number(fields, "swiglu_limit"),
             routing=Routing(
@@ -96,31 +94,20 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(_attention_specs, config=config),
-        mlp=functools.partial(_moe_specs, config=config),
+        config,
+        attention=_attention_specs,
+        mlp=_moe_specs,
     )
 
 
-def _attention_specs(prefix: str, *, config: Config) -> Params:
-    specs = attention_specs(
-        prefix,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-    )
+def _attention_specs(prefix: str, config: Config) -> Params:
+    specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
     # in float32, like the scores
     sinks = ParamSpec(shape=(config.num_heads,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
     return specs | {"sinks": sinks}
 
 
-def _moe_specs(prefix: str, *, config: Config) -> Params:
+def _moe_specs(prefix: str, config: Config) -> Params:
     """Declare the weights of `moe.moe_specs` from tensors that hold all experts as [inputs, outputs], gate and up
     interleaved.
     """

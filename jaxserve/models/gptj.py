@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Names, decoder_specs, parallel_block, plain_layers
+from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, plain_layers
 from jaxserve.layers.embedding import lm_head_bias_spec
 from jaxserve.layers.mlp import mlp, mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import hf_config
+from jaxserve.models import gpt2, hf_config
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -30,35 +30,16 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-OLD_NAMES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one GPT-J."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
-    rope: Rope
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        hidden_size = hf_config.integer(fields, "n_embd")
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=gpt2.OLD_NAMES)
+        hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("n_embd", "n_head"))
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
         rotary_dim = hf_config.integer(fields, "rotary_dim")
         if rotary_dim % 2 or rotary_dim > head_dim:
@@ -70,7 +51,8 @@ class Config:
             hidden_size=hidden_size,
             intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
             num_layers=hf_config.integer(fields, "n_layer"),
-            num_heads=hf_config.integer(fields, "n_head"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "n_positions"),
             norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
@@ -83,26 +65,9 @@ class Config:
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     specs = decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=config.head_dim,
-            num_interleaved=config.rope.head_dim,
-            output="out_proj",
-        ),
-        mlp=functools.partial(
-            mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            up="fc_in",
-            down="fc_out",
-        ),
+        config,
+        attention=functools.partial(attention_specs, num_interleaved=config.rope.head_dim, output="out_proj"),
+        mlp=functools.partial(mlp_specs, up="fc_in", down="fc_out"),
         norm=layer_norm_specs,
         norms={"attention_norm": "ln_1"},
         names=Names(embed="transformer.wte", layers="transformer.h", attention="attn", norm="transformer.ln_f"),

@@ -168,6 +168,13 @@ def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def periodic_windows(fields: Fields, window: int | None, *, period: int) -> tuple[int | None, ...]:
+    """Return each layer's sliding window. Without `layer_types`, all but every `period`-th layer have one."""
+    num_layers = integer(fields, "num_hidden_layers")
+    default = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
+    return windows_by_type(fields, window, default)
+
+
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return each layer's sliding window from Qwen's fields: `use_sliding_window`, and `layer_types` or
     `max_window_layers`.

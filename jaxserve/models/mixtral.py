@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.decoder import DecoderConfig, Names, decoder, decoder_specs
 from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
 from jaxserve.layers.params import Params
@@ -56,24 +55,8 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        ),
-        mlp=functools.partial(
-            moe_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_experts=config.routing.num_experts,
-            names=EXPERT_NAMES,
-        ),
+        config,
+        mlp=functools.partial(moe_specs, expert_size=config.intermediate_size, names=EXPERT_NAMES),
         names=NAMES,
     )
 

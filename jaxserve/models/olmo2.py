@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 from jaxserve.layers.attention import attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.decoder import DecoderConfig, Norm, decoder_specs, plain_layers
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
@@ -52,33 +51,17 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
 
-    def attention(prefix: str) -> Params:
+    def attention(prefix: str, config: Config) -> Params:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-        specs = attention_specs(
-            prefix,
-            hidden_size=config.hidden_size,
-            num_heads=H,
-            num_kv_heads=K,
-            head_dim=D,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-        )
+        specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
         return specs | {
             "q_norm": _norm_spec(f"{prefix}.q_norm", (H, D), axis="heads"),
             "k_norm": _norm_spec(f"{prefix}.k_norm", (K, D), axis="kv_heads"),
         }
 
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
         norms={"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
     )
 

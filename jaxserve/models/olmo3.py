@@ -35,16 +35,14 @@ class Config(olmo2.Config):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        num_layers = hf_config.integer(fields, "num_hidden_layers")
         window = hf_config.optional_integer(fields, "sliding_window")
-        kinds = ["sliding_attention" if (index + 1) % 4 else "full_attention" for index in range(num_layers)]
         rope, local_rope = hf_rope.ropes_by_type(
             fields, size=hf_config.head_dim(fields), theta=THETA, local_theta=THETA
         )
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
-            sliding_windows=hf_config.windows_by_type(fields, window, kinds),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=4),
             rope=rope,
             local_rope=local_rope,
         )

@@ -86,11 +86,9 @@ def param_specs(config: Config) -> Params:
     """Declare every weight."""
     E, W = config.hidden_size, config.word_embed_proj_dim
 
-    def feed_forward(prefix: str) -> Params:
+    def feed_forward(prefix: str, config: Config) -> Params:
         layer = prefix.removesuffix(".mlp")  # its matrices are stored in the layer itself
-        return mlp_specs(
-            layer, hidden_size=E, intermediate_size=config.intermediate_size, up="fc1", down="fc2", bias=config.bias
-        )
+        return mlp_specs(layer, config, up="fc1", down="fc2", bias=config.bias)
 
     def norm(source: str, size: int) -> Params:
         return layer_norm_specs(source, size) if config.has_norm_weights else {}
@@ -99,20 +97,8 @@ def param_specs(config: Config) -> Params:
         embed="model.decoder.embed_tokens", layers="model.decoder.layers", norm="model.decoder.final_layer_norm"
     )
     specs = decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=E,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=E,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.bias,
-            out_bias=config.bias,
-            output="out_proj",
-        ),
+        config,
+        attention=functools.partial(attention_specs, qkv_bias=config.bias, out_bias=config.bias, output="out_proj"),
         mlp=feed_forward,
         norm=norm,
         norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},

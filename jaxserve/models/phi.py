@@ -56,35 +56,17 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
 
-    def attention(prefix: str) -> Params:
-        specs = attention_specs(
-            prefix,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=True,
-            out_bias=True,
-            output="dense",
-        )
+    def attention(prefix: str, config: Config) -> Params:
+        specs = attention_specs(prefix, config, qkv_bias=True, out_bias=True, output="dense")
         if config.qk_layernorm:
             specs["q_norm"] = layer_norm_specs(f"{prefix}.q_layernorm", config.head_dim)
             specs["k_norm"] = layer_norm_specs(f"{prefix}.k_layernorm", config.head_dim)
         return specs
 
     specs = decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
-        mlp=functools.partial(
-            mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            up="fc1",
-            down="fc2",
-        ),
+        mlp=functools.partial(mlp_specs, up="fc1", down="fc2"),
         norm=layer_norm_specs,
         norms={"attention_norm": "input_layernorm"},
         names=Names(norm="model.final_layernorm"),

@@ -59,24 +59,9 @@ def _rope(fields: dict[str, Any]) -> Rope:
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            inputs=("qkv_proj",),
-        ),
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            inputs=("gate_up_proj",),
-        ),
+        config,
+        attention=functools.partial(attention_specs, inputs=("qkv_proj",)),
+        mlp=functools.partial(gated_mlp_specs, inputs=("gate_up_proj",)),
     )
 
 

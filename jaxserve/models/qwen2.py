@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -47,23 +46,8 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=True,
-        ),
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
+        config,
+        attention=functools.partial(attention_specs, qkv_bias=True),
     )
 
 

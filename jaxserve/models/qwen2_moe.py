@@ -80,30 +80,13 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
 
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
-    dense = functools.partial(
-        gated_mlp_specs, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size
-    )
+    dense = gated_mlp_specs
     sparse = functools.partial(
-        moe_specs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.expert_size,
-        num_experts=config.routing.num_experts,
-        shared_size=config.shared_expert_size,
-        shared_gate=True,
+        moe_specs, expert_size=config.expert_size, shared_size=config.shared_expert_size, shared_gate=True
     )
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-        ),
+        config,
+        attention=functools.partial(attention_specs, qkv_bias=config.qkv_bias),
         mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
     )
 

@@ -69,29 +69,12 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
 
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
-    dense = functools.partial(
-        gated_mlp_specs, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size
-    )
-    sparse = functools.partial(
-        moe_specs,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.expert_size,
-        num_experts=config.routing.num_experts,
-    )
+    dense = gated_mlp_specs
+    sparse = functools.partial(moe_specs, expert_size=config.expert_size)
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=functools.partial(
-            attention_specs,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            qk_norm=True,
+            attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias, qk_norm=True
         ),
         mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
     )

@@ -16,7 +16,6 @@ from jaxserve.layers.decoder import (
     plain_layers,
     sequential_block,
 )
-from jaxserve.layers.mlp import gated_mlp_specs
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
@@ -66,32 +65,17 @@ class Config(DecoderConfig):
 def param_specs(config: Config) -> Params:
     """Declare every weight."""
 
-    def attention(prefix: str) -> Params:
+    def attention(prefix: str, config: Config) -> Params:
         H, K = config.num_heads, config.num_kv_heads
-        specs = attention_specs(
-            prefix,
-            hidden_size=config.hidden_size,
-            num_heads=H,
-            num_kv_heads=K,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-        )
+        specs = attention_specs(prefix, config, qkv_bias=config.qkv_bias)
         if config.qk_layernorm:
             specs["q_norm"] = _head_norm_specs(f"{prefix}.q_layernorm", H, config.head_dim, axis="heads")
             specs["k_norm"] = _head_norm_specs(f"{prefix}.k_layernorm", K, config.head_dim, axis="kv_heads")
         return specs
 
     return decoder_specs(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        config,
         attention=attention,
-        mlp=functools.partial(
-            gated_mlp_specs,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-        ),
         norm=layer_norm_specs,
         norms={"attention_norm": "input_layernorm"} if config.use_parallel_residual else PRE_NORMS,
     )

@@ -57,7 +57,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
     shared memory, of which `halves` is [vectors, 2, tokens, half].
     """
     *gains, q = refs[:-6]
-    halves, rests, cosines, sines, places, full = refs[-6:]
+    halves, rests, cosines, sines, write_indices, full = refs[-6:]
     num_tokens, _, members, head_dim = qkv.shape
     num_pages, _, block_size, _ = k_pages.shape
     num_vectors, _, tile_size, half = halves.shape
@@ -76,7 +76,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
         vectors.append((kv_head, member, smem))
         for part, ref in zip(parts, smem, strict=True):
             plgpu.copy_gmem_to_smem(qkv.at[tokens, kv_head, member, part], ref, full)
-    plgpu.copy_gmem_to_smem(write_index.at[pl.ds(first, places.shape[0])], places, full)
+    plgpu.copy_gmem_to_smem(write_index.at[pl.ds(first, write_indices.shape[0])], write_indices, full)
     if is_turned:
         plgpu.copy_gmem_to_smem(cos.at[tokens], cosines, full)
         plgpu.copy_gmem_to_smem(sin.at[tokens], sines, full)
@@ -114,11 +114,11 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
 
     def write(pages, kv_head, smem):
         def one_token(i, _):
-            place = places[i]
+            index = write_indices[i]
 
-            @pl.when(place < num_pages * block_size)
+            @pl.when(index < num_pages * block_size)
             def _():
-                page, offset = lax.div(place, int32(block_size)), lax.rem(place, int32(block_size))
+                page, offset = lax.div(index, int32(block_size)), lax.rem(index, int32(block_size))
                 for part, ref in zip(parts, smem, strict=True):
                     plgpu.copy_smem_to_gmem(ref.at[i], pages.at[page, kv_head, offset, part])
 
@@ -209,7 +209,7 @@ def _call(
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in place by the kernel
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in index by the kernel
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)

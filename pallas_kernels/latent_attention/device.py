@@ -54,16 +54,16 @@ def _inline(*arg_types: Any, **options: Any) -> Callable[[Callable[..., Any]], C
 
 def _mask_after(_, scores, last):
     i32 = ir.IntegerType.get_signless(32)
-    first_column = _first_place()[1]
+    first_column = _first_row_and_column()[1]
     out = mgpu.c(-math.inf, ir.F32Type.get())
     registers = scores.registers.copy()
-    for place in np.ndindex(registers.shape):
+    for index in np.ndindex(registers.shape):
         # From the lane's first column, so that LLVM has no numbers of columns to keep in registers.
-        ahead = arith.subi(vector.extract(last.registers[place], [], [0]), first_column)
+        ahead = arith.subi(vector.extract(last.registers[index], [], [0]), first_column)
         for i in range(2):
-            is_in = arith.cmpi(arith.CmpIPredicate.sge, ahead, mgpu.c(8 * place[1] + i, i32))
-            score = vector.extract(registers[place], [], [i])
-            registers[place] = vector.insert(arith.select(is_in, score, out), registers[place], [], [i])
+            is_in = arith.cmpi(arith.CmpIPredicate.sge, ahead, mgpu.c(8 * index[1] + i, i32))
+            score = vector.extract(registers[index], [], [i])
+            registers[index] = vector.insert(arith.select(is_in, score, out), registers[index], [], [i])
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
 
 
@@ -71,19 +71,19 @@ def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     dtype = ir.VectorType.get((2,), ref.type.element_type)
     [row], [num_rows] = row.registers.flat, num_rows.registers.flat
-    first_row, first_column = _first_place()
+    first_row, first_column = _first_row_and_column()
     for half in range(2):
         own_row = arith.addi(first_row, mgpu.c(8 * half, i32))
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, own_row, num_rows)):
             for matrix in range(x.shape[1] // 8):
                 own_column = arith.addi(first_column, mgpu.c(column + 8 * matrix, i32))
-                place = [arith.index_cast(index, i) for i in (arith.addi(row, own_row), own_column)]
+                indices = [arith.index_cast(index, i) for i in (arith.addi(row, own_row), own_column)]
                 values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
                 # Narrowed here rather than all before the first store, for which there are not enough registers.
-                vector.store(values if values.type == dtype else arith.truncf(dtype, values), ref, place)
+                vector.store(values if values.type == dtype else arith.truncf(dtype, values), ref, indices)
 
 
-def _first_place():
+def _first_row_and_column():
     """Row and column of a lane's first value."""
     row, quarter = row_and_quarter()
     return row, arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32)))

@@ -1,6 +1,6 @@
 """The body of the Hopper kernel: the work of a CTA's warpgroups. See sm90.py.
 
-Items are the tiles of a share (a CTA's part of the work), or the parts of tiles within it. The copying warpgroup runs
+Items are the tiles of a split (a CTA's part of the work), or the parts of tiles within it. The copying warpgroup runs
 ahead, limited only by the room in shared memory. The first of the two computing warpgroups computes the weights of a
 block of keys, with a running softmax, and adds up the first half of the values' columns; the second adds up the other
 half, with the same weights.
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     block_size: int
     block_kv: int
     stages: int
-    num_shares: int
+    num_splits: int
     part_rows: int
     """Maximum rows of a tile, at most ROWS."""
     columns: int
@@ -62,12 +62,12 @@ class Global(NamedTuple):
     pages: Any
     block_tables: Any
     tiles: Any
-    shares: Any
+    splits: Any
     out: Any
     """[T * H, R]"""
     parts: Any
-    """Partial results [2 * num_shares, part_rows, R] in float32: one per `place`, then the part of each share's last
-    tile.
+    """Partial results [2 * num_splits, part_rows, R] in float32: one per `part_index`, then the part of each split's
+    last tile.
     """
     part_lse: Any
 
@@ -109,17 +109,17 @@ class Item(NamedTuple):
     query: Any
     num_queries: Any
     """0 if there is nothing to do."""
-    place: Any
+    part_index: Any
     """Index of the partial result; -1 if this is the whole tile, which is written to the result."""
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Run each warpgroup (mesh axis "wg") of each CTA (axis "share")."""
-    share = lax.axis_index("share")
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "split")."""
+    split = lax.axis_index("split")
 
     def for_each_item(visit) -> None:
         """Call `n = visit(i, item slot, n)` for each item; n counts blocks of keys."""
-        num_tiles = gmem.shares[3, share]
+        num_tiles = gmem.splits[3, split]
         lax.fori_loop(_int(0), num_tiles, lambda i, n: visit(i, smem.item.at[lax.rem(i, _int(2))], n), _int(0))
 
     def slots_of(barrier):
@@ -140,11 +140,11 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
     def copy():
         plgpu.set_max_registers(REGISTERS[2], action="decrease")
-        begin, end, first_tile, _, place = (gmem.shares[field, share] for field in range(5))
+        begin, end, first_tile, _, part_index = (gmem.splits[field, split] for field in range(5))
 
         def visit(i, item, n):
-            places = place, problem.num_shares + share
-            return _copy(problem, gmem, smem, item, first_tile + i, begin, end, places, n)
+            part_indices = part_index, problem.num_splits + split
+            return _copy(problem, gmem, smem, item, first_tile + i, begin, end, part_indices, n)
 
         for_each_item(visit)
         for barrier in (smem.q_free, *slots_of(smem.left_free), *slots_of(smem.right_free)):
@@ -154,9 +154,9 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     lax.switch(lax.axis_index("wg"), (weigh, follow, copy))
 
 
-def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, places, n):
-    """Copy the queries and vectors of an item. Its partial result, if it is one, goes to the first of `places` if the
-    tile began in an earlier share, else to the second.
+def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, end, part_indices, n):
+    """Copy the queries and vectors of an item. Its partial result, if it is one, goes to the first of `part_indices` if
+    the tile began in an earlier split, else to the second.
     """
     row, query, num_queries, seen, last_seen, context, unit = (gmem.tiles[field, tile] for field in range(7))
     num_blocks = lax.div(last_seen + (problem.block_kv - 1), _int(problem.block_kv))
@@ -175,7 +175,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
         context=context,
         first=first,
         end=stop,
-        place=lax.select(is_whole | has_nothing, _int(-1), lax.select(is_begun, places[1], places[0])),
+        part_index=lax.select(is_whole | has_nothing, _int(-1), lax.select(is_begun, part_indices[1], part_indices[0])),
     )
     plgpu.barrier_wait(smem.q_free)
     for field, value in enumerate(item):
@@ -261,12 +261,12 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
     smem.fade[...] = factor
     plgpu.barrier_arrive(smem.weights_full)
     _store(problem, gmem, item_slot, acc, factor, column=0)
-    [place] = _read(item_slot, "place")
+    [part_index] = _read(item_slot, "part_index")
 
-    @pl.when(place >= 0)
+    @pl.when(part_index >= 0)
     def _():
         lse = jnp.where(is_nothing, jnp.full_like(total, LOWEST), maximum + jnp.log2(total))
-        gmem.part_lse.at[place][...] = lse
+        gmem.part_lse.at[part_index][...] = lse
 
     return n
 
@@ -370,8 +370,8 @@ def _float(x):
 
 def _store(problem: Problem, gmem: Global, item_slot, acc, factor, *, column: int) -> None:
     """Store a warpgroup's half of the result, or of a partial result."""
-    query, num_queries, place = _read(item_slot, "query", "num_queries", "place")
+    query, num_queries, part_index = _read(item_slot, "query", "num_queries", "part_index")
     acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
     store = functools.partial(store_first_rows, num_rows=num_queries, column=column, interpret=problem.interpret)
-    pl.when(place < 0)(lambda: store(gmem.out, acc, row=query))
-    pl.when(place >= 0)(lambda: store(gmem.parts.at[place], acc, row=_int(0)))
+    pl.when(part_index < 0)(lambda: store(gmem.out, acc, row=query))
+    pl.when(part_index >= 0)(lambda: store(gmem.parts.at[part_index], acc, row=_int(0)))

@@ -1,4 +1,4 @@
-"""The second Hopper kernel of latent attention: combine the partial results of tiles that were cut between shares."""
+"""The second Hopper kernel of latent attention: combine the partial results of tiles that were cut between splits."""
 
 import math
 
@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.latent_attention.kernel import LOWEST, Problem
 
-NUM_BLOCKS, WARPGROUPS = NUM_SMS, 4
+NUM_CTAS, WARPGROUPS = NUM_SMS, 4
 """CTAs, and warpgroups per CTA: a warpgroup combines one query after another."""
 
 _AT_ONCE = 16  # parts whose loads are in flight
@@ -19,25 +19,25 @@ _int = jnp.int32
 
 
 def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
-    """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
-    first = lax.axis_index("wg") * NUM_BLOCKS + lax.axis_index("block")
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "cta")."""
+    first = lax.axis_index("wg") * NUM_CTAS + lax.axis_index("cta")
     size = problem.latent_size
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // 128, 4))
 
     def full(value):
         return jnp.full((size,), value, jnp.float32)
 
-    def put_query(query, row, share, num_others):
+    def put_query(query, row, split, num_others):
         def add(step, state):
             acc, maximum, total = state
             found = []
             for j in range(_AT_ONCE):
                 number = step * _AT_ONCE + j
-                # Beyond the last one, the first share's part is loaded again with weight 0.
+                # Beyond the last one, the first split's part is loaded again with weight 0.
                 is_there = number <= num_others
-                place = share + lax.select(is_there & (number > 0), number, _int(problem.num_shares))
-                lse = lax.select(is_there, part_lse[place, row], jnp.float32(LOWEST))
-                values = parts.at[place, row]
+                part_index = split + lax.select(is_there & (number > 0), number, _int(problem.num_splits))
+                lse = lax.select(is_there, part_lse[part_index, row], jnp.float32(LOWEST))
+                values = parts.at[part_index, row]
                 found.append((full(lse), values[...] if problem.interpret else plgpu.load(values, layout=layout)))
             found = lax.optimization_barrier(found)  # so that the loads are not moved to where they are waited for
             new_maximum = maximum
@@ -56,13 +56,11 @@ def merge(problem: Problem, cuts, parts, part_lse, out) -> None:
         out.at[query + row][...] = (acc / total).astype(out.dtype)
 
     def turn(i, _):
-        index = first + i * (NUM_BLOCKS * WARPGROUPS)
+        index = first + i * (NUM_CTAS * WARPGROUPS)
         cut, row = lax.div(index, _int(problem.part_rows)), lax.rem(index, _int(problem.part_rows))
-        query, num_queries, share, num_others = (cuts[field, cut] for field in range(4))
-        pl.when(row < num_queries)(lambda: put_query(query, row, share, num_others))
+        query, num_queries, split, num_others = (cuts[field, cut] for field in range(4))
+        pl.when(row < num_queries)(lambda: put_query(query, row, split, num_others))
 
     num_rows = cuts[4, 0] * problem.part_rows
-    num_turns = lax.div(
-        lax.max(num_rows - first, _int(0)) + (NUM_BLOCKS * WARPGROUPS - 1), _int(NUM_BLOCKS * WARPGROUPS)
-    )
+    num_turns = lax.div(lax.max(num_rows - first, _int(0)) + (NUM_CTAS * WARPGROUPS - 1), _int(NUM_CTAS * WARPGROUPS))
     lax.fori_loop(_int(0), num_turns, turn, None)

@@ -1,7 +1,7 @@
-"""The work distribution of the Hopper kernel: a step's tiles, divided into equal shares, one per CTA.
+"""The work distribution of the Hopper kernel: a step's tiles, divided into equal splits, one per CTA.
 
 A tile is up to 64 queries of one row: its tokens' heads, one token after another. The blocks of keys that tiles attend
-to are laid out in a line, tile after tile, and a share is an interval of it, wherever the cuts fall (as in Osama et al.
+to are laid out in a line, tile after tile, and a split is an interval of it, wherever the cuts fall (as in Osama et al.
 2023, "Stream-K", arXiv:2301.03598). The plan is made on the device; layers make equal plans, of which XLA keeps one.
 """
 
@@ -34,28 +34,28 @@ class Tiles(NamedTuple):
     """First unit of the tile in the line."""
 
 
-class Shares(NamedTuple):
-    """The C shares of a step."""
+class Splits(NamedTuple):
+    """The C splits of a step."""
 
     begin: Int[Array, " C"]
     end: Int[Array, " C"]
-    """Units where shares begin and end."""
+    """Units where splits begin and end."""
     tile: Int[Array, " C"]
     num_tiles: Int[Array, " C"]
-    """Number of tiles that the share has a part of, from `tile` on."""
-    place: Int[Array, " C"]
-    """Index for the partial result of its first tile, if that began in an earlier share."""
+    """Number of tiles that the split has a part of, from `tile` on."""
+    part_index: Int[Array, " C"]
+    """Index for the partial result of its first tile, if that began in an earlier split."""
 
 
 class Cuts(NamedTuple):
-    """The tiles that are cut between shares. Entries after the last one have 0 queries."""
+    """The tiles that are cut between splits. Entries after the last one have 0 queries."""
 
     query: Int[Array, " C"]
     num_queries: Int[Array, " C"]
-    share: Int[Array, " C"]
+    split: Int[Array, " C"]
     """Share in which the tile begins."""
     num_others: Int[Array, " C"]
-    """Number of parts of other shares, stored at the indices from that share's number on."""
+    """Number of parts of other splits, stored at the indices from that split's number on."""
     num_cuts: Int[Array, " C"]
     """The number of such tiles, in each entry."""
 
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     """All of it."""
 
     tiles: Tiles
-    shares: Shares
+    splits: Splits
     cuts: Cuts
 
 
@@ -76,10 +76,10 @@ def make_plan(
     num_tokens: int,
     num_heads: int,
     block_kv: int,
-    num_shares: int,
+    num_splits: int,
     min_blocks: int,
 ) -> Plan:
-    """Return tiles that cover all queries of `num_tokens` tokens, in shares whose part of a context, if it is cut, has
+    """Return tiles that cover all queries of `num_tokens` tokens, in splits whose part of a context, if it is cut, has
     at least `min_blocks` blocks of keys.
     """
     tiles = _tiles(seq_lens, query_starts, num_rows=num_rows, num_tokens=num_tokens, num_heads=num_heads)
@@ -94,10 +94,10 @@ def make_plan(
         index = jnp.sum(unit[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32)
         return jnp.minimum(index, len(tile_ends) - 1)
 
-    size = -(-total // num_shares)
+    size = -(-total // num_splits)
     smallest = BLOCK_COST * min_blocks
-    begin = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, total)
-    # Better than shares of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
+    begin = jnp.minimum(jnp.arange(num_splits, dtype=jnp.int32) * size, total)
+    # Better than splits of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
     # larger.
     tile = find(begin)
     cost, unit = jnp.maximum(costs[tile], 1), tiles.unit[tile]
@@ -114,31 +114,31 @@ def make_plan(
     first_block, end_block = ((x - unit + (BLOCK_COST - 1)) // BLOCK_COST for x in (begin, end))
     is_part = (unit < begin) & (first_block < jnp.minimum(end_block, num_blocks))
     owner = jnp.sum(begin[None] <= unit[:, None], axis=1, dtype=jnp.int32) - 1
-    share = jnp.arange(num_shares, dtype=jnp.int32)
-    is_before = (owner[:, None] == owner[None]) & is_part[None] & (share[None] < share[:, None])
-    is_mine = (share[:, None] == owner[None]) & is_part[None]
+    split = jnp.arange(num_splits, dtype=jnp.int32)
+    is_before = (owner[:, None] == owner[None]) & is_part[None] & (split[None] < split[:, None])
+    is_mine = (split[:, None] == owner[None]) & is_part[None]
     num_others = jnp.sum(is_mine, axis=1, dtype=jnp.int32)
     number = jnp.cumsum(num_others > 0, dtype=jnp.int32)
-    # The shares with such a tile, in order.
-    is_number = (number[None] == share[:, None] + 1) & (num_others[None] > 0)
-    cut_share = jnp.sum(jnp.where(is_number, share[None], 0), axis=1)
-    cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)[cut_share]
-    is_cut = share < number[-1]
+    # The splits with such a tile, in order.
+    is_number = (number[None] == split[:, None] + 1) & (num_others[None] > 0)
+    cut_split = jnp.sum(jnp.where(is_number, split[None], 0), axis=1)
+    cut_tile = jnp.max(jnp.where(is_mine, tile[None], 0), axis=1)[cut_split]
+    is_cut = split < number[-1]
     return Plan(
         tiles=tiles,
-        shares=Shares(
+        splits=Splits(
             begin=begin,
             end=end,
             tile=tile,
             num_tiles=jnp.where(begin < end, find(end - 1) - tile + 1, 0),
-            place=owner + 1 + jnp.sum(is_before, axis=1, dtype=jnp.int32),
+            part_index=owner + 1 + jnp.sum(is_before, axis=1, dtype=jnp.int32),
         ),
         cuts=Cuts(
             query=tiles.query[cut_tile],
             num_queries=jnp.where(is_cut, tiles.num_queries[cut_tile], 0),
-            share=cut_share,
-            num_others=num_others[cut_share],
-            num_cuts=jnp.broadcast_to(number[-1], share.shape),
+            split=cut_split,
+            num_others=num_others[cut_split],
+            num_cuts=jnp.broadcast_to(number[-1], split.shape),
         ),
     )
 

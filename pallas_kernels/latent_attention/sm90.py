@@ -2,7 +2,7 @@
 
 As in FlashMLA's first version (DeepSeek 2025), 64 queries of a sequence, which are heads and tokens, are the rows of a
 tile; 64 vectors in shared memory are keys first, then values. A result of 64 x 512 floats does not fit into a
-warpgroup's registers, so two warpgroups have half of the columns each. Contexts are divided into equal shares for the
+warpgroup's registers, so two warpgroups have half of the columns each. Contexts are divided into equal splits for the
 CTAs; a second kernel combines tiles that were cut.
 """
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
-from pallas_kernels.latent_attention.merge import NUM_BLOCKS, WARPGROUPS, merge
+from pallas_kernels.latent_attention.merge import NUM_CTAS, WARPGROUPS, merge
 from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
 
 
@@ -31,7 +31,7 @@ class Config:
     """Number of blocks of keys in shared memory."""
     min_blocks: int
     """Minimum blocks of keys in a part of a context for which a cut is worthwhile."""
-    num_blocks: int = NUM_SMS
+    num_ctas: int = NUM_SMS
     """Number of CTAs."""
 
     def shared_memory(self, size: int) -> int:
@@ -77,7 +77,7 @@ def latent_attention_sm90(
         block_size=pages.shape[2],
         block_kv=config.block_kv,
         stages=config.stages,
-        num_shares=config.num_blocks,
+        num_splits=config.num_ctas,
         part_rows=min(ROWS, num_heads) if is_decode_only else ROWS,
         columns=plgpu.find_swizzle(size * 16) // 2,
         scale=scale,
@@ -90,7 +90,7 @@ def latent_attention_sm90(
         num_tokens=num_tokens,
         num_heads=num_heads,
         block_kv=config.block_kv,
-        num_shares=config.num_blocks,
+        num_splits=config.num_ctas,
         min_blocks=config.min_blocks,
     )
     queries = q.reshape(num_tokens * num_heads, size)
@@ -143,7 +143,7 @@ def _call(
             q_boxes = q_smem
         kernel(problem, Global(*given), Shared(q_smem, q_boxes, *refs[len(Global._fields) + 1 :]))
 
-    parts = (2 * problem.num_shares, problem.part_rows, problem.latent_size)
+    parts = (2 * problem.num_splits, problem.part_rows, problem.latent_size)
     parameters = plgpu.CompilerParams(
         approx_math=True,
         reduction_scratch_bytes=0,  # no reduction crosses warps
@@ -155,7 +155,7 @@ def _call(
         out_type=(
             jax.ShapeDtypeStruct((num_queries, problem.latent_size), q.dtype),
             jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct((2 * problem.num_shares, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2 * problem.num_splits, ROWS), jnp.float32),
         ),
         scratch_types=(
             plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
@@ -173,18 +173,18 @@ def _call(
             plgpu.Barrier(),
             plgpu.Barrier(),
         ),
-        grid=(problem.num_shares,),
-        grid_names=("share",),
+        grid=(problem.num_splits,),
+        grid_names=("split",),
         num_threads=3,
         thread_name="wg",
         compiler_params=parameters,
-    )(q, pages, block_tables, jnp.stack(plan.tiles), jnp.stack(plan.shares))
+    )(q, pages, block_tables, jnp.stack(plan.tiles), jnp.stack(plan.splits))
     out_ref = jax.new_ref(out)  # changed in place by the second kernel
     plgpu.kernel(
         functools.partial(merge, problem),
         kernel_name="merge_latent_attention",
-        grid=(NUM_BLOCKS,),
-        grid_names=("block",),
+        grid=(NUM_CTAS,),
+        grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=parameters,

@@ -1,6 +1,6 @@
 """A decode step's attention as the first part of the kernel: rotation, the new keys and values, and the heads.
 
-Each CTA has a share of all contexts (see `pallas_kernels.paging.plan`), whose pages go through the ring of
+Each CTA has a split of all contexts (see `pallas_kernels.paging.plan`), whose pages go through the ring of
 weights, before them. So the weights of the first matmul arrive while the CTA waits for other work. A row's newest key
 and value are not read from their page: they are the initial state of its running softmax.
 """
@@ -43,7 +43,7 @@ class Context(NamedTuple):
     full: Any
     """Barriers of the blocks, with one arrival per page."""
     free: Any
-    share: Any
+    split: Any
 
     @property
     def num_slots(self) -> int:
@@ -55,21 +55,21 @@ class Context(NamedTuple):
         return lax.rem(step, _int(self.num_slots))
 
     def for_each_tile(self, visit: Any, *carry: Any) -> Any:
-        """Call `carry = visit(tile, carry)` for each tile of the share."""
-        return for_each_tile(self.problem, self.gmem["shares"], self.gmem["lens"], self.share, visit, carry)
+        """Call `carry = visit(tile, carry)` for each tile of the split."""
+        return for_each_tile(self.problem, self.gmem["splits"], self.gmem["lens"], self.split, visit, carry)
 
 
-def share_of(cta: Any) -> Any:
-    """Return the share of a CTA, in reverse order.
+def split_of(cta: Any) -> Any:
+    """Return the split of a CTA, in reverse order.
 
-    The parts of a tile are combined by the share with its beginning; in this order the interpreter has run the others
+    The parts of a tile are combined by the split with its beginning; in this order the interpreter has run the others
     by then.
     """
     return NUM_SMS - 1 - cta
 
 
 def copy_contexts(context: Context) -> Any:
-    """Copy all blocks of keys and values of the share; return the number of ring steps used."""
+    """Copy all blocks of keys and values of the split; return the number of ring steps used."""
     problem, gmem = context.problem, context.gmem
     block_kv = problem.config.block_kv
     block_size = problem.block_size
@@ -106,9 +106,9 @@ def copy_contexts(context: Context) -> Any:
 
 
 def attend(context: Context) -> Any:
-    """Compute the heads of all tiles that begin in the share; return the number of ring steps used."""
+    """Compute the heads of all tiles that begin in the split; return the number of ring steps used."""
     problem, gmem = context.problem, context.gmem
-    share, num_shares = context.share, problem.config.num_shares
+    split, num_splits = context.split, problem.config.num_splits
 
     def visit(tile, carry):
         [steps] = carry
@@ -131,22 +131,22 @@ def attend(context: Context) -> Any:
 
             @pl.when(~is_whole)
             def _():
-                place = jnp.where(tile.is_begun, num_shares + share, gmem["shares"][share, 6])
-                registers.store_first_rows(gmem["parts"].at[place], acc, interpret=problem.interpret)
+                part_index = jnp.where(tile.is_begun, num_splits + split, gmem["splits"][split, 6])
+                registers.store_first_rows(gmem["parts"].at[part_index], acc, interpret=problem.interpret)
                 for i, values in enumerate((maximum, total)):
-                    device.store_vector(gmem["stats"].at[place, i], values, interpret=problem.interpret)
+                    device.store_vector(gmem["stats"].at[part_index, i], values, interpret=problem.interpret)
 
                 @pl.when(~tile.is_begun)
                 def _():
-                    owner = gmem["shares"][share, 5]
+                    owner = gmem["splits"][split, 5]
                     counters.signal(gmem["arrivals"].at[owner], interpret=problem.interpret)
 
                 @pl.when(tile.is_begun)
                 def _():
-                    num_others = gmem["shares"][share, 7]
-                    counters.take(gmem["arrivals"].at[share], num_others, interpret=problem.interpret)
+                    num_others = gmem["splits"][split, 7]
+                    counters.take(gmem["arrivals"].at[split], num_others, interpret=problem.interpret)
                     parts, stats = gmem["parts"], gmem["stats"]
-                    put_together(problem, tile.index, share, num_others, parts, stats, None, write)
+                    put_together(problem, tile.index, split, num_others, parts, stats, None, write)
 
         return (steps + 2 * (tile.end - tile.first),)
 
@@ -155,17 +155,17 @@ def attend(context: Context) -> Any:
 
 
 def write_newest(context: Context) -> None:
-    """Write the newest keys and values to their pages, for the tiles whose last block is in the share."""
+    """Write the newest keys and values to their pages, for the tiles whose last block is in the split."""
     problem, gmem = context.problem, context.gmem
 
     def visit(tile, carry):
-        place = gmem["places"][tile.row]
+        write_index = gmem["write_index"][tile.row]
         k_pages, v_pages = gmem["k_pages"], gmem["v_pages"]
         num_pages, _, block_size, _ = k_pages.shape
 
-        @pl.when(_has_newest(tile) & (place < num_pages * block_size))
+        @pl.when(_has_newest(tile) & (write_index < num_pages * block_size))
         def _():
-            page, offset = lax.div(place, _int(block_size)), pl.ds(lax.rem(place, _int(block_size)), 1)
+            page, offset = lax.div(write_index, _int(block_size)), pl.ds(lax.rem(write_index, _int(block_size)), 1)
             key, value = _newest_key(context, tile), _newest_value(context, tile)
             for pages, x in ((k_pages, key), (v_pages, value)):
                 device.store_columns(pages.at[page, tile.index, offset], x, _int(0), interpret=problem.interpret)
@@ -180,7 +180,7 @@ def _has_newest(tile: Any) -> Any:
 
 
 def _attend_to_blocks(context: Context, tile: Any, steps: Any) -> tuple[Any, Any, Any]:
-    """Return the running softmax's state after a tile's blocks in this share: the sum of values, maximum and total."""
+    """Return the running softmax's state after a tile's blocks in this split: the sum of values, maximum and total."""
     problem = context.problem
     queries = context.problem.queries_per_token
     q = _rotated(context, tile, 0, queries)

@@ -120,8 +120,8 @@ def _pad_rows(x):
 def _load_columns_interpreted(ref, first, num_columns: int):
     groups = []
     for start in range(0, num_columns, _GROUP):
-        place = jnp.minimum(first + start, ref.shape[1] - _GROUP)
-        groups.append(jnp.where(first + start < ref.shape[1], ref[:, pl.ds(place, _GROUP)], 0))
+        offset = jnp.minimum(first + start, ref.shape[1] - _GROUP)
+        groups.append(jnp.where(first + start < ref.shape[1], ref[:, pl.ds(offset, _GROUP)], 0))
     return _pad_rows(jnp.concatenate(groups, axis=1))
 
 
@@ -131,9 +131,11 @@ def _load_columns(ref, first, num_columns: int):
     registers = _registers(num_columns)
     for half, row, _ in _own_rows(ref):
         for group, column, is_there in _own_columns(ref, first, num_columns):
-            place = column if is_there is None else arith.select(is_there, column, const_i32(0))
-            values = vector.load(pair, ref, [as_index(row), as_index(place)])
-            registers[_place(group, half)] = values if is_there is None else arith.select(is_there, values, zeros)
+            safe_column = column if is_there is None else arith.select(is_there, column, const_i32(0))
+            values = vector.load(pair, ref, [as_index(row), as_index(safe_column)])
+            registers[_register_index(group, half)] = (
+                values if is_there is None else arith.select(is_there, values, zeros)
+            )
     return _filled(registers, ref)
 
 
@@ -142,7 +144,7 @@ def _store_columns(_, ref, x, first) -> None:
         for group, column, is_column in _own_columns(ref, first, x.shape[1]):
             is_there = is_row if is_column is None else arith.andi(is_row, is_column)
             with mgpu.utils.when(is_there):
-                vector.store(x.registers[_place(group, half)], ref, [as_index(row), as_index(column)])
+                vector.store(x.registers[_register_index(group, half)], ref, [as_index(row), as_index(column)])
 
 
 def _load_row_sums(_, ref):
@@ -157,7 +159,7 @@ def _load_row_sums(_, ref):
             column = arith.addi(arith.muli(quarter, const_i32(4)), const_i32(start))
             total = arith.addf(total, vector.load(four, ref, [as_index(row), as_index(column)]))
         a, b, c, d = (vector.extract(total, [], [i]) for i in range(4))
-        registers[_place(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
+        registers[_register_index(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
     return _filled(registers, ref)
 
 
@@ -168,7 +170,7 @@ def _store_first_column(_, ref, x, column) -> None:
     one = ir.VectorType.get((1,), ir.F32Type.get())
     for half, row, is_row in _own_rows(ref):
         with mgpu.utils.when(arith.andi(is_first, is_row)):
-            value = vector.extract(x.registers[_place(0, half)], [], [0])
+            value = vector.extract(x.registers[_register_index(0, half)], [], [0])
             vector.store(vector.from_elements(one, [value]), ref, [as_index(row), as_index(column)])
 
 
@@ -182,23 +184,23 @@ def _store_vector(_, ref, x) -> None:
         row = arith.addi(first, const_i32(8 * half))
         is_there = arith.cmpi(arith.CmpIPredicate.ult, row, const_i32(size))
         with mgpu.utils.when(arith.andi(is_first, is_there)):
-            value = vector.extract(x.registers[_place(0, half)], [], [0])
+            value = vector.extract(x.registers[_register_index(0, half)], [], [0])
             vector.store(vector.from_elements(one, [value]), ref, [as_index(row)])
 
 
 def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
     [row], [first], [start] = (value.registers.flat for value in (row, first, start))
-    for (x_row, column), (place, register) in zip(
+    for (x_row, column), (index, register) in zip(
         x.layout.thread_idxs(x.shape), np.ndenumerate(x.registers), strict=True
     ):
-        if x.shape[0] == ROWS and place[4] >= _num_halves(number):
+        if x.shape[0] == ROWS and index[4] >= _num_halves(number):
             continue
         i32 = ir.IntegerType.get_signless(32)
         x_row, column = (arith.index_cast(i32, index) for index in (x_row, column))
         head = arith.addi(start, x_row)
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, head, const_i32(number))):
-            place = arith.addi(first, arith.addi(arith.muli(head, const_i32(x.shape[1])), column))
-            vector.store(register, ref, [as_index(row), as_index(place)])
+            offset = arith.addi(first, arith.addi(arith.muli(head, const_i32(x.shape[1])), column))
+            vector.store(register, ref, [as_index(row), as_index(offset)])
 
 
 def _own_rows(ref) -> Iterator[tuple[int, Any, Any]]:
@@ -234,7 +236,7 @@ def _registers(num_columns: int):
     return np.empty((1, num_columns // _GROUP, 1, 1, 2, 1, 1, 1, 1), dtype=object)
 
 
-def _place(group: int, half: int) -> tuple[int, ...]:
+def _register_index(group: int, half: int) -> tuple[int, ...]:
     return 0, group, 0, 0, half, 0, 0, 0, 0
 
 

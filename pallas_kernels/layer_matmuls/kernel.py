@@ -6,7 +6,7 @@ step of K, and exchange half of their sums.
 
 In a CTA, one warpgroup streams the weights of all its tiles through a ring in shared memory and never waits for other
 CTAs; one copies rows, as soon as other CTAs have finished them; one multiplies. If the kernel attends, the ring first
-receives the CTA's share of contexts, to which the last warpgroup attends.
+receives the CTA's split of contexts, to which the last warpgroup attends.
 
 Code that runs once per layer should have few instructions: those that are not cached from one layer to the next are
 read from memory, see NOTES.md.
@@ -196,15 +196,15 @@ class _Block(NamedTuple):
 
     @property
     def heads_counter(self) -> Any:
-        """Counter of the CTAs that have attended to their share. CTA 0 clears it when all have done the first
+        """Counter of the CTAs that have attended to their split. CTA 0 clears it when all have done the first
         matmul.
         """
         return self.gmem["counters"].at[2 * MAX_ROUNDS]
 
     def context(self, problem: attention.Problem) -> attention.Context:
         """Return the context of the attention."""
-        smem, share = self.smem, attention.share_of(self.cta)
-        return attention.Context(problem, self.gmem, smem.blocks, smem.kv_full, smem.w_free, share)
+        smem, split = self.smem, attention.split_of(self.cta)
+        return attention.Context(problem, self.gmem, smem.blocks, smem.kv_full, smem.w_free, split)
 
 
 def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
@@ -444,10 +444,10 @@ def _exchange(block: _Block, matmul: Matmul, sums: Any) -> Any:
     rank, smem = block.rank(matmul), block.smem
     left, right = sums[:, : matmul.width], sums[:, matmul.width :]
     own, others = jnp.where(rank == 0, left, right), jnp.where(rank == 0, right, left)
-    place = smem.sums.at[pl.ds(0, device.ROWS), pl.ds(0, matmul.width)]
-    plgpu.async_store_smem(others, place, smem.sums_full, cluster_idx=1 - rank, cluster_dim="rank", optimized=False)
+    received = smem.sums.at[pl.ds(0, device.ROWS), pl.ds(0, matmul.width)]
+    plgpu.async_store_smem(others, received, smem.sums_full, cluster_idx=1 - rank, cluster_dim="rank", optimized=False)
     plgpu.barrier_wait(smem.sums_full)
-    return own + plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+    return own + plgpu.load(received, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _reciprocal_root_mean_square(block: _Block, squares: str, depth: int) -> Float[Array, " 64"]:

@@ -29,7 +29,18 @@ from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import Config as AttentionConfig
 from pallas_kernels.paging.tiles import part_rows
 
-ATTENTION_INPUTS = ("qkv_rows", "cos", "sin", "places", "k_pages", "v_pages", "tables", "shares", "lens", "arrivals")
+ATTENTION_INPUTS = (
+    "qkv_rows",
+    "cos",
+    "sin",
+    "write_index",
+    "k_pages",
+    "v_pages",
+    "tables",
+    "splits",
+    "lens",
+    "arrivals",
+)
 MAX_ROWS = ROWS
 MAX_ATTENDING_ROWS = 16
 """Maximum rows of a layer in one kernel. 64 rows were slower than three kernels, see NOTES.md; none in between was
@@ -276,11 +287,11 @@ def decode_layer_sm90(
         soft_cap=None,
         interpret=interpret,
     )
-    shares, lens, arrivals = make_plan(
+    splits, lens, arrivals = make_plan(
         seq_lens,
         jnp.ones_like(seq_lens),
         num_tiles=num_kv_heads,
-        num_shares=problem.config.num_shares,
+        num_splits=problem.config.num_splits,
         block_kv=problem.config.block_kv,
         sliding_window=None,
     )
@@ -289,11 +300,11 @@ def decode_layer_sm90(
         "qkv_rows": qkv,
         "cos": rotation[0],
         "sin": rotation[1],
-        "places": write_index,
+        "write_index": write_index,
         "k_pages": k_ref,
         "v_pages": v_ref,
         "tables": block_tables,
-        "shares": shares,
+        "splits": splits,
         "lens": lens,
         "arrivals": arrivals,
         "o": o,
@@ -381,7 +392,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
     heads = problem.attention
     if heads is not None:
         inputs |= {name: values[name] for name in ATTENTION_INPUTS}
-        num_parts, rows = 2 * heads.config.num_shares, part_rows(heads.tile_rows)
+        num_parts, rows = 2 * heads.config.num_splits, part_rows(heads.tile_rows)
         width = heads.num_tiles * heads.tile_rows * heads.head_dim
         outputs |= {
             "heads": jax.ShapeDtypeStruct((num_rows, width), dtype),

@@ -103,11 +103,11 @@ def _copy_rows(_, tiled, rows) -> None:
             row, chunk = arith.divui(number, _c(chunks)), arith.remui(number, _c(chunks))
             value = vector.load(kind, rows, _index([row, arith.muli(chunk, _c(8))]))
             within = arith.remui(row, _c(8))
-            place = arith.xori(arith.remui(chunk, _c(8)), within)
+            swizzled_chunk = arith.xori(arith.remui(chunk, _c(8)), within)
             vector.store(
                 value,
                 tiled,
-                _index([arith.divui(row, _c(8)), arith.divui(chunk, _c(8)), within, arith.muli(place, _c(8))]),
+                _index([arith.divui(row, _c(8)), arith.divui(chunk, _c(8)), within, arith.muli(swizzled_chunk, _c(8))]),
             )
 
         if (step + 1) * 128 <= num_rows * chunks:
@@ -134,8 +134,8 @@ def _store_transposed(_, tiled, x) -> None:
     """[columns / 8, keys / 64, 8, 64] from [keys, columns], a value at a time."""
     for row, column, value in _elements(x):
         within = arith.remui(column, _c(8))
-        place = arith.xori(arith.remui(row, _c(64)), arith.muli(within, _c(8)))
-        memref.store(value, tiled, _index([arith.divui(column, _c(8)), arith.divui(row, _c(64)), within, place]))
+        swizzled_row = arith.xori(arith.remui(row, _c(64)), arith.muli(within, _c(8)))
+        memref.store(value, tiled, _index([arith.divui(column, _c(8)), arith.divui(row, _c(64)), within, swizzled_row]))
 
 
 @_inline(_REF, _WGMMA)

@@ -20,7 +20,7 @@ from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS, for_each_tile, norm
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def copy(problem, share, refs, scratch):
+def copy(problem, split, refs, scratch):
     """Run the copying warpgroup: queries and blocks of one tile after another, as far ahead as there is room."""
     config = problem.config
     pages_per_block = max(1, config.block_kv // problem.block_size)
@@ -76,7 +76,7 @@ def copy(problem, share, refs, scratch):
         return num_tiles + (tile.end > tile.first).astype(jnp.int32), num_blocks + tile.end - tile.first
 
     nothing = (jnp.int32(0), jnp.int32(0))
-    num_tiles, num_blocks = for_each_tile(problem, refs.shares, refs.rows, share, visit, nothing)
+    num_tiles, num_blocks = for_each_tile(problem, refs.splits, refs.rows, split, visit, nothing)
 
     # A barrier must not be left with an arrival that nobody has waited for.
     @pl.when(num_tiles > 0)
@@ -91,7 +91,7 @@ def copy(problem, share, refs, scratch):
     lax.fori_loop(lax.max(num_blocks - config.stages, jnp.int32(0)), num_blocks, drain, None)
 
 
-def compute(problem, share, refs, scratch):
+def compute(problem, split, refs, scratch):
     """Run the computing warpgroup."""
     config = problem.config
 
@@ -139,18 +139,18 @@ def compute(problem, share, refs, scratch):
 
             @pl.when(~is_whole)
             def _():
-                own_place = config.num_shares + share
-                place = jnp.where(tile.is_begun, own_place, refs.shares[share, 6])
-                _leave_part(problem, place, refs, *state)
+                own_part_index = config.num_splits + split
+                part_index = jnp.where(tile.is_begun, own_part_index, refs.splits[split, 6])
+                _leave_part(problem, part_index, refs, *state)
 
                 @pl.when(~tile.is_begun)
                 def _():
-                    counters.signal(refs.arrivals.at[refs.shares[share, 5]], interpret=problem.interpret)
+                    counters.signal(refs.arrivals.at[refs.splits[split, 5]], interpret=problem.interpret)
 
                 @pl.when(tile.is_begun)
                 def _():
-                    num_others = refs.shares[share, 7]
-                    counters.take(refs.arrivals.at[share], num_others, interpret=problem.interpret)
+                    num_others = refs.splits[split, 7]
+                    counters.take(refs.arrivals.at[split], num_others, interpret=problem.interpret)
                     item = tile.row * problem.num_tiles + tile.index
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -158,12 +158,12 @@ def compute(problem, share, refs, scratch):
                         scratch.out.at[rows][...] = acc.astype(scratch.out.dtype)
                         refs.lse.at[item, rows][...] = lse
 
-                    put_together(problem, tile.index, share, num_others, refs.parts, refs.stats, refs.sinks, write)
+                    put_together(problem, tile.index, split, num_others, refs.parts, refs.stats, refs.sinks, write)
                     _copy_out(problem, item, refs, scratch)
 
         return num_tiles + has_blocks.astype(jnp.int32), num_blocks + tile.end - tile.first
 
-    for_each_tile(problem, refs.shares, refs.rows, share, visit, (jnp.int32(0), jnp.int32(0)))
+    for_each_tile(problem, refs.splits, refs.rows, split, visit, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -275,12 +275,12 @@ def _copy_out(problem, item, refs, scratch):
     )
 
 
-def _leave_part(problem, place, refs, acc, maximum, total):
+def _leave_part(problem, part_index, refs, acc, maximum, total):
     """Put what this CTA has of a tile to where the CTA that has its beginning finds it."""
     form = _form(problem)
-    form.write_part(problem, refs.parts.at[place], acc)
-    form.write_vector(problem, refs.stats.at[place, 0], maximum)
-    form.write_vector(problem, refs.stats.at[place, 1], total)
+    form.write_part(problem, refs.parts.at[part_index], acc)
+    form.write_vector(problem, refs.stats.at[part_index, 0], maximum)
+    form.write_vector(problem, refs.stats.at[part_index, 1], total)
 
 
 def swizzle_bytes(head_dim: int) -> int:
@@ -295,7 +295,7 @@ class Refs(NamedTuple):
     k: Any
     v: Any
     tables: Any
-    shares: Any
+    splits: Any
     rows: Any
     arrivals: Any
     sinks: Any

@@ -1,8 +1,8 @@
-"""`paged_attention` for Hopper (sm_90a), in Mosaic GPU: persistent CTAs that each stream their share of all contexts.
+"""`paged_attention` for Hopper (sm_90a), in Mosaic GPU: persistent CTAs that each stream their split of all contexts.
 
-A tile is the work for a row's queries of one KV head. A tile that is cut between shares (see `plan`) is combined by the
-share with its first block: the others store their partial results in global memory and increment its `arrivals`. It
-only waits for shares that were started before it, so the kernel terminates even if not all of them fit onto the GPU at
+A tile is the work for a row's queries of one KV head. A tile that is cut between splits (see `plan`) is combined by the
+split with its first block: the others store their partial results in global memory and increment its `arrivals`. It
+only waits for splits that were started before it, so the kernel terminates even if not all of them fit onto the GPU at
 once.
 """
 
@@ -90,7 +90,7 @@ def paged_attention_sm90(
         seq_lens,
         query_lens,
         num_tiles=problem.num_tiles,
-        num_shares=config.num_shares,
+        num_splits=config.num_splits,
         block_kv=config.block_kv,
         sliding_window=scores.sliding_window,
     )
@@ -110,8 +110,8 @@ def paged_attention_sm90(
         return rows.reshape(problem.num_tiles, width)
 
     operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(scores.sinks), by_row(scores.alibi_slopes)]
-    num_places = max(tiles.shape[0], room * num_kv_heads * padded_rows)
-    out, lse = _call(problem, num_rows * problem.num_tiles, num_places, q.dtype, operands)
+    num_out_rows = max(tiles.shape[0], room * num_kv_heads * padded_rows)
+    out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, q.dtype, operands)
 
     def by_query(x: Array) -> Array:
         x = x.reshape(-1, num_kv_heads, padded_rows, x.shape[-1])[:, :, :head_rows]
@@ -123,7 +123,7 @@ def paged_attention_sm90(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _call(problem, num_items, num_places, dtype, operands):
+def _call(problem, num_items, num_out_rows, dtype, operands):
     """Run the kernel. Jitted, so that the layers of a model use one lowering."""
     config, head_dim = problem.config, problem.head_dim
     given = [operand for operand in operands if operand is not None]
@@ -139,26 +139,26 @@ def _call(problem, num_items, num_places, dtype, operands):
             own |= {"weights": scratch.weights, "exchanged": scratch.exchanged}
         scratch = scratch._replace(stream=stream, **{name: ref.at[stream] for name, ref in own.items()})
 
-        def own_share():
+        def own_split():
             # Started first: those whose parts others wait for.
-            return config.num_shares - 1 - (lax.axis_index("cta") * config.streams + stream)
+            return config.num_splits - 1 - (lax.axis_index("cta") * config.streams + stream)
 
-        def computing(share):
+        def computing(split):
             plgpu.set_max_registers(216 if config.streams > 1 else 256, action="increase")
-            compute(problem, share, gmem, scratch)
+            compute(problem, split, gmem, scratch)
 
-        def copying(share):
+        def copying(split):
             plgpu.set_max_registers(40, action="decrease")
-            copy(problem, share, gmem, scratch)
+            copy(problem, split, gmem, scratch)
 
         if problem.num_queries == 1:
-            share = own_share()
-            pl.when(warpgroup < config.streams)(lambda: computing(share))
-            pl.when(warpgroup >= config.streams)(lambda: copying(share))
+            split = own_split()
+            pl.when(warpgroup < config.streams)(lambda: computing(split))
+            pl.when(warpgroup >= config.streams)(lambda: copying(split))
         else:
             # All blocks are masked, which takes so many registers that a computing warpgroup has none left for a branch
             # after its own.
-            lax.cond(warpgroup < config.streams, lambda: computing(own_share()), lambda: copying(own_share()))
+            lax.cond(warpgroup < config.streams, lambda: computing(own_split()), lambda: copying(own_split()))
 
     columns = swizzle_bytes(head_dim) // 2
     # Any: pyright takes them for abstract classes.
@@ -195,10 +195,10 @@ def _call(problem, num_items, num_places, dtype, operands):
     run = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_places, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_out_rows, head_dim), dtype),
             jax.ShapeDtypeStruct((num_items, width), jnp.float32),
-            jax.ShapeDtypeStruct((2 * config.num_shares, part_rows(problem.tile_rows), head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((2 * config.num_shares, 2, max(16, width)), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_splits, part_rows(problem.tile_rows), head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_splits, 2, max(16, width)), jnp.float32),
         ),
         scratch_types=tuple(scratch)[:-1],
         grid=(config.num_ctas,),

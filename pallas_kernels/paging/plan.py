@@ -1,7 +1,7 @@
-"""The work distribution of the Hopper kernel: a step's contexts, divided into equal shares, one per stream.
+"""The work distribution of the Hopper kernel: a step's contexts, divided into equal splits, one per stream.
 
-All blocks of all contexts are laid out in a line, row after row, each row's KV heads one after another, and a share is
-an interval of it, wherever the cuts fall: one long context among short ones spans many shares, and many short ones are
+All blocks of all contexts are laid out in a line, row after row, each row's KV heads one after another, and a split is
+an interval of it, wherever the cuts fall: one long context among short ones spans many splits, and many short ones are
 in one (as in Osama et al. 2023, "Stream-K", arXiv:2301.03598).
 """
 
@@ -20,12 +20,12 @@ MIN_PART = 12
 
 
 class Plan(NamedTuple):
-    """The C shares of a step: equal for all layers with the same sliding window and heads, hence computed once."""
+    """The C splits of a step: equal for all layers with the same sliding window and heads, hence computed once."""
 
-    shares: Int[Array, "C 8"]
-    """For each share: the row and tile where it begins and the unit where that tile begins; the units where the share
-    begins and ends; the share with the beginning of that tile, and the index for the tile's partial result; and how
-    many other shares have parts of the tile where this share ends.
+    splits: Int[Array, "C 8"]
+    """For each split: the row and tile where it begins and the unit where that tile begins; the units where the split
+    begins and ends; the split with the beginning of that tile, and the index for the tile's partial result; and how
+    many other splits have parts of the tile where this split ends.
     """
     rows: Int[Array, "B 2"]
     """For each row: the lengths of its context and of its queries, both 0 if it has no queries."""
@@ -47,11 +47,11 @@ def make_plan(
     query_lens: Int[Array, " B"],
     *,
     num_tiles: int,
-    num_shares: int,
+    num_splits: int,
     block_kv: int,
     sliding_window: int | None,
 ) -> Plan:
-    """Return the `num_shares` shares of a step with rows of `num_tiles` tiles each."""
+    """Return the `num_splits` splits of a step with rows of `num_tiles` tiles each."""
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
     first, end = block_range(seq_lens, query_lens, block_kv=block_kv, sliding_window=sliding_window)
@@ -68,10 +68,10 @@ def make_plan(
         tile = jnp.minimum((unit - row_begin) // costs[row], num_tiles - 1)
         return row, tile, row_begin + tile * costs[row]
 
-    size = -(-total // num_shares)
-    # The beginnings of the shares and the end of the last one, so that ends are a slice: XLA fuses that.
-    cuts = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32) * size, total)
-    # Better than shares of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
+    size = -(-total // num_splits)
+    # The beginnings of the splits and the end of the last one, so that ends are a slice: XLA fuses that.
+    cuts = jnp.minimum(jnp.arange(num_splits + 1, dtype=jnp.int32) * size, total)
+    # Better than splits of equal size are those that cut tiles into equal parts or not at all, unless one becomes much
     # larger.
     row, _, tile_begin = find(cuts)
     cost = costs[row]
@@ -87,17 +87,17 @@ def make_plan(
     num_blocks = (costs[row] - TILE_COST) // BLOCK_COST
     first_block, end_block = ((x - tile_begin + (BLOCK_COST - 1)) // BLOCK_COST for x in (begin, end))
     is_part = (tile_begin < begin) & (first_block < jnp.minimum(end_block, num_blocks))
-    share = jnp.arange(num_shares, dtype=jnp.int32)
+    split = jnp.arange(num_splits, dtype=jnp.int32)
 
     def count(pairs: Bool[Array, "C C"]) -> Int[Array, " C"]:
         return jnp.sum(pairs, axis=1, dtype=jnp.int32)
 
     owner = count(begin[None] <= tile_begin[:, None]) - 1
-    is_before = is_part[None] & (tile_begin[None] == tile_begin[:, None]) & (share[None] < share[:, None])
-    place = owner + 1 + count(is_before)
+    is_before = is_part[None] & (tile_begin[None] == tile_begin[:, None]) & (split[None] < split[:, None])
+    part_index = owner + 1 + count(is_before)
     num_others = count(is_part[None] & (begin[:, None] <= tile_begin[None]) & (tile_begin[None] < end[:, None]))
     return Plan(
-        shares=jnp.stack([row, tile, tile_begin, begin, end, owner, place, num_others], axis=1),
+        splits=jnp.stack([row, tile, tile_begin, begin, end, owner, part_index, num_others], axis=1),
         rows=jnp.stack([seq_lens, query_lens], axis=1),
-        arrivals=jnp.zeros((num_shares, 1), jnp.int32),
+        arrivals=jnp.zeros((num_splits, 1), jnp.int32),
     )

@@ -1,6 +1,6 @@
-"""Tiles of the Hopper kernels that attend to pages: iterate over those of a share, and combine the parts of a cut one.
+"""Tiles of the Hopper kernels that attend to pages: iterate over those of a split, and combine the parts of a cut one.
 
-A tile is the queries of a row with the same KV head. The shares of a step are in plan.py.
+A tile is the queries of a row with the same KV head. The splits of a step are in plan.py.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ class Config:
     stages: int
     """Number of blocks of keys, and of values, in shared memory."""
     streams: int
-    """Streams per CTA: pairs of a copying and a computing warpgroup, each with its own share."""
+    """Streams per CTA: pairs of a copying and a computing warpgroup, each with its own split."""
     num_ctas: int = NUM_SMS
     """Number of CTAs."""
 
     @property
-    def num_shares(self) -> int:
+    def num_splits(self) -> int:
         """Into which a step's work is cut."""
         return self.num_ctas * self.streams
 
@@ -100,9 +100,9 @@ class Tile(NamedTuple):
     """True if the part has the tile's first block, or there are no blocks: this CTA then writes the result."""
 
 
-def for_each_tile(problem, shares, rows, share, visit, carry):
-    """Call `carry = visit(tile, carry)` for each tile of a share."""
-    share_begin, share_end = shares[share, 3], shares[share, 4]
+def for_each_tile(problem, splits, rows, split, visit, carry):
+    """Call `carry = visit(tile, carry)` for each tile of a split."""
+    split_begin, split_end = splits[split, 3], splits[split, 4]
 
     def blocks_before(unit):
         return lax.div(lax.max(unit, jnp.int32(0)) + (BLOCK_COST - 1), jnp.int32(BLOCK_COST))
@@ -113,10 +113,10 @@ def for_each_tile(problem, shares, rows, share, visit, carry):
         row_first, row_end = block_range(
             seq_len, query_len, block_kv=problem.config.block_kv, sliding_window=problem.sliding_window
         )
-        first = lax.min(row_first + blocks_before(share_begin - begin), row_end)
-        end = lax.min(row_first + blocks_before(share_end - begin), row_end)
+        first = lax.min(row_first + blocks_before(split_begin - begin), row_end)
+        end = lax.min(row_first + blocks_before(split_end - begin), row_end)
         tile = Tile(
-            row, index, begin, seq_len, query_len, row_first, row_end, first, end, is_begun=begin >= share_begin
+            row, index, begin, seq_len, query_len, row_first, row_end, first, end, is_begun=begin >= split_begin
         )
         carry = visit(tile, carry)
         is_last = index == problem.num_tiles - 1
@@ -127,8 +127,8 @@ def for_each_tile(problem, shares, rows, share, visit, carry):
             *carry,
         )
 
-    start = (shares[share, 0], shares[share, 1], shares[share, 2], *carry)
-    return lax.while_loop(lambda state: state[2] < share_end, step, start)[3:]
+    start = (splits[split, 0], splits[split, 1], splits[split, 2], *carry)
+    return lax.while_loop(lambda state: state[2] < split_end, step, start)[3:]
 
 
 def normalize(maximum, total, sinks):
@@ -143,8 +143,8 @@ def normalize(maximum, total, sinks):
     return factor, jnp.where(is_nothing, jnp.full_like(total, -jnp.inf), maximum * math.log(2) + jnp.log(total))
 
 
-def put_together(problem, index, share, num_others, parts, stats, all_sinks, write):
-    """Combine the parts of tile `index` of a row, from this share and the `num_others` shares after it.
+def put_together(problem, index, split, num_others, parts, stats, all_sinks, write):
+    """Combine the parts of tile `index` of a row, from this split and the `num_others` splits after it.
 
     Calls `write(rows, result, lse)` for each chunk of its rows.
     """
@@ -167,11 +167,11 @@ def put_together(problem, index, share, num_others, parts, stats, all_sinks, wri
             for j in range(unroll):
                 number = i * unroll + j
                 is_there = number <= num_others
-                # Beyond the last one, this share's own part is loaded again with weight 0.
-                place = share + jnp.where(is_there & (number > 0), number, problem.config.num_shares)
-                part = problem.load(parts.at[place, rows], layout)
-                part_maximum = problem.load(stats.at[place, 0, rows], rows_layout)
-                part_total = problem.load(stats.at[place, 1, rows], rows_layout)
+                # Beyond the last one, this split's own part is loaded again with weight 0.
+                part_index = split + jnp.where(is_there & (number > 0), number, problem.config.num_splits)
+                part = problem.load(parts.at[part_index, rows], layout)
+                part_maximum = problem.load(stats.at[part_index, 0, rows], rows_layout)
+                part_total = problem.load(stats.at[part_index, 1, rows], rows_layout)
                 found.append((part, part_maximum, part_total, jnp.where(is_there, 1.0, 0.0)))
             new_maximum = maximum
             for _, part_maximum, _, _ in found:

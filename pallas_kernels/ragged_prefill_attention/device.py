@@ -125,9 +125,9 @@ def _scale_and_add_alibi(_, scores, slope, distance, *, scale: float):
     first = arith.mulf(arith.sitofp(f32, arith.subi(_first_key_to_first_query(), distance)), slope)
     scales = vector.broadcast(pair, mgpu.c(scale, f32))
     registers = scores.registers.copy()
-    for place, ahead in _keys_ahead(registers.shape):
+    for index, ahead in _keys_ahead(registers.shape):
         biases = [mlir_math.fma(mgpu.c(float(keys), f32), slope, first) for keys in ahead]
-        registers[place] = mlir_math.fma(registers[place], scales, vector.from_elements(pair, biases))
+        registers[index] = mlir_math.fma(registers[index], scales, vector.from_elements(pair, biases))
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
 
 
@@ -149,23 +149,23 @@ def _mask(scores, distance, is_in: Callable[[ir.Value, ir.Value], ir.Value]):
     ago = arith.subi(distance, _first_key_to_first_query())
     out = mgpu.c(-math.inf, f32)
     registers = scores.registers.copy()
-    for place, ahead in _keys_ahead(registers.shape):
+    for index, ahead in _keys_ahead(registers.shape):
         for i, keys in enumerate(ahead):
-            score = vector.extract(registers[place], [], [i])
+            score = vector.extract(registers[index], [], [i])
             score = arith.select(is_in(ago, mgpu.c(keys, i32)), score, out)
-            registers[place] = vector.insert(score, registers[place], [], [i])
+            registers[index] = vector.insert(score, registers[index], [], [i])
     return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
 
 
 def _reciprocal(_, x):
     f32 = ir.F32Type.get()
     registers = x.registers.copy()
-    for place, pair in np.ndenumerate(registers):
+    for index, pair in np.ndenumerate(registers):
         for i in range(2):
             value = vector.extract(pair, [], [i])
             value = llvm.inline_asm(f32, [value], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
             pair = vector.insert(value, pair, [], [i])
-        registers[place] = pair
+        registers[index] = pair
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
@@ -188,8 +188,8 @@ def _clear_rows(_, ref, first) -> None:
     thread = arith.remui(mgpu.utils.thread_idx(), c(128))
     own_row, own_column = arith.divui(thread, c(lanes)), arith.muli(arith.remui(thread, c(lanes)), c(8))
     tile, row = arith.divui(own_row, c(tile_rows)), arith.remui(own_row, c(tile_rows))
-    place = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], ref.type.element_type)
+    offset = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ref.type.element_type)
     zeros = vector.broadcast(ir.VectorType.get((4,), i32), c(0))
     for skipped in range(0, num_tiles * tile_rows, 128 // lanes):
         is_in = arith.cmpi(arith.CmpIPredicate.sge, own_row, arith.subi(first, c(skipped)))
@@ -241,8 +241,8 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
             start = arith.muli(arith.extsi(i64, row_and_head), mgpu.c(head_dim, i64))
 
             def store(words, first_column: int, column, start=start):
-                place = arith.addi(start, arith.extsi(i64, arith.addi(column, c(first_column))))
-                pointer = mgpu.utils.getelementptr(base, [place], x.mlir_dtype)
+                offset = arith.addi(start, arith.extsi(i64, arith.addi(column, c(first_column))))
+                pointer = mgpu.utils.getelementptr(base, [offset], x.mlir_dtype)
                 vector_type = ir.VectorType.get((len(words),), i32)
                 llvm.store(vector.from_elements(vector_type, list(words)), pointer, alignment=4 * len(words))
 
@@ -266,6 +266,6 @@ def _keys_ahead(shape: tuple[int, ...]):
 
     Both are relative to the lane's first key and first query.
     """
-    for place in np.ndindex(shape):
-        _, matrix, _, _, half, *_ = place
-        yield place, [8 * (matrix - half) + i for i in range(2)]
+    for index in np.ndindex(shape):
+        _, matrix, _, _, half, *_ = index
+        yield index, [8 * (matrix - half) + i for i in range(2)]

@@ -38,7 +38,7 @@ class Config:
     """Blocks of values in shared memory."""
     q_slots: int
     """Tiles whose queries are in shared memory: with 2 the next tile's are copied while one is computed."""
-    num_blocks: int = NUM_SMS
+    num_ctas: int = NUM_SMS
     """Number of CTAs."""
 
     def shared_memory(self, head_dim: int) -> int:
@@ -95,7 +95,7 @@ def ragged_prefill_attention_sm90(
         k_stages=config.k_stages,
         v_stages=config.v_stages,
         q_slots=config.q_slots,
-        num_blocks=config.num_blocks,
+        num_ctas=config.num_ctas,
         scale=scores.scale,
         sliding_window=scores.sliding_window,
         soft_cap=scores.soft_cap,
@@ -176,8 +176,8 @@ def _call(
             barriers(2, problem.v_stages),
             plgpu.Barrier(num_arrivals=2),
         ),
-        grid=(problem.num_blocks,),
-        grid_names=("block",),
+        grid=(problem.num_ctas,),
+        grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

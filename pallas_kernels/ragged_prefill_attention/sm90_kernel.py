@@ -52,7 +52,7 @@ class Problem(NamedTuple):
     k_stages: int
     v_stages: int
     q_slots: int
-    num_blocks: int
+    num_ctas: int
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -149,18 +149,18 @@ class Tile(NamedTuple):
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
-    """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
-    block, num_blocks = lax.axis_index("block"), _int(problem.num_blocks)
+    """Run each warpgroup (mesh axis "wg") of each CTA (axis "cta")."""
+    cta, num_ctas = lax.axis_index("cta"), _int(problem.num_ctas)
     num_items = gmem.num_tiles[0] * problem.sets  # of a group of heads
 
-    def place(group, round_index):
+    def item_of(group, round_index):
         """Return the index of this CTA's item in a round of a group. Each group begins at another CTA."""
-        shifted = lax.rem(block + group * (problem.num_blocks // problem.head_groups), num_blocks)
-        return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_blocks - 1 - shifted)
+        shifted = lax.rem(cta + group * (problem.num_ctas // problem.head_groups), num_ctas)
+        return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_ctas - 1 - shifted)
 
     def num_rounds(group):
-        full = lax.div(num_items, num_blocks)
-        return full + (place(group, full) < num_items - full * num_blocks).astype(_int)
+        full = lax.div(num_items, num_ctas)
+        return full + (item_of(group, full) < num_items - full * num_ctas).astype(_int)
 
     num_own = sum((num_rounds(_int(group)) for group in range(1, problem.head_groups)), num_rounds(_int(0)))
     wg = lax.axis_index("wg")
@@ -180,7 +180,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
         def one_item(group, round_index, state):
             left, n = state
-            item = round_index * num_blocks + place(group, round_index)
+            item = round_index * num_ctas + item_of(group, round_index)
             return left - 1, _copy(problem, gmem, smem, group, item, q_slot(left), n)
 
         def one_group(group, state):
@@ -214,7 +214,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
         smem.tile[q_slot, field] = value
     plgpu.barrier_arrive(smem.q_full.at[q_slot])
     for wg in range(2):
-        own_head, skipped = _share(problem, wg)
+        own_head, skipped = _own_part(problem, wg)
         for part, columns in enumerate(_parts(smem)):
             queries = gmem.q.at[pl.ds(tile.token + skipped, ROWS), head + own_head, columns]
             plgpu.copy_gmem_to_smem(queries, smem.q_boxes.at[q_slot, wg, part], smem.q_full.at[q_slot])
@@ -252,7 +252,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
     return n + last - first
 
 
-def _share(problem: Problem, wg) -> tuple[Any, Any]:
+def _own_part(problem: Problem, wg) -> tuple[Any, Any]:
     """Return a computing warpgroup's part of a tile: the head of its set, and the number of tokens before its own."""
     return (wg, 0) if problem.heads == 2 else (0, wg * ROWS)
 
@@ -269,7 +269,7 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
 
     def give_queries_back():
         """Release the queries; return the count of blocks of keys until then, and where the result goes."""
-        own_head, skipped = _share(problem, wg)
+        own_head, skipped = _own_part(problem, wg)
         tile = _tile(smem, q_slot)
         plgpu.barrier_arrive(smem.q_free.at[q_slot])
         first, last = problem.key_blocks(tile)
@@ -278,17 +278,17 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
 
     def attend():
         acc, total, weights = _attend(problem, gmem, smem, wg, q_slot, n)
-        n_after, *place = give_queries_back()
+        n_after, *output = give_queries_back()
         slot = lax.rem(n_after - 1, _int(problem.v_stages))
         acc = _products(problem, smem).values(acc, weights, slot)
         plgpu.barrier_arrive(smem.v_free.at[slot])
-        return acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0]), n_after, *place
+        return acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0]), n_after, *output
 
     def nothing_to_attend_to():
         return _zeros(problem.head_dim), *give_queries_back()
 
-    result, n, *place = lax.cond(_tile(smem, q_slot).end > 0, attend, nothing_to_attend_to)
-    store_rows(gmem.out, result.astype(gmem.out.dtype), *place, interpret=problem.interpret)
+    result, n, *output = lax.cond(_tile(smem, q_slot).end > 0, attend, nothing_to_attend_to)
+    store_rows(gmem.out, result.astype(gmem.out.dtype), *output, interpret=problem.interpret)
     return n
 
 
@@ -299,7 +299,7 @@ def _tile(smem: Shared, q_slot) -> Tile:
 
 def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     """All but the last product with values: sums and totals so far, and the last weights."""
-    own_head, skipped = _share(problem, wg)
+    own_head, skipped = _own_part(problem, wg)
     block_kv, q = problem.block_kv, smem.q.at[q_slot, wg]
     tile = _tile(smem, q_slot)
     first, last = problem.key_blocks(tile)

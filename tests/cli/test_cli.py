@@ -6,11 +6,13 @@ import pathlib
 import re
 import signal
 import sys
+from typing import get_args
 
 import pytest
 
 import jaxserve.llm
 from jaxserve import cli
+from jaxserve.config import ReasoningParser, ToolCallParser
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
 from jaxserve.request import SamplingParams
@@ -28,12 +30,22 @@ def test_every_group_of_help_fits_a_screen(command, capsys, monkeypatch):
     titles = [block.split(":\n")[0] for block in blocks if re.match(r"[a-z ]+:\n", block)]
     assert {"model", "cache", "scheduling", "execution"} <= set(titles)
     assert max(len(block.splitlines()) for block in blocks) <= 24
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 80
 
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help", "cache"])
     assert ended.value.code == 0
     (block,) = [block for block in blocks if block.startswith("cache:")]
     assert capsys.readouterr().out == block + "\n"
+
+
+def test_the_help_of_parse_lists_all_syntaxes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["parse", "--help"])
+    text = capsys.readouterr().out
+    assert {*get_args(ToolCallParser), *get_args(ReasoningParser)} <= set(re.findall(r"[\w-]+", text))
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_help_of_an_unknown_group_names_the_groups(capsys):

@@ -1,25 +1,10 @@
 """@ai-sdk/openai-compatible and @ai-sdk/openai in its default mode, responses: run by node."""
 
-import json
-import os
-import pathlib
-import subprocess
-
-from conftest import MODEL, PATIENCE, ROOT
+from conftest import run_node
 
 
 def test_ai_sdk(url):
-    script = pathlib.Path(__file__).with_name("ai_sdk.cjs")
-    modules = os.environ.get("NODE_PATH", str(ROOT / ".venv-clients/node/node_modules"))
-    run = subprocess.run(
-        ["node", script, url, MODEL],
-        env={**os.environ, "NODE_PATH": modules},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
+    result = run_node("ai_sdk.cjs", url)
     for provider in ("compatible", "openai"):
         found = result[provider]
         assert found["whole"] == found["streamed"] != ""

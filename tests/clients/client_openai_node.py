@@ -1,25 +1,12 @@
 """openai-node: the package that `make clients` has put into .venv-clients/node, run by node."""
 
 import json
-import os
-import pathlib
-import subprocess
 
-from conftest import MODEL, PATIENCE, ROOT
+from conftest import MODEL, run_node
 
 
 def test_openai_node(url):
-    script = pathlib.Path(__file__).with_name("openai_node.cjs")
-    modules = os.environ.get("NODE_PATH", str(ROOT / ".venv-clients/node/node_modules"))
-    run = subprocess.run(
-        ["node", script, url, MODEL],
-        env={**os.environ, "NODE_PATH": modules},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
+    result = run_node("openai_node.cjs", url)
     assert result["models"] == [MODEL]
     assert result["whole"] == result["streamed"] != ""
     assert result["call"]["name"] == "sail"

@@ -1,6 +1,7 @@
 """A real server, `jaxserve serve scribe-2m`, for all clients."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -34,6 +35,16 @@ def serving(folder, *flags):
     finally:
         process.kill()
         process.wait()
+
+
+def run_node(script, url):
+    """Run a script of this folder against a server; return what it prints, as JSON."""
+    modules = os.environ.get("NODE_PATH", str(ROOT / ".venv-clients/node/node_modules"))
+    command = ["node", pathlib.Path(__file__).with_name(script), url, MODEL]
+    environment = {**os.environ, "NODE_PATH": modules}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
 
 
 @pytest.fixture(scope="session")

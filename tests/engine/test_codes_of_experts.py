@@ -6,24 +6,11 @@ import pytest
 import stored_matrices as stored
 from depths import quick_first
 from golden_models import GOLDENS
-from quantized_models import FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
+from quantized_models import FIELDS, FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
 
 from jaxserve.layers.params import schemes_of
 from jaxserve.loading.weights import stored_specs
 
-FIELDS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
 QWEN = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MIXTRAL = FIELDS | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -6,29 +6,16 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first
-from quantized_models import greedy_tokens, naive_tokens, prompt_logprobs, specs_of
+from quantized_models import FIELDS, greedy_tokens, naive_tokens, prompt_logprobs, specs_of
 from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import schemes_of
 from jaxserve.loading.huggingface import source_shapes
-from jaxserve.loading.orbax_store import read_manifest
+from jaxserve.loading.store_manifest import read_manifest
 from jaxserve.loading.weights import load_weights, stored_specs
 
-FIELDS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
 MODELS = {
     "int8": {"model_type": "qwen2"},
     "int4": {"model_type": "llama", "attention_bias": True, "num_key_value_heads": 2},

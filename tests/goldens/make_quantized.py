@@ -161,7 +161,7 @@ def by_gptqmodel(name, generator, folder):
 def by_gguf(name, generator):
     kind = gguf.GGMLQuantizationType[name.removeprefix("gguf_").upper()]
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows = 8
+    rows = 4
     blocks = torch.randint(0, 256, (rows * 512 // size, num_bytes), generator=generator).to(torch.uint8).numpy()
     if kind.name == "MXFP4":
         blocks[:, 0] = blocks[:, 0] // 8 + 110

@@ -1,5 +1,7 @@
 """Latents: how they are stored, and which the kernel refuses. The goldens check that results are right."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,8 @@ def test_every_device_has_all_of_a_latent():
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_rotated_rows_are_brought_in_order(is_interleaved):
-    specs = latent_attention_specs("a", HEADS, hidden_size=3, bias=True, is_interleaved=is_interleaved)
+    config = types.SimpleNamespace(hidden_size=3, latent_heads=HEADS)
+    specs = latent_attention_specs("a", config, bias=True, is_interleaved=is_interleaved)
     rows = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         for spec in jax.tree.leaves(specs)

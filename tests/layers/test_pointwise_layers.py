@@ -1,5 +1,7 @@
 """Norm, rotary embedding and the feed-forward against NumPy in float64."""
 
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from jaxserve.layers.rope import (
 )
 from jaxserve.layers.weight import Dense
 from pallas_kernels.kv_write import rotate
+
+SIZES = types.SimpleNamespace(hidden_size=4, intermediate_size=6)
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (3, 2, 12)])
@@ -151,7 +155,7 @@ def draw_params(specs):
 @pytest.mark.parametrize("activation", REFERENCES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(activation, bias):
-    tensors, params = draw_params(gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=bias))
+    tensors, params = draw_params(gated_mlp_specs("mlp", SIZES, bias=bias))
 
     def project(name, x):
         return x @ tensors[f"mlp.{name}_proj.weight"].T + tensors.get(f"mlp.{name}_proj.bias", 0.0)
@@ -164,7 +168,7 @@ def test_gated_mlp(activation, bias):
 
 
 def test_gated_mlp_from_one_tensor():
-    one = gated_mlp_specs("mlp", hidden_size=4, intermediate_size=6, bias=True, inputs=("gate_up_proj",))
+    one = gated_mlp_specs("mlp", SIZES, bias=True, inputs=("gate_up_proj",))
     tensors, params = draw_params(one)
     gate, up = np.split(tensors["mlp.gate_up_proj.weight"], 2)
     np.testing.assert_allclose(params["gate_up"].values, [gate, up], rtol=1e-6)
@@ -172,7 +176,7 @@ def test_gated_mlp_from_one_tensor():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_plain_mlp(bias):
-    tensors, params = draw_params(mlp_specs("mlp", hidden_size=4, intermediate_size=6, up="fc1", down="fc2", bias=bias))
+    tensors, params = draw_params(mlp_specs("mlp", SIZES, up="fc1", down="fc2", bias=bias))
 
     def project(name, x):
         return x @ tensors[f"mlp.{name}.weight"].T + tensors.get(f"mlp.{name}.bias", 0.0)

@@ -15,7 +15,7 @@ from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.bounds import MAXIMA
-from jaxserve.loading.orbax_store import MANIFEST
+from jaxserve.loading.store_manifest import MANIFEST
 from jaxserve.loading.weights import load_config
 from jaxserve.models import get_family
 from jaxserve.overview import needs

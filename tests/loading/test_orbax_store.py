@@ -19,7 +19,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.params import ParamSpec
 from jaxserve.loading import orbax_store
 from jaxserve.loading.huggingface import load_config, load_params
-from jaxserve.loading.orbax_store import MANIFEST, Source, is_store, load_store, read_manifest, write_store
+from jaxserve.loading.orbax_store import load_store, write_store
+from jaxserve.loading.store_manifest import MANIFEST, Source, is_store, read_manifest
 from jaxserve.loading.weights import load_weights, open_weights
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer

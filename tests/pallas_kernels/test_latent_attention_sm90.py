@@ -18,7 +18,7 @@ from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.plan import BLOCK_COST, CUT_COST, ROWS, TILE_COST, make_plan
 from pallas_kernels.latent_attention.sm90 import Config, latent_attention_sm90
 
-# Shares with several tiles, and tiles of which several shares have parts; tiles of many tokens, of one and of parts of
+# Splits with several tiles, and tiles of which several splits have parts; tiles of many tokens, of one and of parts of
 # one; contexts that end within a page; tokens of no row.
 INTERPRETED = {
     "decode": {"chunks": [(1, 70), (1, 300), (1, 5)], "heads": 4, "sizes": (128, 32), "num_tokens": 5, "max_rows": 5},
@@ -30,7 +30,7 @@ INTERPRETED = {
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
-    config = Config(block_kv=64, stages=2, min_blocks=1, num_blocks=3)
+    config = Config(block_kv=64, stages=2, min_blocks=1, num_ctas=3)
     run = functools.partial(latent_attention_sm90, **layout, **options, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
 
@@ -153,8 +153,8 @@ PLANNED = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "num_heads", "num_shares"))
-def plan_of(seq_lens, query_starts, num_rows, *, num_tokens, num_heads, num_shares):
+@functools.partial(jax.jit, static_argnames=("num_tokens", "num_heads", "num_splits"))
+def plan_of(seq_lens, query_starts, num_rows, *, num_tokens, num_heads, num_splits):
     return make_plan(
         seq_lens,
         query_starts,
@@ -162,14 +162,14 @@ def plan_of(seq_lens, query_starts, num_rows, *, num_tokens, num_heads, num_shar
         num_tokens=num_tokens,
         num_heads=num_heads,
         block_kv=64,
-        num_shares=num_shares,
+        num_splits=num_splits,
         min_blocks=3,
     )
 
 
 @pytest.mark.parametrize("case", PLANNED)
-@pytest.mark.parametrize(("num_heads", "num_shares"), [(16, 132), (128, 132), (24, 7)])
-def test_shares_hold_every_block_once_and_cuts_know_their_parts(case, num_heads, num_shares):
+@pytest.mark.parametrize(("num_heads", "num_splits"), [(16, 132), (128, 132), (24, 7)])
+def test_splits_hold_every_block_once_and_cuts_know_their_parts(case, num_heads, num_splits):
     chunks = PLANNED[case]
     counts, lens = ([chunk[i] for chunk in chunks] + [0, 0] for i in (0, 1))
     starts = np.cumsum([0, *counts])
@@ -180,9 +180,9 @@ def test_shares_hold_every_block_once_and_cuts_know_their_parts(case, num_heads,
         jnp.int32(len(chunks)),
         num_tokens=num_tokens,
         num_heads=num_heads,
-        num_shares=num_shares,
+        num_splits=num_splits,
     )
-    tiles, shares, cuts = (type(part)(*(np.asarray(field).tolist() for field in part)) for part in plan)
+    tiles, splits, cuts = (type(part)(*(np.asarray(field).tolist() for field in part)) for part in plan)
     num_tiles = sum(size > 0 for size in tiles.num_queries)
     query = 0
     for i in range(num_tiles):
@@ -203,9 +203,9 @@ def test_shares_hold_every_block_once_and_cuts_know_their_parts(case, num_heads,
     blocks = [-(-end // 64) for end in tiles.end]
     done = [[] for _ in range(num_tiles)]
     parts, whole = {}, []
-    for share in range(num_shares):
-        begin, end, first, count, place = (field[share] for field in shares)
-        assert begin == (0 if share == 0 else shares.end[share - 1])
+    for split in range(num_splits):
+        begin, end, first, count, part_index = (field[split] for field in splits)
+        assert begin == (0 if split == 0 else splits.end[split - 1])
         for i in range(first, first + count):
             part = range(*(min(max(-(-(x - tiles.unit[i]) // BLOCK_COST), 0), blocks[i]) for x in (begin, end)))
             done[i] += part
@@ -213,20 +213,20 @@ def test_shares_hold_every_block_once_and_cuts_know_their_parts(case, num_heads,
             if is_begun and len(part) == blocks[i]:
                 whole.append(i)
             elif is_begun or part:
-                parts.setdefault(i, []).append(num_shares + share if is_begun else place)
+                parts.setdefault(i, []).append(num_splits + split if is_begun else part_index)
     assert done == [list(range(blocks[i])) for i in range(num_tiles)]
     assert sorted([*whole, *parts]) == list(range(num_tiles))
     merged = {}
-    for query, num_queries, share, num_others, num_cuts in zip(*cuts, strict=True):
+    for query, num_queries, split, num_others, num_cuts in zip(*cuts, strict=True):
         assert num_cuts == len(parts)
         if num_queries:
             i = tiles.query.index(query)
             assert num_queries == tiles.num_queries[i]
-            merged[i] = [num_shares + share, *range(share + 1, share + 1 + num_others)]
+            merged[i] = [num_splits + split, *range(split + 1, split + 1 + num_others)]
     assert merged == parts
     total = sum(BLOCK_COST * blocks[i] + TILE_COST for i in range(num_tiles))
-    sizes = [end - begin for begin, end in zip(shares.begin, shares.end, strict=True)]
-    assert max(sizes) <= max(-(-total // num_shares), 3 * BLOCK_COST) + CUT_COST
+    sizes = [end - begin for begin, end in zip(splits.begin, splits.end, strict=True)]
+    assert max(sizes) <= max(-(-total // num_splits), 3 * BLOCK_COST) + CUT_COST
 
 
 def test_refuses_with_a_reason():

@@ -250,39 +250,39 @@ LENGTHS = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("num_shares", "sliding_window"))
-def plan_of(seq_lens, *, num_shares, sliding_window):
+@functools.partial(jax.jit, static_argnames=("num_splits", "sliding_window"))
+def plan_of(seq_lens, *, num_splits, sliding_window):
     return make_plan(
         seq_lens,
         jnp.ones_like(seq_lens),
         num_tiles=8,
-        num_shares=num_shares,
+        num_splits=num_splits,
         block_kv=64,
         sliding_window=sliding_window,
     )
 
 
 @pytest.mark.parametrize("lens", LENGTHS)
-@pytest.mark.parametrize(("num_shares", "sliding_window"), [(132, None), (7, 500)])
-def test_shares_hold_every_block_once_and_know_of_each_other(lens, num_shares, sliding_window):
+@pytest.mark.parametrize(("num_splits", "sliding_window"), [(132, None), (7, 500)])
+def test_splits_hold_every_block_once_and_know_of_each_other(lens, num_splits, sliding_window):
     lens = np.array(LENGTHS[lens], np.int32)
-    plan = plan_of(jnp.asarray(lens), num_shares=num_shares, sliding_window=sliding_window)
+    plan = plan_of(jnp.asarray(lens), num_splits=num_splits, sliding_window=sliding_window)
     first = np.maximum(lens - (sliding_window or 2**30), 0) // 64
     blocks = np.repeat(-(-lens // 64) - first, 8)
     costs = BLOCK_COST * blocks + TILE_COST
     tile_begins = np.cumsum(costs) - costs
     done = [[] for _ in blocks]
     waiting, arrived = {}, {}
-    shares = np.asarray(plan.shares).tolist()
-    assert [share[3] for share in shares[1:]] + [costs.sum()] == [share[4] for share in shares]
-    for number, (row, tile, tile_begin, begin, end, owner, place, num_others) in enumerate(shares):
+    splits = np.asarray(plan.splits).tolist()
+    assert [split[3] for split in splits[1:]] + [costs.sum()] == [split[4] for split in splits]
+    for number, (row, tile, tile_begin, begin, end, owner, part_index, num_others) in enumerate(splits):
         index = row * 8 + tile
         while tile_begin < end:
             assert tile_begin == tile_begins[index]
             part = range(*(min(max(-(-(x - tile_begin) // BLOCK_COST), 0), blocks[index]) for x in (begin, end)))
             done[index] += part
             if tile_begin < begin and part:
-                arrived.setdefault((owner, index), []).append(place)
+                arrived.setdefault((owner, index), []).append(part_index)
             elif tile_begin >= begin and len(part) < blocks[index]:
                 waiting[number, index] = list(range(number + 1, number + 1 + num_others))
             tile_begin += costs[index]
@@ -290,14 +290,14 @@ def test_shares_hold_every_block_once_and_know_of_each_other(lens, num_shares, s
     assert done == [list(range(n)) for n in blocks]
     assert arrived == waiting
     assert not np.asarray(plan.arrivals).any()
-    sizes = [share[4] - share[3] for share in shares]
-    assert max(sizes) <= max(-(-costs.sum() // num_shares), MIN_PART) + CUT_COST
+    sizes = [split[4] - split[3] for split in splits]
+    assert max(sizes) <= max(-(-costs.sum() // num_splits), MIN_PART) + CUT_COST
 
 
 def test_tiles_are_not_cut_where_that_gains_nothing():
     for lens, num_cuts in [([160], 0), ([512] * 16, 0), ([4096] * 8, 64), ([8192], 8 * 15)]:
-        plan = plan_of(jnp.array(lens, jnp.int32), num_shares=132, sliding_window=None)
-        assert plan.shares[:, 7].sum() == num_cuts
+        plan = plan_of(jnp.array(lens, jnp.int32), num_splits=132, sliding_window=None)
+        assert plan.splits[:, 7].sum() == num_cuts
 
 
 def test_refuses_with_a_reason():

@@ -129,7 +129,7 @@ def test_interpreted(capsys, case):
     arrays, layout, want = make_case(**INTERPRETED[case])
     block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
     q_slots = 1 if case in ("cap", "Gemma 2") else 2
-    config = Config(block_kv=block_kv, k_stages=3, v_stages=2, q_slots=q_slots, num_blocks=2)
+    config = Config(block_kv=block_kv, k_stages=3, v_stages=2, q_slots=q_slots, num_ctas=2)
     run = functools.partial(ragged_prefill_attention_sm90, **layout, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
 

@@ -83,7 +83,7 @@ def test_answers_that_are_still_written_are_bounded_too(make):
 
 def test_answers_that_are_still_written_are_limited_for_all_workers(make, tmp_path):
     file = tmp_path / "responses.sqlite"
-    first, second = (make(file=file, max_entries=10, place=place) for place in ("api-0", "api-1"))
+    first, second = (make(file=file, max_entries=10, worker=worker) for worker in ("api-0", "api-1"))
     first.put("complete", stored("complete"), owner="me")
     for store, name in ((first, "a"), (second, "b"), (first, "c")):
         assert store.begin(name, stored(name), owner="me", max_incomplete=3)
@@ -194,13 +194,13 @@ def test_workers_begin_with_a_new_file_together(make, tmp_path):
 
 def test_what_a_worker_leaves_unfinished_is_its_successors(make, tmp_path):
     file = tmp_path / "responses.sqlite"
-    first, other = (make(file=file, max_entries=10, place=place) for place in ("api-0", "api-1"))
+    first, other = (make(file=file, max_entries=10, worker=worker) for worker in ("api-0", "api-1"))
     for name in "abc":
         first.begin(name, stored(name), owner="me", max_incomplete=10)
     other.begin("d", stored("d"), owner="me", max_incomplete=10)
     first.replace("b", stored("B"), is_complete=False)
     first.replace("c", stored("C"))
-    second = make(file=file, max_entries=10, place="api-0")
+    second = make(file=file, max_entries=10, worker="api-0")
     assert second.incomplete() == {"a": stored("a"), "b": stored("B")}
     second.replace("a", stored("failed"))
     assert second.incomplete() == {"b": stored("B")}

@@ -18,6 +18,20 @@ from jaxserve.request import SamplingParams
 
 FLOAT32 = np.dtype(np.float32)
 VOCABULARY = 96
+FIELDS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+"""The sizes of a config.json."""
 PROMPTS = [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in (1, 5, 21)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.programs.kind import LEAF, ROWS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
-from jaxserve.execution.step import Begun, Drawn, Forwarded, begin, finish, forward, read_plan, step
+from jaxserve.execution.step import Begun, Drawn, Forwarded, Reading, begin, finish, forward, read_plan, step
 from jaxserve.layers.batch import Launch
 from jaxserve.layers.launch import spans_of_programs
 
@@ -40,6 +40,10 @@ class _WithLayers(Kind, frozen=True):
     def compiler_options(self, model: StepModel) -> dict[str, Any]:
         return super().compiler_options(model) if self.bucket.num_tokens >= CUBLAS_TOKENS else {}
 
+    def reading(self, model: StepModel, *, is_decode_only: bool, launch: Launch = "at once") -> Reading:
+        """Return how the program reads plans."""
+        return Reading(self.bucket, model.layout.group_of_layer, model.kernels, is_decode_only, launch)
+
     def carries_admissions(self, model: StepModel) -> bool:  # noqa: ARG002
         """Return true if the program also admits requests, up to ADMISSIONROWS."""
         return False
@@ -64,9 +68,7 @@ class PlainDecode(_WithLayers, frozen=True, tag=True):
             step,
             family=model.family,
             config=model.config,
-            kernels=model.kernels,
-            group_of_layer=model.layout.group_of_layer,
-            bucket=self.bucket,
+            reading=self.reading(model, is_decode_only=True),
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
         )
 
@@ -92,7 +94,7 @@ class Forward(_WithLayers, frozen=True, tag=True):
             forward,
             family=model.family,
             config=model.config,
-            **_of_plan(model, self.bucket, is_decode_only=self.is_decode_only, launch=launch),
+            reading=self.reading(model, is_decode_only=self.is_decode_only, launch=launch),
         )
 
     @override
@@ -139,13 +141,13 @@ class Begin(_SomeLayers, frozen=True, tag=True):
             begin,
             family=model.family,
             config=model.config,
+            reading=self.reading(model, is_decode_only=False, launch="in programs"),
             span=self.span(model),
-            **_of_plan(model, self.bucket, is_decode_only=False, launch="in programs"),
         )
 
     @override
     def made(self, model: StepModel) -> Begun:
-        return _begun(model, self.bucket)
+        return _begun(self, model)
 
 
 class Finish(_SomeLayers, frozen=True, tag=True):
@@ -164,7 +166,7 @@ class Finish(_SomeLayers, frozen=True, tag=True):
 
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
-        return (_begun(model, self.bucket),)
+        return (_begun(self, model),)
 
     @override
     def made(self, model: StepModel) -> Forwarded:
@@ -178,27 +180,12 @@ class Finish(_SomeLayers, frozen=True, tag=True):
         return (dataclasses.replace(begun, batch=dataclasses.replace(begun.batch, write_index=nowhere, slots=slots)),)
 
 
-def _of_plan(model: StepModel, bucket: Bucket, *, is_decode_only: bool, launch: Launch) -> dict[str, Any]:
-    """Return what tells a program how to read a plan."""
-    return {
-        "kernels": model.kernels,
-        "group_of_layer": model.layout.group_of_layer,
-        "bucket": bucket,
-        "is_decode_only": is_decode_only,
-        "launch": launch,
-    }
-
-
-def _begun(model: StepModel, bucket: Bucket) -> Begun:
+def _begun(program: _WithLayers, model: StepModel) -> Begun:
     """Return the shapes of what the first program of a forward pass leaves for the second."""
-    read = functools.partial(
-        read_plan,
-        **_of_plan(model, bucket, is_decode_only=False, launch="in programs"),
-        block_size=model.block_size,
-        num_blocks=1,
-    )
-    _, batch, rows = jax.eval_shape(read, model.slots, model.packed(bucket))
-    return Begun(model.hidden(bucket), *jax.tree.map(model.replicate, (batch, rows)))
+    reading = program.reading(model, is_decode_only=False, launch="in programs")
+    read = functools.partial(read_plan, reading=reading, block_size=model.block_size, num_blocks=1)
+    _, batch, rows = jax.eval_shape(read, model.slots, model.packed(program.bucket))
+    return Begun(model.hidden(program.bucket), *jax.tree.map(model.replicate, (batch, rows)))
 
 
 def _only(span: range, of_layers: Sequence[Any]) -> tuple[Any, ...]:

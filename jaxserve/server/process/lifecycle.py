@@ -66,7 +66,7 @@ def make_state(
     *,
     metrics_file: pathlib.Path | None = None,
     responses_file: pathlib.Path | None = None,
-    place: str = "",
+    worker: str = "",
 ) -> ServerState:
     """Make the state of the routes, for a server or for a batch; arguments are as in `Server`. Raises ConfigError."""
     names = tuple(config.served_model_name) or (frontend.client.info.model,)
@@ -90,7 +90,7 @@ def make_state(
             frontend.tokenizer, (choice or _choose(frontend, config)).syntax, vocab_size=frontend.client.info.vocab_size
         ),
         responses=ResponseStore(
-            max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, place=place
+            max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, worker=worker
         ),
     )
 
@@ -106,17 +106,17 @@ class Server:
         listener: socket.socket,
         metrics_file: pathlib.Path | None = None,
         responses_file: pathlib.Path | None = None,
-        place: str = "",
+        worker: str = "",
     ):
         """Prepare a server.
 
         `metrics_file` is this server's file in a folder common to all workers, whose sums /metrics reports;
-        `responses_file` holds the stored responses of all of them. None if there are no others. `place` identifies this
-        worker across restarts: responses that its predecessor left unfinished are marked as failed.
+        `responses_file` holds the stored responses of all of them. None if there are no others. `worker` names this one
+        across restarts: responses that its predecessor left unfinished are marked as failed.
         """
         self._choice = _choose(frontend, config)
         self.state = make_state(
-            frontend, config, self._choice, metrics_file=metrics_file, responses_file=responses_file, place=place
+            frontend, config, self._choice, metrics_file=metrics_file, responses_file=responses_file, worker=worker
         )
         fail_abandoned(self.state.responses)
         self.address: tuple[str, int] = listener.getsockname()[:2]

@@ -14,7 +14,7 @@ FLUSH_TIMEOUT = 2
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The parent's settings for a worker.
 
-    `name` is the engine's name for this process, new with each start; `place` identifies the worker across restarts;
+    `name` is the engine's name for this process, new with each start; `worker` identifies the worker across restarts;
     `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
     same for all. With `opens_when_told` it waits for the others, and reports first that it is ready, then that it
     serves.
@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerConfig
     name: str
-    place: str
+    worker: str
     tells: bool
     folder: str
     listener: int

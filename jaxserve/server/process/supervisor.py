@@ -133,14 +133,14 @@ class Supervisor:
         self._signalled.set()
 
     async def _start_worker(self, worker: _Worker) -> None:
-        place = f"api-{worker.index}"
-        worker.client = f"{place}-{worker.num_starts}"
+        name = f"api-{worker.index}"
+        worker.client = f"{name}-{worker.num_starts}"
         worker.num_starts += 1
         is_first = worker.num_starts == 1
         settings = Settings(
             server=self._config,
             name=worker.client,
-            place=place,
+            worker=name,
             tells=worker.index == 0 and is_first,
             folder=str(self._folder),
             listener=worker.listener.fileno(),

@@ -67,7 +67,7 @@ async def _start(
         listener=listener,
         metrics_file=pathlib.Path(settings.metrics_file),
         responses_file=folder / "responses.sqlite",
-        place=settings.place,
+        worker=settings.worker,
     )
     if settings.tells:
         server.tell_syntax()

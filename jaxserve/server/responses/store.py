@@ -31,7 +31,7 @@ create table if not exists responses (
     items blob not null,
     num_inputs integer not null,
     is_cancelled integer not null default 0,
-    place text  -- of the worker that still writes it; null when it is complete
+    worker text  -- that still writes it; null when it is complete
 );
 create index if not exists by_number on responses (number);
 create table if not exists items (
@@ -81,15 +81,15 @@ class ResponseStore:
         max_entries: int,
         ttl: float,
         file: pathlib.Path | None = None,
-        place: str = "",
+        worker: str = "",
         max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.time,
     ):
-        """Open the store. `place` identifies the worker among those with the same file; a restarted worker keeps it."""
+        """Open the store. `worker` names the process among those with the same file, also after a restart."""
         self.max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl = ttl
-        self._place = place
+        self._worker = worker
         self._clock = clock
         self._lock = threading.Lock()
         try:
@@ -123,10 +123,10 @@ class ResponseStore:
         now = self._clock()
         with self._transaction() as database:
             begun = database.execute(  # one statement, so that it is atomic for other processes
-                "insert into responses (id, owner, place, number, expires, body, items, num_inputs) "
+                "insert into responses (id, owner, worker, number, expires, body, items, num_inputs) "
                 "select ?, ?, ?, (select coalesce(max(number), 0) + 1 from responses), ?, ?, ?, ? "
-                "where (select count(*) from responses where place is not null) < ?",
-                (response_id, owner, self._place, now + self._ttl, *stored.columns, max_incomplete),
+                "where (select count(*) from responses where worker is not null) < ?",
+                (response_id, owner, self._worker, now + self._ttl, *stored.columns, max_incomplete),
             )
             self._make_room(database, now)
             return begun.rowcount > 0
@@ -141,8 +141,8 @@ class ResponseStore:
             _index(database, response_id, stored)
             if is_complete:
                 database.execute(
-                    "update responses set place = null, expires = ?, "
-                    "number = (select max(number) + 1 from responses) where id = ? and place is not null",
+                    "update responses set worker = null, expires = ?, "
+                    "number = (select max(number) + 1 from responses) where id = ? and worker is not null",
                     (now + self._ttl, response_id),
                 )
             self._make_room(database, now)
@@ -151,7 +151,7 @@ class ResponseStore:
         """Return the answers, by id, that this worker or its predecessor has not completed."""
         with self._transaction() as database:
             rows = database.execute(
-                "select id, body, items, num_inputs from responses where place = ?", (self._place,)
+                "select id, body, items, num_inputs from responses where worker = ?", (self._worker,)
             ).fetchall()
         return {response_id: StoredResponse(*stored) for response_id, *stored in rows}
 
@@ -160,7 +160,7 @@ class ResponseStore:
         with self._transaction() as database:
             row = database.execute(
                 "select body, items, num_inputs from responses "
-                "where id = ? and owner = ? and (expires > ? or place is not null)",
+                "where id = ? and owner = ? and (expires > ? or worker is not null)",
                 (response_id, owner, self._clock()),
             ).fetchone()
         return None if row is None else StoredResponse(*row)
@@ -210,13 +210,13 @@ class ResponseStore:
             self._database.close()
 
     def _make_room(self, database: sqlite3.Connection, now: float) -> None:
-        database.execute("delete from responses where expires <= ? and place is null", (now,))
+        database.execute("delete from responses where expires <= ? and worker is null", (now,))
         # Keep the newest that fit, after those that are incomplete.
         database.execute(
             "delete from responses where number not in (select number from (select number, "
             "row_number() over newest as position, sum(length(body) + length(items) + "
             "coalesce((select sum(length(frame)) from events where response_id = id), 0)) over newest as bytes "
-            "from responses window newest as (order by place is null, number desc)) "
+            "from responses window newest as (order by worker is null, number desc)) "
             "where position <= ? and bytes <= ?)",
             (self.max_entries, self._max_bytes),
         )
