@@ -20,6 +20,7 @@ from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation, half_split_order
 from pallas_kernels.kv_write import HeadNorms
 from pallas_kernels.paging import Scores
+from pallas_kernels.row_quantization import QuantizedRows
 
 
 def attention_specs(
@@ -102,7 +103,7 @@ def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_inter
 
 def self_attention(
     params: Params,
-    x: Float[Array, "T E"],
+    x: Float[Array, "T E"] | QuantizedRows,
     cache: KeyValueCache,
     *,
     batch: Batch,

@@ -24,6 +24,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.peers import summed
 from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce
 from pallas_kernels.paging import Scores
 
@@ -33,8 +34,11 @@ Mlp = Callable[[Params, Array], Array]
 """(weights, input) -> output"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
-AddNorm = Callable[[Array, Array, Any], tuple[Array, Array]]
-"""(residual stream, update, weights) -> (their sum, its norm)"""
+AddNorm = Callable[..., tuple[Array, Any]]
+"""(residual stream, update, weights, reader=weight) -> (their sum, its norm)
+
+A `reader` alone is multiplied by the norm, which may be rows that are rounded for it.
+"""
 Block = Callable[[Params, Array, Array | None, Any], tuple[Array, Array | None, Any]]
 """(weights of the layer, residual stream, update that is still to be added to it, LayerCache) -> the last three
 
@@ -302,16 +306,18 @@ def sequential_block(
     def normed(name: str, y: Array) -> Array:
         return norm(y, layer[name]) if name in layer else y
 
-    def add(x: Array, update: Array | None, name: str) -> tuple[Array, Array]:
+    def add(x: Array, update: Array | None, name: str, reader: Weight | None) -> tuple[Array, Any]:
         if update is not None and add_norm is not None and name in layer:
-            return add_norm(x, update, layer[name])
+            return add_norm(x, update, layer[name], reader=reader)
         x = x if update is None else x + update
         return x, normed(name, x)
 
-    x, y = add(x, update, "attention_norm")
-    update, cache = attend(layer["attention"], y, cache)
-    x, y = add(x, normed("attention_post_norm", update), "mlp_norm")
-    return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), cache
+    attention, feed_forward = layer["attention"], layer["mlp"]
+    x, y = add(x, update, "attention_norm", attention.get("qkv"))
+    update, cache = attend(attention, y, cache)
+    gate_up = None if "experts" in feed_forward else feed_forward.get("gate_up")
+    x, y = add(x, normed("attention_post_norm", update), "mlp_norm", gate_up)
+    return x, normed("mlp_post_norm", mlp(feed_forward, y)), cache
 
 
 def parallel_block(

@@ -16,10 +16,11 @@ from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers
+from pallas_kernels.row_quantization import QuantizedRows
 
 
 def linear(
-    x: Float[Array, " T *inputs"],
+    x: Float[Array, " T *inputs"] | QuantizedRows,
     weight: Weight,
     bias: Float[Array, "*outputs"] | None = None,
     *,
@@ -29,12 +30,14 @@ def linear(
 ) -> Float[Array, " T *outputs"]:
     """Multiply by the weight as `Weight.multiply` does, and add the bias; the result is in x's dtype by default.
 
-    With `kernels` few rows are multiplied by codes where a kernel converts them. Raises ValueError for
-    `leaves_partial_sums` with a bias.
+    With `kernels` few rows are multiplied by codes where a kernel converts them. The weight of rows that are rounded
+    already is one that rounds them. Raises ValueError for `leaves_partial_sums` with a bias.
     """
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
-    if linear_part(x, weight, kernels=kernels).kernel == Kernel.QUANTIZED_MATMUL:
+    if isinstance(x, QuantizedRows):
+        y = weight.multiply_rounded(x, output_dtype=output_dtype or x.dtype)
+    elif linear_part(x, weight, kernels=kernels).kernel == Kernel.QUANTIZED_MATMUL:
         y = _multiply_codes(x, weight, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
     else:
         y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
@@ -42,7 +45,7 @@ def linear(
 
 
 def linear_with_sum(
-    x: Float[Array, " T *inputs"],
+    x: Float[Array, " T *inputs"] | QuantizedRows,
     weight: Weight,
     bias: Float[Array, " E"] | None,
     *,

@@ -12,9 +12,10 @@ from jaxserve.layers.batch import Kernels
 from jaxserve.layers.linear import gated_linear_of_codes, linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import Kernel, gate_up_part
-from jaxserve.layers.weight import Weight, multiply_rounded
+from jaxserve.layers.weight import gated_linear_unit_of_rounded
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
+from pallas_kernels.row_quantization import QuantizedRows
 
 
 def gated_mlp_specs(
@@ -63,7 +64,7 @@ def _matrix(source: str, shape: tuple[int, int], *, axes: tuple[str, str]) -> Pa
 
 def gated_mlp(
     params: Params,
-    x: Float[Array, "T E"],
+    x: Float[Array, "T E"] | QuantizedRows,
     activation: str | Gate,
     *,
     kernels: Kernels = "xla",
@@ -77,18 +78,19 @@ def gated_mlp(
     """
     sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": leaves_partial_sums}
     with jax.named_scope("mlp"):
-        inner = _gated_linear_unit(params["gate_up"], params.get("gate_up_bias"), x, activation, kernels=kernels)
+        inner = _gated_linear_unit(params, x, activation, kernels=kernels)
         return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)
 
 
 def _gated_linear_unit(
-    weight: Weight,
-    bias: Float[Array, "2 F"] | None,
-    x: Float[Array, "T E"],
+    params: Params,
+    x: Float[Array, "T E"] | QuantizedRows,
     activation: str | Gate,
     *,
     kernels: Kernels,
-) -> Float[Array, "T F"]:
+) -> Float[Array, "T F"] | QuantizedRows:
+    """Return the input of `params["down"]`: as codes if it rounds its rows to some, and a kernel gives them."""
+    weight, bias = params["gate_up"], params.get("gate_up_bias")
     part = gate_up_part(x, weight, activation, kernels=kernels, has_bias=bias is not None)
     if part.reason is not None:
         gate_up = linear(x, weight, bias, kernels=kernels)
@@ -96,9 +98,8 @@ def _gated_linear_unit(
     assert isinstance(activation, str)
     function = ACTIVATIONS[activation]
     if part.kernel == Kernel.SCALED_MATMUL:
-        matrix = weight.matrix_of_rounded(len(x), 1)
-        assert matrix is not None
-        return multiply_rounded(x, matrix, activation=function, output_dtype=x.dtype)
+        return gated_linear_unit_of_rounded(x, weight, params["down"], function, by_xla=kernels == "xla")
+    assert not isinstance(x, QuantizedRows)
     if part.kernel == Kernel.QUANTIZED_MATMUL:
         return gated_linear_of_codes(x, weight, function)
     run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)

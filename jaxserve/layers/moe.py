@@ -25,6 +25,7 @@ from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.peers import PeerBuffers
+from pallas_kernels.row_quantization import QuantizedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec
 
 def moe_or_mlp(
     params: Params,
-    x: Float[Array, "T E"],
+    x: Float[Array, "T E"] | QuantizedRows,
     *,
     batch: Batch,
     routing: Routing,
@@ -138,6 +139,7 @@ def moe_or_mlp(
     }
     if "experts" not in params:
         return gated_mlp(params, x, **options)
+    assert not isinstance(x, QuantizedRows)
     num_tokens = batch.query_starts[batch.num_rows]
     return moe(params, x, num_tokens, routing=routing, **options)
 

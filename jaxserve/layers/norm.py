@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
-from pallas_kernels import all_reduce
+from pallas_kernels import all_reduce, row_quantization
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 
@@ -57,10 +58,12 @@ def add_rms_norm(
     *,
     kernels: Kernels,
     peers: PeerBuffers | None = None,
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    reader: Weight | None = None,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | row_quantization.QuantizedRows]:
     """Return the sum and its `rms_norm`, in one kernel if `kernels` has one for such rows.
 
-    Each device may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
+    That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows. Each device
+    may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
     """
     mesh, unreduced = jax.typeof(x).sharding.mesh, jax.typeof(update).sharding.spec.unreduced
     if unreduced:
@@ -79,6 +82,10 @@ def add_rms_norm(
         return total, rms_norm(total, weight, eps)
     with jax.named_scope("norm"):
         run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
+        if reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
+            run = functools.partial(
+                row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels
+            )
         if mesh.empty:
             return run(x, update, weight)
         everywhere = PartitionSpec()  # each device has all rows

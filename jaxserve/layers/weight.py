@@ -6,7 +6,6 @@ host, partition specs. Layers call its methods, such as `multiply` and `take`, a
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, override
@@ -19,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.tiled_product import multiply_in_tiles
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
-from pallas_kernels import scaled_matmul
-from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels import row_quantization, scaled_matmul
+from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
+from pallas_kernels.row_quantization import QuantizedRows
 
 
 class Weight(abc.ABC):
@@ -86,6 +86,15 @@ class Weight(abc.ABC):
         None if they are multiplied as they are.
         """
         return None
+
+    def rounds_to(self, num_rows: int, num_inputs: int) -> Code | None:
+        """Return the codes that so many rows are rounded to before they are multiplied, or None."""
+        matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(num_rows, num_inputs), self)
+        return None if matrix is None else matrix.code
+
+    def multiply_rounded(self, x: QuantizedRows, *, output_dtype: jnp.dtype) -> Float[Array, " T *outputs"]:
+        """Multiply rows that were rounded to the codes of `rounds_to`. Raises NotImplementedError if that is None."""
+        raise NotImplementedError("no rows are rounded for this weight")
 
     @property
     def ndim(self) -> int:
@@ -260,7 +269,9 @@ class Quantized(Weight):
         Many rows are rounded to 8 bits first where the scheme says so.
         """
         if (matrix := self.matrix_of_rounded(len(x), x.ndim - 1)) is not None:
-            return self._multiply_rounded(x, matrix, output_dtype=output_dtype)
+            return self._multiply_rounded(x.reshape(len(x), -1), matrix, output_dtype=output_dtype).reshape(
+                len(x), *self.shape[: self.ndim - (x.ndim - 1)]
+            )
         if self.is_split:
             return super().multiply(x, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
         outputs = self.shape[: self.ndim - (x.ndim - 1)]
@@ -320,17 +331,18 @@ class Quantized(Weight):
         matrix = self.quantized_matrix(num_inputs)
         return None if matrix is None or scaled_matmul.why_not(matrix) is not None else matrix
 
+    @override
+    def multiply_rounded(self, x: QuantizedRows, *, output_dtype: jnp.dtype) -> Float[Array, " T *outputs"]:
+        matrix = self.matrix_of_rounded(len(x), 1)
+        assert matrix is not None
+        return self._multiply_rounded(x, matrix, output_dtype=output_dtype).reshape(len(x), *self.shape[:-1])
+
     def _multiply_rounded(
-        self, x: Float[Array, " T *inputs"], matrix: QuantizedMatrix, *, output_dtype: jnp.dtype
-    ) -> Float[Array, " T *outputs"]:
+        self, x: Float[Array, "T K"] | QuantizedRows, matrix: QuantizedMatrix, *, output_dtype: jnp.dtype
+    ) -> Float[Array, "T N"]:
         rounded = self.scheme.rounds_activations
-        y = multiply_rounded(
-            x.reshape(len(x), -1),
-            matrix.ungated(),
-            output_dtype=output_dtype,
-            by_xla=rounded is not None and rounded.by_xla,
-        )
-        return y.reshape(len(x), *self.shape[: self.ndim - (x.ndim - 1)])
+        by_xla = rounded is not None and rounded.by_xla
+        return multiply_rounded(x, matrix.ungated(), output_dtype=output_dtype, by_xla=by_xla)
 
 
 def _with_one_output_axis(values: Array) -> Array:
@@ -338,21 +350,71 @@ def _with_one_output_axis(values: Array) -> Array:
 
 
 def multiply_rounded(
-    x: Float[Array, "T K"],
+    x: Float[Array, "T K"] | QuantizedRows,
     matrix: QuantizedMatrix,
     *,
-    activation: Callable[[Array], Array] | None = None,
     output_dtype: jnp.dtype,
-    by_xla: bool = False,
+    by_xla: bool,
 ) -> Float[Array, "T N"]:
     """Multiply rows, rounded to 8 bits, by what `Weight.matrix_of_rounded` gives; each device has all of it."""
-    run = functools.partial(
-        scaled_matmul.scaled_matmul,
-        activation=activation,
-        output_dtype=output_dtype,
-        implementation="xla" if by_xla else scaled_matmul.best_implementation(matrix),
-    )
-    if not jax.typeof(x).sharding.mesh.empty:
+
+    def run(x: Array | QuantizedRows, matrix: QuantizedMatrix) -> Array:
+        return scaled_matmul.scaled_matmul(
+            _rounded(x, matrix.code, by_xla=by_xla),
+            matrix,
+            output_dtype=output_dtype,
+            implementation=_implementation(matrix, by_xla=by_xla),
+        )
+
+    return _on_each_device(run, x, matrix)
+
+
+def gated_linear_unit_of_rounded(
+    x: Float[Array, "T E"] | QuantizedRows,
+    weight: Weight,
+    following: Weight,
+    activation: Callable[[Array], Array],
+    *,
+    by_xla: bool,
+) -> Float[Array, "T F"] | QuantizedRows:
+    """Return activation(gate) * up of rows that are rounded for a weight [2, F, E]; as the codes that it is rounded to
+    if the weight that it is multiplied by next does so.
+    """
+    matrix, code = weight.matrix_of_rounded(len(x), 1), following.rounds_to(len(x), 1)
+    assert matrix is not None
+    implementation = _implementation(matrix, by_xla=by_xla)
+
+    def run(x: Array | QuantizedRows, matrix: QuantizedMatrix) -> Array | QuantizedRows:
+        rows = _rounded(x, matrix.code, by_xla=by_xla)
+        if code is None:
+            return scaled_matmul.scaled_matmul(rows, matrix, activation=activation, implementation=implementation)
+        return scaled_matmul.gated_matmul_and_quantize(
+            rows,
+            matrix,
+            code,
+            activation=activation,
+            implementation=implementation,
+            rounding="xla" if by_xla else "sm90",
+        )
+
+    return _on_each_device(run, x, matrix)
+
+
+def _rounded(x: Array | QuantizedRows, code: Code, *, by_xla: bool) -> QuantizedRows:
+    if isinstance(x, QuantizedRows):
+        return x
+    best = row_quantization.best_implementation(x.shape[1], x.dtype)
+    return row_quantization.quantize_rows(x, code, implementation="xla" if by_xla else best)
+
+
+def _implementation(matrix: QuantizedMatrix, *, by_xla: bool) -> scaled_matmul.Implementation:
+    return "xla" if by_xla else scaled_matmul.best_implementation(matrix)
+
+
+def _on_each_device[Result](
+    run: Callable[[Any, QuantizedMatrix], Result], x: Array | QuantizedRows, matrix: QuantizedMatrix
+) -> Result:
+    if not jax.typeof(matrix.codes).sharding.mesh.empty:
         everywhere = PartitionSpec()
         run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     return run(x, matrix)

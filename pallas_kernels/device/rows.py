@@ -1,11 +1,17 @@
-"""Rows in the registers of a warpgroup, and their RMS norms."""
+"""Rows in the registers of a warpgroup: their RMS norms and largest values."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.mlir import REF, as_index, const_i32, elements_of, inline
+from pallas_kernels.jax_internals import arith, memref
 
 THREADS = 128
 """Threads of a warpgroup."""
@@ -35,3 +41,24 @@ def norm(row, load_gain: Callable[[], Any], *, eps: float):
     scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
     gain = load_gain().astype(jnp.float32)
     return (wide * scale * gain).astype(row.dtype)
+
+
+def store_warp_maxima(maxima, values, warpgroup, *, interpret: bool) -> None:
+    """Store the largest value of each warp, NaN if it has one, at `maxima[4 * warpgroup + warp]` in shared memory.
+
+    `values` is a row, or a part of one, in a warpgroup's registers. Others see the maxima after a barrier.
+    """
+    if interpret:
+        maxima[pl.ds(4 * warpgroup, 4)] = jnp.max(values.reshape(4, -1), axis=1)
+    else:
+        inline(_store_warp_maxima, REF, row_layout(len(values)))(maxima, values)
+
+
+def _store_warp_maxima(_, maxima, values) -> None:
+    lanes = [x for register in values.registers.flat for x in elements_of(register, register.type.shape[0])]
+    largest = functools.reduce(arith.maximumf, lanes)
+    for distance in (16, 8, 4, 2, 1):
+        largest = arith.maximumf(largest, mgpu.utils.shfl_bfly(largest, distance))
+    index = mgpu.utils.thread_idx()
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(index, const_i32(32)), const_i32(0))):
+        memref.store(largest, maxima, [as_index(arith.divui(index, const_i32(32)))])

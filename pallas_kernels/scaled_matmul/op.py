@@ -1,4 +1,4 @@
-"""The public operation: rows and weights of 8 bits, multiplied by the tensor cores for 8 bits and scaled afterwards."""
+"""The public operations: rows and weights of 8 bits, multiplied by tensor cores for 8 bits and scaled afterwards."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -8,23 +8,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels import row_quantization
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
-from pallas_kernels.scaled_matmul.sm90 import CODES, scaled_matmul_sm90, why_not_matrix, why_not_values
+from pallas_kernels.row_quantization import CODES, QuantizedRows, gate_and_quantize, quantize_rows, why_not_gated
+from pallas_kernels.scaled_matmul.sm90 import scaled_matmul_sm90, why_not_matrix, why_not_values
 
 Implementation = Literal["xla", "sm90"]
-
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-"""Magnitude of the largest code, which the largest value of a row becomes."""
-SMALLEST_SCALE = 1e-12
-"""Scale of a row of zeros."""
-
-
-def quantize_rows(x: Float[Array, "M K"], code: Code) -> tuple[Shaped[Array, "M K"], Float[Array, " M"]]:
-    """Return the codes that values are rounded to, and the scale of each row, in float32."""
-    values = x.astype(jnp.float32)
-    scales = jnp.maximum(jnp.max(jnp.abs(values), axis=1) / LARGEST[code], SMALLEST_SCALE)
-    scaled = values / scales[:, None]
-    return (scaled if code == "fp8" else jnp.round(scaled)).astype(CODES[code]), scales
 
 
 def why_not(weight: QuantizedMatrix) -> str | None:
@@ -42,14 +31,14 @@ def best_implementation(weight: QuantizedMatrix) -> Implementation:
 
 
 def scaled_matmul(
-    x: Float[Array, "M K"],
+    x: QuantizedRows,
     weight: QuantizedMatrix,
     *,
     activation: Callable[[Array], Array] | None = None,
     output_dtype: DTypeLike | None = None,
     implementation: Implementation = "xla",
 ) -> Float[Array, "M N"]:
-    """Compute x @ weight^T with each row of x rounded to 8 bits, in the kind of codes that the weight has.
+    """Compute x @ weight^T of rows and a weight of the same kind of codes.
 
     Products of codes are summed up to float32's precision, at least after each 128 columns, and then multiplied by both
     scales. The result is in x's dtype or another. With an `activation` the weight is [2, N, K], gate and up, and the
@@ -57,46 +46,79 @@ def scaled_matmul(
 
     "sm90" is a Mosaic kernel for Hopper GPUs. "xla" is for weights with one scale an output: cuBLAS on a GPU, whose
     sums are rounded to `output_dtype` before they are scaled. Raises ValueError for an unknown implementation or shapes
-    that do not fit together, NotImplementedError for weights that the implementation does not take, with the reason.
+    and codes that do not fit together, NotImplementedError for weights that the implementation does not take, with the
+    reason.
     """
+    _check(x, weight, has_activation=activation is not None, implementation=implementation)
+    dtype = jnp.dtype(output_dtype or x.dtype)
+    if implementation == "sm90":
+        return scaled_matmul_sm90(x.codes, x.scales, weight, activation=activation, output_dtype=dtype)
+    y = _sums(x, weight, dtype).astype(jnp.float32) * x.scales[:, None] * _output_scales(weight)[None]
+    if activation is not None:
+        gate, up = jnp.split(y, 2, axis=1)
+        y = activation(gate) * up
+    return y.astype(dtype)
+
+
+def gated_matmul_and_quantize(
+    x: QuantizedRows,
+    weight: QuantizedMatrix,
+    code: Code,
+    *,
+    activation: Callable[[Array], Array],
+    implementation: Implementation = "xla",
+    rounding: row_quantization.Implementation = "xla",
+) -> QuantizedRows:
+    """Return the codes that `scaled_matmul` with an activation is rounded to, which the next matmul takes.
+
+    `rounding` is the implementation of the rounding, where it takes such rows. Errors are those of `scaled_matmul`.
+    """
+    if implementation == "sm90":
+        y = scaled_matmul(x, weight, activation=activation, implementation=implementation)
+        best = row_quantization.best_implementation(y.shape[1], y.dtype)
+        return quantize_rows(y, code, implementation=best if rounding == "sm90" else "xla")
+    _check(x, weight, has_activation=True, implementation=implementation)
+    sums = _sums(x, weight, x.dtype)
+    return gate_and_quantize(
+        sums,
+        x.scales,
+        _output_scales(weight),
+        code,
+        activation=activation,
+        dtype=x.dtype,
+        implementation=rounding if why_not_gated(sums.shape[1] // 2, sums.dtype) is None else "xla",
+    )
+
+
+def _check(x: QuantizedRows, weight: QuantizedMatrix, *, has_activation: bool, implementation: str) -> None:
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if x.shape[1] != weight.depth:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of {weight.depth} columns")
-    if weight.is_gated != (activation is not None):
+    if weight.is_gated != has_activation:
         raise ValueError("a weight of gate and up and an activation go together")
     reason = why_not_matrix(weight) if implementation == "sm90" else why_not(weight)
     if implementation == "xla" and reason is None and weight.group_size != weight.depth:
         reason = f"one scale an output, got one for {weight.group_size} of {weight.depth} columns"
     if reason is not None:
         raise NotImplementedError(f"a scaled matmul takes {reason}")
-    dtype = jnp.dtype(output_dtype or x.dtype)
-    codes, scales = quantize_rows(x, weight.code)
-    if implementation == "sm90":
-        return scaled_matmul_sm90(codes, scales, weight, activation=activation, output_dtype=dtype)
-    return _scaled_matmul_xla(codes, scales, weight, activation=activation, output_dtype=dtype)
+    if x.codes.dtype != weight.codes.dtype:
+        raise ValueError(f"x has codes of {x.codes.dtype}, the weight of {weight.codes.dtype}")
 
 
-def _scaled_matmul_xla(
-    x: Shaped[Array, "M K"],
-    x_scales: Float[Array, " M"],
-    weight: QuantizedMatrix,
-    *,
-    activation: Callable[[Array], Array] | None,
-    output_dtype: Any,
-) -> Float[Array, "M N"]:
+def _sums(x: QuantizedRows, weight: QuantizedMatrix, dtype: Any) -> Shaped[Array, "M N"]:
+    """Return sums of products of codes, by XLA: in `dtype`, or int32 for integers."""
     # cuBLAS promotes sums of FP8 products at the highest precision only: without, those of 14,336 positive products
     # were 20% too small on an H200.
-    sums = jax.lax.dot_general(
-        x,
+    return jax.lax.dot_general(
+        x.codes,
         weight.codes.reshape(-1, weight.depth),
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if weight.code == "fp8" else None,
-        preferred_element_type=output_dtype if weight.code == "fp8" else jnp.int32,
+        preferred_element_type=dtype if weight.code == "fp8" else jnp.int32,
     )
-    y = sums.astype(jnp.float32) * x_scales[:, None] * weight.scales.astype(jnp.float32).reshape(1, -1)
-    if activation is not None:
-        gate, up = jnp.split(y, 2, axis=1)
-        y = activation(gate) * up
-    return y.astype(output_dtype)
+
+
+def _output_scales(weight: QuantizedMatrix) -> Float[Array, " N"]:
+    return weight.scales.astype(jnp.float32).reshape(-1)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.row_quantization import CODES
 from pallas_kernels.scaled_matmul.kernel import (
     COLUMNS,
     PIECE,
@@ -34,7 +35,6 @@ from pallas_kernels.scaled_matmul.kernel import (
 
 TILE = UNITS * ROWS
 """Rows of a tile. With fewer rows a tile would be larger than the operand."""
-CODES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

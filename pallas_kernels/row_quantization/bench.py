@@ -1,0 +1,68 @@
+"""Benchmark of what stands between the matmuls of 8 bits of a Llama-3-8B layer: rounding, alone and behind a norm or a
+gate.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.row_quantization.op import (
+    Implementation,
+    add_rms_norm_and_quantize,
+    gate_and_quantize,
+    quantize_rows,
+)
+from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+
+_OF_GATE = {"activation": jax.nn.silu, "dtype": jnp.bfloat16}
+
+
+def row_quantization_rows() -> Iterator[Row]:
+    """Yield a row for each operation, number of rows and implementation."""
+    size, inner = (4096, 14_336) if on_gpu() else (256, 512)
+    # Name, operation, bytes and columns of a row, arrays of rows.
+    cases: tuple[tuple[str, Callable[..., Any], int, int, int], ...] = (
+        ("rounding", quantize_rows, 3 * size, size, 1),
+        ("rounding", quantize_rows, 3 * inner, inner, 1),
+        (
+            "addition, norm, rounding",
+            lambda x, update, implementation, code: add_rms_norm_and_quantize(
+                x, update, x[0], code, eps=1e-5, implementation=implementation
+            ),
+            7 * size,
+            size,
+            2,
+        ),
+        (
+            "gate, rounding",
+            lambda sums, implementation, code: gate_and_quantize(
+                sums,
+                jnp.ones(len(sums)),
+                jnp.ones(sums.shape[1]),
+                code,
+                **_OF_GATE,
+                implementation=implementation,
+            ),
+            5 * inner,
+            2 * inner,
+            1,
+        ),
+    )
+    implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
+    for (name, operation, bytes_per_row, columns, arrays), num_rows in itertools.product(
+        cases, (64, 256, 8192) if on_gpu() else (64,)
+    ):
+        num_bytes = num_rows * bytes_per_row
+        inputs = [_arrays((arrays, num_rows, columns), seed) for seed in range(num_rotations(num_bytes))]
+        for implementation in implementations:
+            call = functools.partial(operation, implementation=implementation, code="fp8")
+            case = f"{name}, {num_rows} x {columns}"
+            yield Row(case, implementation, measure(call, inputs), floor(num_bytes=num_bytes))
+
+
+def _arrays(shape: tuple[int, int, int], seed: int) -> tuple[jax.Array, ...]:
+    return tuple(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16))

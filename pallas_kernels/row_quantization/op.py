@@ -1,0 +1,106 @@
+"""The public operations: what stands between two matmuls of 8 bits, up to the codes of the second one's rows."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.device.codes import Code
+from pallas_kernels.device.rows import why_not_row
+from pallas_kernels.row_quantization import sm90
+from pallas_kernels.row_quantization.rounding import QuantizedRows, codes_of, scale_of
+
+Implementation = Literal["xla", "sm90"]
+
+
+def best_implementation(size: int, dtype: Any) -> Implementation:
+    """Return the faster implementation of `quantize_rows` on a Hopper GPU for rows of `size` values."""
+    return "sm90" if why_not_row(size, dtype) is None else "xla"
+
+
+def quantize_rows(x: Float[Array, "M K"], code: Code, *, implementation: Implementation = "xla") -> QuantizedRows:
+    """Return the codes that values are rounded to, each row by its largest magnitude.
+
+    "sm90" is a Mosaic kernel for Hopper GPUs. Raises ValueError for an unknown implementation, NotImplementedError for
+    rows that "sm90" does not take, with the reason.
+    """
+    if _is_sm90(implementation):
+        _check(why_not_row(x.shape[1], x.dtype))
+        codes, scales = sm90.quantize_rows(x, code=code)
+    else:
+        values = x.astype(jnp.float32)
+        scales = scale_of(jnp.max(jnp.abs(values), axis=1), code)
+        codes = codes_of(values, scales[:, None], code)
+    return QuantizedRows(codes=codes, scales=scales, dtype=jnp.dtype(x.dtype))
+
+
+def add_rms_norm_and_quantize(
+    x: Float[Array, "T E"],
+    update: Float[Array, "T E"],
+    weight: Float[Array, " E"],
+    code: Code,
+    *,
+    eps: float,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "T E"], QuantizedRows]:
+    """Return what `add_rms_norm` does, the norm as the codes that it is rounded to; errors are those of both."""
+    if not _is_sm90(implementation):
+        total, normed = add_rms_norm(x, update, weight, eps=eps)
+        return total, quantize_rows(normed, code)
+    _check(why_not_row(x.shape[1], x.dtype))
+    if update.dtype != x.dtype:
+        raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
+    total, codes, scales = sm90.add_rms_norm_and_quantize(x, update, weight, code=code, eps=eps)
+    return total, QuantizedRows(codes=codes, scales=scales, dtype=jnp.dtype(x.dtype))
+
+
+def gate_and_quantize(
+    sums: Num[Array, "M N"],
+    row_scales: Float[Array, " M"],
+    output_scales: Float[Array, " N"],
+    code: Code,
+    *,
+    activation: Callable[[Array], Array],
+    dtype: DTypeLike,
+    implementation: Implementation = "xla",
+) -> QuantizedRows:
+    """Return the codes of activation(gate) * up in `dtype`, of a product of rows and a weight of 8 bits.
+
+    `sums` are those of gate and then those of up, which are still to be multiplied by both scales. The activation gets
+    float32 and is a static argument of a jitted function. "sm90" is a Mosaic kernel for Hopper GPUs. Raises ValueError
+    for an unknown implementation, NotImplementedError for what "sm90" does not take, with the reason.
+    """
+    if _is_sm90(implementation):
+        _check(why_not_gated(sums.shape[1] // 2, sums.dtype))
+        codes, scales = sm90.gate_and_quantize(
+            sums, row_scales, output_scales, code=code, activation=activation, dtype=jnp.dtype(dtype)
+        )
+        return QuantizedRows(codes=codes, scales=scales, dtype=jnp.dtype(dtype))
+    values = sums.astype(jnp.float32) * row_scales[:, None] * output_scales.astype(jnp.float32)[None]
+    gate, up = jnp.split(values, 2, axis=1)
+    return quantize_rows((activation(gate) * up).astype(dtype), code)
+
+
+def why_not_gated(size: int, dtype: Any) -> str | None:
+    """Return why the kernel does not take sums of gate and up of `size` columns each, or None if it does."""
+    if dtype in (jnp.bfloat16, jnp.float16) and sm90.num_warpgroups(size) is not None:
+        return None
+    return (
+        f"bfloat16 or float16 in rows of a multiple of {sm90.COLUMNS} values, at most {sm90.MAX_GATED}, got {size} in "
+        f"{dtype}"
+    )
+
+
+def _is_sm90(implementation: str) -> bool:
+    if implementation not in get_args(Implementation):
+        known = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    return implementation == "sm90"
+
+
+def _check(reason: str | None) -> None:
+    if reason is not None:
+        raise NotImplementedError(reason)

@@ -1,0 +1,126 @@
+"""Rounding of rows to 8 bits on Hopper (sm_90a), in Mosaic GPU: a row stays in registers from its values to its codes.
+
+XLA needs two kernels and reads the values twice, since codes depend on the largest value of the whole row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.device.codes import Code
+from pallas_kernels.device.rows import norm, row_layout
+from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.row_quantization import gated
+from pallas_kernels.row_quantization.gated import COLUMNS, MAX_GATED, num_warpgroups
+from pallas_kernels.row_quantization.rounding import CODES, codes_of, scale_of
+
+__all__ = ["COLUMNS", "MAX_GATED", "add_rms_norm_and_quantize", "gate_and_quantize", "num_warpgroups", "quantize_rows"]
+
+
+@functools.partial(jax.jit, static_argnames="code")  # and below: all layers of a step use one compiled kernel
+def quantize_rows(x: Float[Array, "M K"], *, code: Code) -> tuple[Shaped[Array, "M K"], Float[Array, " M"]]:
+    """Return codes and scales, see `op.quantize_rows`: a warpgroup a row."""
+    load = functools.partial(plgpu.load, layout=row_layout(x.shape[1]))
+
+    def body(x, codes, scales):
+        row = lax.axis_index("row")
+        _store(load(x.at[row]), codes, scales, row, code)
+
+    return _a_row_each("quantize_rows", body, x.shape, _results(x.shape, code))(x)
+
+
+@functools.partial(jax.jit, static_argnames=("code", "eps"))
+def add_rms_norm_and_quantize(
+    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], *, code: Code, eps: float
+) -> tuple[Float[Array, "T E"], Shaped[Array, "T E"], Float[Array, " T"]]:
+    """Return the sum, codes and scales, see `op.add_rms_norm_and_quantize`: a warpgroup a row."""
+    load = functools.partial(plgpu.load, layout=row_layout(x.shape[1]))
+
+    def body(x, update, weight, total, codes, scales):
+        row = lax.axis_index("row")
+        value = load(x.at[row]) + load(update.at[row])
+        total[row] = value
+        _store(norm(value, functools.partial(load, weight), eps=eps), codes, scales, row, code)
+
+    results = (jax.ShapeDtypeStruct(x.shape, x.dtype), *_results(x.shape, code))
+    return _a_row_each("add_rms_norm_and_quantize", body, x.shape, results)(x, update, weight)
+
+
+def _store(values, codes, scales, row, code: Code) -> None:
+    # Barriers, so that registers hold the values in 16 bits, which are widened twice.
+    values = lax.optimization_barrier(values)
+    scale = scale_of(jnp.max(jnp.abs(values.astype(jnp.float32))), code)
+    values = lax.optimization_barrier(values)
+    codes[row] = codes_of(values.astype(jnp.float32), scale, code)
+    scales[row] = scale
+
+
+def _results(shape: tuple[int, ...], code: Code) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct(shape, CODES[code]), jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+
+
+def _a_row_each(name: str, body: Callable[..., None], shape: tuple[int, ...], results: Any) -> Callable[..., Any]:
+    return plgpu.kernel(
+        body,
+        kernel_name=name,
+        out_type=results,
+        grid=shape[:1],
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("code", "activation", "dtype", "num_blocks", "interpret"))
+def gate_and_quantize(
+    sums: Float[Array, "M N"],
+    row_scales: Float[Array, " M"],
+    output_scales: Float[Array, " N"],
+    *,
+    code: Code,
+    activation: Callable[[Array], Array],
+    dtype: Any,
+    num_blocks: int = NUM_SMS,
+    interpret: bool = False,
+) -> tuple[Shaped[Array, "M F"], Float[Array, " M"]]:
+    """Return codes and scales, see `op.gate_and_quantize`: thread blocks take one row after the other.
+
+    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    """
+    num_rows, size = len(sums), sums.shape[1] // 2
+    warpgroups = num_warpgroups(size)
+    assert warpgroups is not None
+    has_turns = num_rows > 2 * num_blocks  # fewer are a block each: scales are not worth a copy
+    problem = gated.Problem(
+        num_rows=num_rows,
+        size=size,
+        warpgroups=warpgroups,
+        num_blocks=num_blocks if has_turns else num_rows,
+        holds_scales=has_turns,
+        code=code,
+        activation=activation,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    return plgpu.kernel(
+        functools.partial(gated.kernel, problem),
+        kernel_name="gate_and_quantize",
+        out_type=_results((num_rows, size), code),
+        scratch_types=(
+            plgpu.SMEM((2, size if problem.holds_scales else COLUMNS), jnp.float32),
+            plgpu.SMEM((2, 4 * warpgroups), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        grid=(problem.num_blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(sums.reshape(num_rows, 2, size), row_scales, output_scales.astype(jnp.float32).reshape(2, size))
