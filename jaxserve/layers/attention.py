@@ -112,15 +112,16 @@ def self_attention(
     head_norm_eps: float | None = None,
     scores: Scores | None = None,
     leaves_partial_sums: bool = False,
-) -> tuple[Float[Array, "T E"], KeyValueCache]:
+    leaves_scales: bool = False,
+) -> tuple[Any, KeyValueCache]:
     """Compute one attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary
     positions.
 
     `params` are the weights of `attention_specs`: q and k are normalised if there are weights for it ("q_norm",
     "k_norm"); biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with one gain
     for all heads and `head_norm_eps`, which kernels support. With `rotation` None positions are encoded elsewhere;
-    `scores` are by default scaled by D^-1/2, and `leaves_partial_sums` is that of `linear_with_sum`. Returns the output
-    and the cache after this step.
+    `scores` are by default scaled by D^-1/2, and `leaves_partial_sums` and `leaves_scales` are those of
+    `linear_with_sum`, as is the first result, the output. The second is the cache after this step.
     """
     with jax.named_scope("attention"):
         heads, cache = attend_heads(
@@ -140,6 +141,7 @@ def self_attention(
             kernels=batch.kernels,
             peers=batch.peers,
             leaves_partial_sums=leaves_partial_sums,
+            leaves_scales=leaves_scales,
         )
         return y, cache
 

@@ -27,11 +27,16 @@ from jaxserve.layers.rope import Rope, rotations
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce
 from pallas_kernels.paging import Scores
+from pallas_kernels.row_quantization import UnscaledProduct
 
-Attend = Callable[[Params, Array, Any], tuple[Array, Any]]
-"""(weights, input, LayerCache) -> (output, LayerCache)"""
-Mlp = Callable[[Params, Array], Array]
-"""(weights, input) -> output"""
+Attend = Callable[[Params, Any, Any], tuple[Any, Any]]
+"""(weights, input, LayerCache) -> (output, LayerCache)
+
+Inputs are arrays or, for weights that round them, QuantizedRows; outputs are arrays or, for an AddNorm,
+UnscaledProducts.
+"""
+Mlp = Callable[[Params, Any], Any]
+"""(weights, input) -> output, as those of `Attend`"""
 Norm = Callable[[Array, Any], Array]
 """(input, weights) -> output"""
 AddNorm = Callable[..., tuple[Array, Any]]
@@ -39,11 +44,11 @@ AddNorm = Callable[..., tuple[Array, Any]]
 
 A `reader` alone is multiplied by the norm, which may be rows that are rounded for it.
 """
-Block = Callable[[Params, Array, Array | None, Any], tuple[Array, Array | None, Any]]
+Block = Callable[[Params, Array, Any, Any], tuple[Array, Any, Any]]
 """(weights of the layer, residual stream, update that is still to be added to it, LayerCache) -> the last three
 
-An update is added where the sum is normalised next, in the following layer, so that both can be one kernel. None: there
-is nothing to add, as in the first layer.
+An update is added where the sum is normalised next, in the following layer, so that both can be one kernel. It is an
+array or an UnscaledProduct; or None: there is nothing to add, as in the first layer.
 """
 
 Layers = Callable[[Params, Any, Array, Batch, KVCache, range], tuple[Array, KVCache]]
@@ -203,14 +208,18 @@ def decoder(
 
     leaves_partial_sums = _adds_up_partial_sums(layers, x, batch)
     sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_partial_sums": leaves_partial_sums}
-    mlp = functools.partial(gated_mlp, activation=activation, **sums)
+    # Only `add_norm` takes a product without its scales.
+    leaves_scales = batch.kernels == "sm90" and all(
+        layer.keys() == {*PRE_NORMS, "attention", "mlp"} for layer in layers
+    )
+    mlp = functools.partial(gated_mlp, activation=activation, leaves_scales=leaves_scales, **sums)
     if routing is not None:
         mlp = functools.partial(
             moe_or_mlp, batch=batch, routing=routing, activation=activation, leaves_partial_sums=leaves_partial_sums
         )
     add_norm = functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels, peers=batch.peers)
 
-    of_heads["leaves_partial_sums"] = leaves_partial_sums
+    of_heads |= {"leaves_partial_sums": leaves_partial_sums, "leaves_scales": leaves_scales}
     attends = [functools.partial(self_attention, **view, **of_heads) for view in views]
     block = functools.partial(sequential_block, mlp=mlp, norm=norm, add_norm=add_norm)
     blocks = [functools.partial(block, attend=attend) for attend in attends]
@@ -248,11 +257,13 @@ def _adds_up_partial_sums(layers: Sequence[Params], x: Float[Array, "T E"], batc
     if batch.peers is None or all_reduce.why_not(x, batch.peers) is not None:
         return False
     return all(
-        layer.keys() == {*PRE_NORMS, "attention", "mlp"}
-        and "out_bias" not in layer["attention"]
-        and can_leave_partial_sums(layer["mlp"])
+        _has_pre_norms_only(layer) and "out_bias" not in layer["attention"] and can_leave_partial_sums(layer["mlp"])
         for layer in layers
     )
+
+
+def _has_pre_norms_only(layer: Params) -> bool:
+    return layer.keys() == {*PRE_NORMS, "attention", "mlp"}
 
 
 def run_layers(
@@ -278,6 +289,8 @@ def run_layers(
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
     if span.stop < len(layers):
+        if isinstance(update, UnscaledProduct):
+            update = update.values()
         return x if update is None else x + summed(update, batch.peers, kernels=batch.kernels), kv_cache
     if update is not None and add_norm is not None:
         return add_norm(x, update, params["norm"])[1], kv_cache
@@ -288,14 +301,14 @@ def run_layers(
 def sequential_block(
     layer: Params,
     x: Array,
-    update: Array | None,
+    update: Any,
     cache: Any,
     *,
     attend: Attend,
     mlp: Mlp,
     norm: Norm,
     add_norm: AddNorm | None = None,
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Any, Any]:
     """Apply attention, then the feed-forward, each of which updates the residual stream x.
 
     A norm is applied if the layer has weights for it: before ("attention_norm", "mlp_norm") as in Llama, after
@@ -303,10 +316,10 @@ def sequential_block(
     call, if that is faster.
     """
 
-    def normed(name: str, y: Array) -> Array:
+    def normed(name: str, y: Any) -> Any:
         return norm(y, layer[name]) if name in layer else y
 
-    def add(x: Array, update: Array | None, name: str, reader: Weight | None) -> tuple[Array, Any]:
+    def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
         if update is not None and add_norm is not None and name in layer:
             return add_norm(x, update, layer[name], reader=reader)
         x = x if update is None else x + update

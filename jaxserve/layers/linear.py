@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +53,15 @@ def linear_with_sum(
     kernels: Kernels,
     peers: PeerBuffers | None,
     leaves_partial_sums: bool,
-) -> Float[Array, "T E"]:
+    leaves_scales: bool = False,
+) -> Any:
     """Compute `linear` at the end of a block: devices that have partial sums of the result add them up through `peers`,
     if there are any. With `leaves_partial_sums` they do not.
+
+    Returns an array [T, E]; with `leaves_scales` an UnscaledProduct where XLA computes a product of 8 bits.
     """
+    if leaves_scales and bias is None and (product := weight.unscaled_product(x)) is not None:
+        return product
     if leaves_partial_sums or peers is None:
         return linear(x, weight, bias, kernels=kernels, leaves_partial_sums=leaves_partial_sums)
     y = summed(linear(x, weight, kernels=kernels, leaves_partial_sums=True), peers, kernels=kernels)

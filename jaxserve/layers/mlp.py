@@ -70,13 +70,15 @@ def gated_mlp(
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
     leaves_partial_sums: bool = False,
-) -> Float[Array, "T E"]:
+    leaves_scales: bool = False,
+) -> Any:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights. `peers` and
-    `leaves_partial_sums` are those of `linear_with_sum`.
+    The first includes the activation where `kernels` has one for such rows and weights. `peers`, `leaves_partial_sums`
+    and `leaves_scales` are those of `linear_with_sum`, as is the result.
     """
     sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": leaves_partial_sums}
+    sums["leaves_scales"] = leaves_scales
     with jax.named_scope("mlp"):
         inner = _gated_linear_unit(params, x, activation, kernels=kernels)
         return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)

@@ -1,6 +1,8 @@
 """Normalisation: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), layer norm (arXiv:1607.06450)."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
+from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
@@ -52,24 +55,23 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float
 
 def add_rms_norm(
     x: Float[Array, "T E"],
-    update: Float[Array, "T E"],
+    update: Float[Array, "T E"] | UnscaledProduct,
     weight: Float[Array, " E"],
     eps: float,
     *,
     kernels: Kernels,
     peers: PeerBuffers | None = None,
     reader: Weight | None = None,
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | row_quantization.QuantizedRows]:
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | QuantizedRows]:
     """Return the sum and its `rms_norm`, in one kernel if `kernels` has one for such rows.
 
     That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows. Each device
     may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
     """
-    mesh, unreduced = jax.typeof(x).sharding.mesh, jax.typeof(update).sharding.spec.unreduced
-    if unreduced:
+    if not isinstance(update, UnscaledProduct) and (unreduced := jax.typeof(update).sharding.spec.unreduced):
         [axis] = unreduced
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
-        everywhere, of_device = PartitionSpec(), peer_buffers_spec(mesh)
+        everywhere, of_device = PartitionSpec(), peer_buffers_spec(jax.typeof(x).sharding.mesh)
         with jax.named_scope("norm"):
             return jax.shard_map(
                 run,
@@ -77,19 +79,25 @@ def add_rms_norm(
                 out_specs=everywhere,
                 check_vma=False,
             )(x, update, weight, peers)
-    if kernels == "xla" or fused.why_not(x.shape[1], x.dtype) is not None:
+    has_kernel = kernels != "xla" and fused.why_not(x.shape[1], x.dtype) is None
+    if has_kernel and reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
+        run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
+        return _on_each_device(run, x, update, weight)
+    if isinstance(update, UnscaledProduct):
+        update = update.values()
+    if not has_kernel:
         total = x + update
         return total, rms_norm(total, weight, eps)
-    with jax.named_scope("norm"):
-        run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
-        if reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
-            run = functools.partial(
-                row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels
-            )
-        if mesh.empty:
-            return run(x, update, weight)
+    run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
+    return _on_each_device(run, x, update, weight)
+
+
+def _on_each_device(run: Callable[..., Any], x: Array, update: Array | UnscaledProduct, weight: Array) -> Any:
+    if not jax.typeof(x).sharding.mesh.empty:
         everywhere = PartitionSpec()  # each device has all rows
-        return jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)(x, update, weight)
+        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    with jax.named_scope("norm"):
+        return run(x, update, weight)
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:

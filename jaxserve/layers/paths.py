@@ -158,12 +158,15 @@ def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
     """Return why kernels do not convert the codes of all weights of the layer, or None if they do."""
     weights = matrices_of(layer.weights)
     following = None if layer.following is None else layer.following["attention"]["qkv"]
+    num_rows = step.num_rows
+    if any(weight.rounds_to(num_rows, weight.ndim - 1 if name == "o" else 1) for name, weight in weights.items()):
+        return f"{num_rows} rows are rounded to 8 bits"
     shards = {name: weight.on_one_device() for name, weight in weights.items()}
     matrices = jax.eval_shape(quantized_matrices, shards, None if following is None else following.on_one_device())
     if matrices is None:
         kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if following is None else [following]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
-    heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.depth), step.dtype)
+    heads = jax.ShapeDtypeStruct((num_rows, matrices.o.depth), step.dtype)
     if _why_sums_between(layer) is None:
         return quantized_matmuls.why_no_layer(heads, matrices)
     reasons = (quantized_matmuls.why_not(heads, matrix) for matrix in matrices if matrix is not None)

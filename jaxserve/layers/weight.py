@@ -20,7 +20,7 @@ from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
 from pallas_kernels import row_quantization, scaled_matmul
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
-from pallas_kernels.row_quantization import QuantizedRows
+from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 
 class Weight(abc.ABC):
@@ -95,6 +95,15 @@ class Weight(abc.ABC):
     def multiply_rounded(self, x: QuantizedRows, *, output_dtype: jnp.dtype) -> Float[Array, " T *outputs"]:
         """Multiply rows that were rounded to the codes of `rounds_to`. Raises NotImplementedError if that is None."""
         raise NotImplementedError("no rows are rounded for this weight")
+
+    def unscaled_product(
+        self,
+        x: Float[Array, " T *inputs"] | QuantizedRows,  # noqa: ARG002 (for formats)
+    ) -> UnscaledProduct | None:
+        """Return the product of rounded rows as XLA leaves it on a GPU; None if rows are not rounded, or a kernel
+        multiplies them.
+        """
+        return None
 
     @property
     def ndim(self) -> int:
@@ -336,6 +345,18 @@ class Quantized(Weight):
         matrix = self.matrix_of_rounded(len(x), 1)
         assert matrix is not None
         return self._multiply_rounded(x, matrix, output_dtype=output_dtype).reshape(len(x), *self.shape[:-1])
+
+    @override
+    def unscaled_product(self, x: Float[Array, " T *inputs"] | QuantizedRows) -> UnscaledProduct | None:
+        matrix, rounded = self.matrix_of_rounded(len(x), x.ndim - 1), self.scheme.rounds_activations
+        if matrix is None or rounded is None or rounded.by_xla or scaled_matmul.best_implementation(matrix) != "xla":
+            return None
+
+        def run(x: Array | QuantizedRows, matrix: QuantizedMatrix) -> UnscaledProduct:
+            return scaled_matmul.unscaled_matmul(_rounded(x, matrix.code, by_xla=False), matrix)
+
+        rows = x if isinstance(x, QuantizedRows) else x.reshape(len(x), -1)
+        return _on_each_device(run, rows, matrix.ungated())
 
     def _multiply_rounded(
         self, x: Float[Array, "T K"] | QuantizedRows, matrix: QuantizedMatrix, *, output_dtype: jnp.dtype

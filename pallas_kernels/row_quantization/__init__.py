@@ -9,12 +9,13 @@ from pallas_kernels.row_quantization.op import (
     quantize_rows,
     why_not_gated,
 )
-from pallas_kernels.row_quantization.rounding import CODES, QuantizedRows
+from pallas_kernels.row_quantization.rounding import CODES, QuantizedRows, UnscaledProduct
 
 __all__ = [
     "CODES",
     "Implementation",
     "QuantizedRows",
+    "UnscaledProduct",
     "add_rms_norm_and_quantize",
     "best_implementation",
     "gate_and_quantize",

@@ -16,9 +16,14 @@ from pallas_kernels.row_quantization.op import (
     gate_and_quantize,
     quantize_rows,
 )
+from pallas_kernels.row_quantization.rounding import UnscaledProduct
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
-_OF_GATE = {"activation": jax.nn.silu, "dtype": jnp.bfloat16}
+
+def _unscaled(sums: jax.Array) -> UnscaledProduct:
+    num_rows, num_outputs = sums.shape
+    ones = jnp.ones(num_rows), jnp.ones(num_outputs)
+    return UnscaledProduct(sums=sums, row_scales=ones[0], output_scales=ones[1], dtype=sums.dtype)
 
 
 def row_quantization_rows() -> Iterator[Row]:
@@ -29,23 +34,18 @@ def row_quantization_rows() -> Iterator[Row]:
         ("rounding", quantize_rows, 3 * size, size, 1),
         ("rounding", quantize_rows, 3 * inner, inner, 1),
         (
-            "addition, norm, rounding",
-            lambda x, update, implementation, code: add_rms_norm_and_quantize(
-                x, update, x[0], code, eps=1e-5, implementation=implementation
+            "scales, addition, norm, rounding",
+            lambda x, sums, implementation, code: add_rms_norm_and_quantize(
+                x, _unscaled(sums), x[0], code, eps=1e-5, implementation=implementation
             ),
             7 * size,
             size,
             2,
         ),
         (
-            "gate, rounding",
+            "scales, gate, rounding",
             lambda sums, implementation, code: gate_and_quantize(
-                sums,
-                jnp.ones(len(sums)),
-                jnp.ones(sums.shape[1]),
-                code,
-                **_OF_GATE,
-                implementation=implementation,
+                _unscaled(sums), code, activation=jax.nn.silu, implementation=implementation
             ),
             5 * inner,
             2 * inner,

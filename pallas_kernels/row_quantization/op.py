@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.device.codes import Code
 from pallas_kernels.device.rows import why_not_row
 from pallas_kernels.row_quantization import sm90
-from pallas_kernels.row_quantization.rounding import QuantizedRows, codes_of, scale_of
+from pallas_kernels.row_quantization.rounding import QuantizedRows, UnscaledProduct, codes_of, scale_of
 
 Implementation = Literal["xla", "sm90"]
 
@@ -39,7 +38,7 @@ def quantize_rows(x: Float[Array, "M K"], code: Code, *, implementation: Impleme
 
 def add_rms_norm_and_quantize(
     x: Float[Array, "T E"],
-    update: Float[Array, "T E"],
+    update: Float[Array, "T E"] | UnscaledProduct,
     weight: Float[Array, " E"],
     code: Code,
     *,
@@ -48,49 +47,46 @@ def add_rms_norm_and_quantize(
 ) -> tuple[Float[Array, "T E"], QuantizedRows]:
     """Return what `add_rms_norm` does, the norm as the codes that it is rounded to; errors are those of both."""
     if not _is_sm90(implementation):
+        update = update.values() if isinstance(update, UnscaledProduct) else update
         total, normed = add_rms_norm(x, update, weight, eps=eps)
         return total, quantize_rows(normed, code)
     _check(why_not_row(x.shape[1], x.dtype))
-    if update.dtype != x.dtype:
-        raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
+    types = [update.dtype, *([update.sums.dtype] if isinstance(update, UnscaledProduct) else [])]
+    if any(dtype != x.dtype for dtype in types):
+        raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {', '.join(map(str, types))}")
     total, codes, scales = sm90.add_rms_norm_and_quantize(x, update, weight, code=code, eps=eps)
     return total, QuantizedRows(codes=codes, scales=scales, dtype=jnp.dtype(x.dtype))
 
 
 def gate_and_quantize(
-    sums: Num[Array, "M N"],
-    row_scales: Float[Array, " M"],
-    output_scales: Float[Array, " N"],
+    product: UnscaledProduct,
     code: Code,
     *,
     activation: Callable[[Array], Array],
-    dtype: DTypeLike,
     implementation: Implementation = "xla",
 ) -> QuantizedRows:
-    """Return the codes of activation(gate) * up in `dtype`, of a product of rows and a weight of 8 bits.
+    """Return the codes of activation(gate) * up, whose product of rows and weight is [M, 2 * F]: gate, then up.
 
-    `sums` are those of gate and then those of up, which are still to be multiplied by both scales. The activation gets
-    float32 and is a static argument of a jitted function. "sm90" is a Mosaic kernel for Hopper GPUs. Raises ValueError
-    for an unknown implementation, NotImplementedError for what "sm90" does not take, with the reason.
+    The activation gets float32 and is a static argument of a jitted function. "sm90" is a Mosaic kernel for Hopper
+    GPUs. Raises ValueError for an unknown implementation, NotImplementedError for what "sm90" does not take, with the
+    reason.
     """
     if _is_sm90(implementation):
-        _check(why_not_gated(sums.shape[1] // 2, sums.dtype))
-        codes, scales = sm90.gate_and_quantize(
-            sums, row_scales, output_scales, code=code, activation=activation, dtype=jnp.dtype(dtype)
-        )
-        return QuantizedRows(codes=codes, scales=scales, dtype=jnp.dtype(dtype))
-    values = sums.astype(jnp.float32) * row_scales[:, None] * output_scales.astype(jnp.float32)[None]
-    gate, up = jnp.split(values, 2, axis=1)
-    return quantize_rows((activation(gate) * up).astype(dtype), code)
+        _check(why_not_gated(product))
+        codes, scales = sm90.gate_and_quantize(product, code=code, activation=activation)
+        return QuantizedRows(codes=codes, scales=scales, dtype=product.dtype)
+    gate, up = jnp.split(product.in_float32(), 2, axis=1)
+    return quantize_rows((activation(gate) * up).astype(product.dtype), code)
 
 
-def why_not_gated(size: int, dtype: Any) -> str | None:
-    """Return why the kernel does not take sums of gate and up of `size` columns each, or None if it does."""
-    if dtype in (jnp.bfloat16, jnp.float16) and sm90.num_warpgroups(size) is not None:
+def why_not_gated(product: UnscaledProduct) -> str | None:
+    """Return why the kernel does not take such a product of gate and up, or None: of arrays, or their shapes."""
+    size, dtype = product.sums.shape[1] // 2, product.sums.dtype
+    if dtype in (jnp.bfloat16, jnp.float16) and dtype == product.dtype and sm90.num_warpgroups(size) is not None:
         return None
     return (
-        f"bfloat16 or float16 in rows of a multiple of {sm90.COLUMNS} values, at most {sm90.MAX_GATED}, got {size} in "
-        f"{dtype}"
+        f"sums in bfloat16 or float16, in rows of a multiple of {sm90.COLUMNS} values, at most {sm90.MAX_GATED}, got "
+        f"{size} in {dtype}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Rows of 8-bit codes, and how values are rounded to them: the same arithmetic in XLA and in kernels."""
+"""Rows of 8-bit codes, how values are rounded to them, in XLA and in kernels alike, and what their products are."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import Code
 
@@ -40,6 +41,29 @@ class QuantizedRows:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnscaledProduct:
+    """A product of rows and a weight of 8 bits, [M, N], not yet multiplied by the scales of both."""
+
+    sums: Any
+    """[M, N]: sums of products of codes, in 16 or 32 bits."""
+    row_scales: Any
+    """[M], float32."""
+    output_scales: Any
+    """[N], float32."""
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    """Type that the product is rounded to."""
+
+    def in_float32(self) -> Float[Array, "M N"]:
+        """Return the product before it is rounded."""
+        return self.sums.astype(jnp.float32) * self.row_scales[:, None] * self.output_scales[None]
+
+    def values(self) -> Float[Array, "M N"]:
+        """Return the product."""
+        return self.in_float32().astype(self.dtype)
 
 
 def scale_of(largest: Any, code: Code) -> Any:

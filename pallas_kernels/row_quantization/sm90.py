@@ -18,7 +18,7 @@ from pallas_kernels.device.rows import norm, row_layout
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.row_quantization import gated
 from pallas_kernels.row_quantization.gated import COLUMNS, MAX_GATED, num_warpgroups
-from pallas_kernels.row_quantization.rounding import CODES, codes_of, scale_of
+from pallas_kernels.row_quantization.rounding import CODES, UnscaledProduct, codes_of, scale_of
 
 __all__ = ["COLUMNS", "MAX_GATED", "add_rms_norm_and_quantize", "gate_and_quantize", "num_warpgroups", "quantize_rows"]
 
@@ -37,19 +37,31 @@ def quantize_rows(x: Float[Array, "M K"], *, code: Code) -> tuple[Shaped[Array, 
 
 @functools.partial(jax.jit, static_argnames=("code", "eps"))
 def add_rms_norm_and_quantize(
-    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], *, code: Code, eps: float
+    x: Float[Array, "T E"],
+    update: Float[Array, "T E"] | UnscaledProduct,
+    weight: Float[Array, " E"],
+    *,
+    code: Code,
+    eps: float,
 ) -> tuple[Float[Array, "T E"], Shaped[Array, "T E"], Float[Array, " T"]]:
     """Return the sum, codes and scales, see `op.add_rms_norm_and_quantize`: a warpgroup a row."""
     load = functools.partial(plgpu.load, layout=row_layout(x.shape[1]))
 
-    def body(x, update, weight, total, codes, scales):
-        row = lax.axis_index("row")
-        value = load(x.at[row]) + load(update.at[row])
+    def added(row, update, *factors):
+        values = load(update.at[row])
+        if not factors:
+            return values
+        row_scales, output_scales = factors
+        return (values.astype(jnp.float32) * row_scales[row] * load(output_scales)).astype(values.dtype)
+
+    def body(x, weight, *refs):
+        (*update, total, codes, scales), row = refs, lax.axis_index("row")
+        value = load(x.at[row]) + added(row, *update)
         total[row] = value
         _store(norm(value, functools.partial(load, weight), eps=eps), codes, scales, row, code)
 
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), *_results(x.shape, code))
-    return _a_row_each("add_rms_norm_and_quantize", body, x.shape, results)(x, update, weight)
+    return _a_row_each("add_rms_norm_and_quantize", body, x.shape, results)(x, weight, *jax.tree.leaves(update))
 
 
 def _store(values, codes, scales, row, code: Code) -> None:
@@ -76,15 +88,12 @@ def _a_row_each(name: str, body: Callable[..., None], shape: tuple[int, ...], re
     )
 
 
-@functools.partial(jax.jit, static_argnames=("code", "activation", "dtype", "num_blocks", "interpret"))
+@functools.partial(jax.jit, static_argnames=("code", "activation", "num_blocks", "interpret"))
 def gate_and_quantize(
-    sums: Float[Array, "M N"],
-    row_scales: Float[Array, " M"],
-    output_scales: Float[Array, " N"],
+    product: UnscaledProduct,
     *,
     code: Code,
     activation: Callable[[Array], Array],
-    dtype: Any,
     num_blocks: int = NUM_SMS,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "M F"], Float[Array, " M"]]:
@@ -92,7 +101,7 @@ def gate_and_quantize(
 
     `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    num_rows, size = len(sums), sums.shape[1] // 2
+    num_rows, size = len(product.sums), product.sums.shape[1] // 2
     warpgroups = num_warpgroups(size)
     assert warpgroups is not None
     has_turns = num_rows > 2 * num_blocks  # fewer are a block each: scales are not worth a copy
@@ -104,7 +113,7 @@ def gate_and_quantize(
         holds_scales=has_turns,
         code=code,
         activation=activation,
-        dtype=dtype,
+        dtype=product.dtype,
         interpret=interpret,
     )
     return plgpu.kernel(
@@ -123,4 +132,4 @@ def gate_and_quantize(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(sums.reshape(num_rows, 2, size), row_scales, output_scales.astype(jnp.float32).reshape(2, size))
+    )(product.sums.reshape(num_rows, 2, size), product.row_scales, product.output_scales.reshape(2, size))

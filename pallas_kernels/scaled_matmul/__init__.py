@@ -5,7 +5,15 @@ from pallas_kernels.scaled_matmul.op import (
     best_implementation,
     gated_matmul_and_quantize,
     scaled_matmul,
+    unscaled_matmul,
     why_not,
 )
 
-__all__ = ["Implementation", "best_implementation", "gated_matmul_and_quantize", "scaled_matmul", "why_not"]
+__all__ = [
+    "Implementation",
+    "best_implementation",
+    "gated_matmul_and_quantize",
+    "scaled_matmul",
+    "unscaled_matmul",
+    "why_not",
+]

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import row_quantization
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix, QuantizedWeights, quantized_layer_matmuls
-from pallas_kernels.row_quantization import CODES, QuantizedRows, add_rms_norm_and_quantize, quantize_rows
-from pallas_kernels.scaled_matmul.op import Implementation, gated_matmul_and_quantize, scaled_matmul
+from pallas_kernels.row_quantization import (
+    CODES,
+    QuantizedRows,
+    UnscaledProduct,
+    add_rms_norm_and_quantize,
+    quantize_rows,
+)
+from pallas_kernels.scaled_matmul.op import Implementation, gated_matmul_and_quantize, scaled_matmul, unscaled_matmul
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
 _FORMATS: tuple[tuple[Code, int | None, tuple[Implementation, ...]], ...] = (
@@ -101,13 +107,13 @@ def _rounded_layer(
     rounding = _rounding()
     assert weights.qkv is not None
 
-    def add_norm(x: jax.Array, update: jax.Array, gain: jax.Array) -> tuple[jax.Array, QuantizedRows]:
+    def add_norm(x: jax.Array, update: UnscaledProduct, gain: jax.Array) -> tuple[jax.Array, QuantizedRows]:
         return add_rms_norm_and_quantize(x, update, gain, "fp8", eps=_EPS, implementation=rounding)
 
-    update = scaled_matmul(quantize_rows(heads, "fp8", implementation=rounding), weights.o)
+    update = unscaled_matmul(quantize_rows(heads, "fp8", implementation=rounding), weights.o)
     x, normed = add_norm(x, update, gains[0])
     inner = gated_matmul_and_quantize(normed, weights.gate_up, "fp8", activation=jax.nn.silu, rounding=rounding)
-    x, normed = add_norm(x, scaled_matmul(inner, weights.down), gains[1])
+    x, normed = add_norm(x, unscaled_matmul(inner, weights.down), gains[1])
     return x, scaled_matmul(normed, weights.qkv)
 
 

@@ -6,11 +6,18 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from pallas_kernels import row_quantization
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
-from pallas_kernels.row_quantization import CODES, QuantizedRows, gate_and_quantize, quantize_rows, why_not_gated
+from pallas_kernels.row_quantization import (
+    CODES,
+    QuantizedRows,
+    UnscaledProduct,
+    gate_and_quantize,
+    quantize_rows,
+    why_not_gated,
+)
 from pallas_kernels.scaled_matmul.sm90 import scaled_matmul_sm90, why_not_matrix, why_not_values
 
 Implementation = Literal["xla", "sm90"]
@@ -53,11 +60,17 @@ def scaled_matmul(
     dtype = jnp.dtype(output_dtype or x.dtype)
     if implementation == "sm90":
         return scaled_matmul_sm90(x.codes, x.scales, weight, activation=activation, output_dtype=dtype)
-    y = _sums(x, weight, dtype).astype(jnp.float32) * x.scales[:, None] * _output_scales(weight)[None]
+    y = _product(x, weight, dtype).in_float32()
     if activation is not None:
         gate, up = jnp.split(y, 2, axis=1)
         y = activation(gate) * up
     return y.astype(dtype)
+
+
+def unscaled_matmul(x: QuantizedRows, weight: QuantizedMatrix) -> UnscaledProduct:
+    """Return what `scaled_matmul` of XLA multiplies by the scales. Errors are those of `scaled_matmul`."""
+    _check(x, weight, has_activation=False, implementation="xla")
+    return _product(x, weight, x.dtype)
 
 
 def gated_matmul_and_quantize(
@@ -78,16 +91,9 @@ def gated_matmul_and_quantize(
         best = row_quantization.best_implementation(y.shape[1], y.dtype)
         return quantize_rows(y, code, implementation=best if rounding == "sm90" else "xla")
     _check(x, weight, has_activation=True, implementation=implementation)
-    sums = _sums(x, weight, x.dtype)
-    return gate_and_quantize(
-        sums,
-        x.scales,
-        _output_scales(weight),
-        code,
-        activation=activation,
-        dtype=x.dtype,
-        implementation=rounding if why_not_gated(sums.shape[1] // 2, sums.dtype) is None else "xla",
-    )
+    product = _product(x, weight, x.dtype)
+    is_taken = why_not_gated(product) is None
+    return gate_and_quantize(product, code, activation=activation, implementation=rounding if is_taken else "xla")
 
 
 def _check(x: QuantizedRows, weight: QuantizedMatrix, *, has_activation: bool, implementation: str) -> None:
@@ -107,18 +113,16 @@ def _check(x: QuantizedRows, weight: QuantizedMatrix, *, has_activation: bool, i
         raise ValueError(f"x has codes of {x.codes.dtype}, the weight of {weight.codes.dtype}")
 
 
-def _sums(x: QuantizedRows, weight: QuantizedMatrix, dtype: Any) -> Shaped[Array, "M N"]:
-    """Return sums of products of codes, by XLA: in `dtype`, or int32 for integers."""
+def _product(x: QuantizedRows, weight: QuantizedMatrix, dtype: Any) -> UnscaledProduct:
+    """Return the product by XLA, its sums in `dtype`, or in int32 for integers."""
     # cuBLAS promotes sums of FP8 products at the highest precision only: without, those of 14,336 positive products
     # were 20% too small on an H200.
-    return jax.lax.dot_general(
+    sums = jax.lax.dot_general(
         x.codes,
         weight.codes.reshape(-1, weight.depth),
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if weight.code == "fp8" else None,
         preferred_element_type=dtype if weight.code == "fp8" else jnp.int32,
     )
-
-
-def _output_scales(weight: QuantizedMatrix) -> Float[Array, " N"]:
-    return weight.scales.astype(jnp.float32).reshape(-1)
+    scales = weight.scales.astype(jnp.float32).reshape(-1)
+    return UnscaledProduct(sums=sums, row_scales=x.scales, output_scales=scales, dtype=jnp.dtype(dtype))

@@ -18,7 +18,7 @@ from jaxserve.layers.params import rounded_to
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4
-from jaxserve.quantization.scheme import Scheme
+from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, Scheme
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 NUM_BLOCKS = 40_000
@@ -84,6 +84,10 @@ def draw_of_64_rows(builder):
 
 def forward_of_512_tokens(builder):
     return Forward(bucket_of(builder, 512), is_decode_only=False)
+
+
+def forward_of_8192_tokens(builder):
+    return Forward(bucket_of(builder, 8192), is_decode_only=False)
 
 
 def assert_no_matmul_is_tried_out(program):
@@ -204,6 +208,27 @@ def test_decode_step_with_experts():
     assert program.num_launches <= 39
     # Logits in float32, and the rows of the chosen experts: nothing of the size of a weight (805 MB).
     assert program.temp_bytes < 2**20 + 16 * (fields["vocab_size"] * 4 + 8 * (E + F) * 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [decode_of(256), forward_of_8192_tokens])
+def test_rows_of_8_bits_stay_so_between_matmuls(make):
+    """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer."""
+    fields = LLAMA_3_8B | {"num_hidden_layers": FEW}
+    family = get_family(fields)
+    scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    builder = make_builder(fields, schemes=dict.fromkeys(rounded_to(specs, Scheme(codes="fp8")), scheme))
+    program = compile_program(builder, make(builder))
+    assert program.spill_bytes == 0
+    text = program.compiled.as_text()
+    assert len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text)) == 4 * FEW
+    assert len(re.findall(r"%loop_convert_fusion\S* = bf16", text)) == FEW + 1
+    assert {kernel.name for kernel in program.kernels} >= {
+        "quantize_rows",
+        "add_rms_norm_and_quantize",
+        "gate_and_quantize",
+    }
 
 
 GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 32, "num_experts_per_tok": 4}

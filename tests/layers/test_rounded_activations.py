@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.norm import add_rms_norm, rms_norm
 from jaxserve.layers.params import ParamSpec, with_rounded_activations
+from jaxserve.layers.parts import Kernel, Part
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.weight import Quantized
-from jaxserve.quantization.scheme import SCHEMES
+from jaxserve.quantization.scheme import SCHEMES, RoundedActivations, Scheme
+from pallas_kernels import row_quantization
+from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 DTYPE = jnp.dtype(jnp.float32)
 
@@ -68,3 +74,65 @@ def test_which_weights_round_activations(spec, codes, is_rounded):
     if found.scheme is not None:
         matrix = weight_of(found).matrix_of_rounded(65, 2)
         assert (matrix is not None) == is_rounded
+
+
+def matrix(shape, *, min_rows=65):
+    scheme = Scheme(codes="fp8", rounds_activations=RoundedActivations(min_rows))
+    return weight_of(
+        ParamSpec(
+            shape=shape,
+            axes=(None,) * len(shape),
+            num_inputs=1,
+            source=("w",),
+            scheme=scheme,
+            dtype=jnp.dtype(jnp.bfloat16),
+        )
+    )
+
+
+@pytest.mark.parametrize("num_rows", [64, 65])
+def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch, num_rows):
+    """On a GPU; here XLA computes what its kernels do."""
+    monkeypatch.setattr(row_quantization.op, "_is_sm90", lambda _: False)
+    monkeypatch.setattr("jaxserve.layers.norm.fused.add_rms_norm", pretend_to_fuse)
+    monkeypatch.setattr("jaxserve.layers.mlp.gate_up_part", part_without_kernels)
+    monkeypatch.setattr("jaxserve.layers.linear.linear_part", part_without_kernels)
+    rng = np.random.default_rng(2)
+    x, update = jnp.asarray(rng.standard_normal((2, num_rows, 128)), jnp.bfloat16)
+    gain, params = jnp.ones(128, jnp.bfloat16), {"gate_up": matrix((2, 256, 128)), "down": matrix((128, 256))}
+    total, rows = add_rms_norm(x, update, gain, 1e-5, kernels="sm90", reader=params["gate_up"])
+    got = gated_mlp(params, rows, "silu", kernels="sm90", leaves_scales=True)
+    assert (isinstance(rows, QuantizedRows), isinstance(got, UnscaledProduct)) == (num_rows == 65,) * 2
+    got = got.values() if isinstance(got, UnscaledProduct) else got
+    np.testing.assert_array_equal(total, x + update)
+    gate, up = np.einsum("te,gfe->gtf", rms_norm(total, gain, 1e-5), np.asarray(params["gate_up"].array(), np.float32))
+    exact = np.asarray(jax.nn.silu(gate) * up) @ np.asarray(params["down"].array(), np.float32).T
+    error = np.linalg.norm(np.asarray(got, np.float32) - exact) / np.linalg.norm(exact)
+    assert (0.01 < error < 0.06) if num_rows == 65 else error < 0.01
+
+
+def pretend_to_fuse(x, update, weight, *, eps, implementation):
+    assert implementation == "sm90"
+    return x + update, rms_norm(x + update, weight, eps)
+
+
+def part_without_kernels(x, weight, *args, kernels, **options):
+    del args, kernels, options
+    is_rounded = weight.rounds_to(x.shape[0], 1) is not None
+    return Part(Kernel.SCALED_MATMUL) if is_rounded else Part(Kernel.XLA, "this is not a GPU")
+
+
+@pytest.mark.parametrize(("min_rows", "reason"), [(65, None), (64, "64 rows are rounded to 8 bits")])
+def test_layers_whose_rows_are_rounded_are_not_fused(min_rows, reason):
+    weights = {
+        "attention_norm": jnp.ones(128),
+        "mlp_norm": jnp.ones(128),
+        "attention": {"qkv": matrix((1, 3, 128, 128), min_rows=min_rows), "out": matrix((128, 128), min_rows=min_rows)},
+        "mlp": {"gate_up": matrix((2, 256, 128), min_rows=min_rows), "down": matrix((128, 256), min_rows=min_rows)},
+    }
+    layer = LayerShape(
+        weights=weights, following=None, cache=None, activation="silu", sliding_window=None, num_rotated=64
+    )
+    step = StepShape(num_rows=64, dtype=jnp.dtype(jnp.bfloat16), kernels="sm90", is_decode_only=True, peers=None)
+    [path] = choose([layer], step)
+    assert path == (Kind.CODES if reason is None else Kind.OPERATIONS, reason)

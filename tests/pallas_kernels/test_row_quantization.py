@@ -17,6 +17,7 @@ from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.row_quantization import (
     QuantizedRows,
+    UnscaledProduct,
     add_rms_norm_and_quantize,
     gate_and_quantize,
     quantize_rows,
@@ -59,13 +60,13 @@ def check(got, codes, scales, *, flips=0.0):
     assert (np.abs(ours - theirs)[differs] == 1).all()
 
 
-def gated_inputs(num_rows, size, seed=0):
+def product_of(num_rows, num_outputs, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
-    sums = jnp.asarray(rng.standard_normal((num_rows, 2 * size)) * 50, jnp.bfloat16)
-    return (
-        sums,
-        jnp.asarray(rng.uniform(0.01, 0.1, num_rows), jnp.float32),
-        jnp.asarray(rng.uniform(0.5, 2, 2 * size), jnp.float32),
+    sums = jnp.asarray(rng.standard_normal((num_rows, num_outputs)) * 50, jnp.bfloat16)
+    row_scales = jnp.asarray(rng.uniform(0.01, 0.1, num_rows), jnp.float32)
+    output_scales = jnp.asarray(rng.uniform(0.5, 2, num_outputs), jnp.float32)
+    return UnscaledProduct(
+        sums=sums.astype(dtype), row_scales=row_scales, output_scales=output_scales, dtype=jnp.dtype(dtype)
     )
 
 
@@ -103,20 +104,24 @@ def test_rounding(capsys, num_rows, size, code):
 
 
 @pytest.mark.parametrize("code", quick_first(["fp8", "int8"]))
-def test_addition_norm_and_rounding(capsys, code):
-    x, update, gain = rows((4, 512), seed=1), rows((4, 512), seed=2), rows((1, 512), seed=3)[0]
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_addition_norm_and_rounding(capsys, code, is_scaled):
+    x, gain = rows((4, 512), seed=1), rows((1, 512), seed=3)[0]
+    product = product_of(4, 512, seed=2)
+    update = product.values() if is_scaled else product
     fused = functools.partial(add_rms_norm_and_quantize, code=code, eps=EPS, implementation="sm90")
     total, got = interpret(capsys, fused, x, update, gain)
     norm = functools.partial(add_rms_norm, eps=EPS, implementation="sm90")
-    wanted_total, normed = interpret(capsys, norm, x, update, gain)
+    wanted_total, normed = interpret(capsys, norm, x, product.values(), gain)
     np.testing.assert_array_equal(total, wanted_total)
     check(got, *definition(normed, code))
 
 
 def test_addition_norm_and_rounding_by_xla():
-    x, update, gain = rows((4, 96), seed=1), rows((4, 96), seed=2), rows((1, 96), seed=3)[0]
-    total, got = add_rms_norm_and_quantize(x, update, gain, "int8", eps=EPS)
-    wanted_total, normed = add_rms_norm(x, update, gain, eps=EPS)
+    x, gain = rows((4, 96), seed=1), rows((1, 96), seed=3)[0]
+    product = product_of(4, 96, seed=2)
+    total, got = add_rms_norm_and_quantize(x, product, gain, "int8", eps=EPS)
+    wanted_total, normed = add_rms_norm(x, product.values(), gain, eps=EPS)
     np.testing.assert_array_equal(total, wanted_total)
     check(got, *definition(normed, "int8"))
 
@@ -128,69 +133,60 @@ def test_addition_norm_and_rounding_by_xla():
 @pytest.mark.parametrize("code", ["fp8", "int8"])
 def test_gate_and_rounding(capsys, num_rows, size, num_blocks, code):
     """Blocks are as few as given if more than two rows come to each."""
-    inputs = gated_inputs(num_rows, size)
-    of_gate = {"code": code, "activation": jax.nn.silu, "dtype": jnp.dtype(jnp.bfloat16)}
+    product, of_gate = product_of(num_rows, 2 * size), {"code": code, "activation": jax.nn.silu}
     call = functools.partial(sm90.gate_and_quantize, **of_gate, num_blocks=num_blocks, interpret=True)
-    codes, scales = interpret(capsys, call, *inputs)
-    wanted = gate_and_quantize(*inputs, **of_gate)
+    codes, scales = interpret(capsys, call, product)
+    wanted = gate_and_quantize(product, **of_gate)
     got = QuantizedRows(codes=codes, scales=scales, dtype=wanted.dtype)
     check(got, np.asarray(wanted.codes), wanted.scales)
 
 
 def test_gate_matches_float64():
-    sums, row_scales, output_scales = gated_inputs(6, 320)
-    got = gate_and_quantize(sums, row_scales, output_scales, "int8", activation=jax.nn.silu, dtype=jnp.float32)
-    y = np.asarray(sums.astype(jnp.float32), np.float64) * np.asarray(row_scales)[:, None] * np.asarray(output_scales)
+    product = product_of(6, 640, jnp.float32)
+    got = gate_and_quantize(product, "int8", activation=jax.nn.silu)
+    y = np.asarray(product.sums, np.float64)
+    y = y * np.asarray(product.row_scales)[:, None] * np.asarray(product.output_scales)
     gate, up = np.split(y, 2, axis=1)
     wanted = gate / (1 + np.exp(-gate)) * up
     steps = np.asarray(got.codes, np.float64) - wanted / np.asarray(got.scales, np.float64)[:, None]
     assert np.abs(steps).max() <= 0.5001
 
 
-def shapes(*arrays):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+def shape_of_product(num_rows, num_outputs, dtype=jnp.bfloat16):
+    row_scales, output_scales = (shape(size, dtype=jnp.float32) for size in (num_rows, num_outputs))
+    sums = shape(num_rows, num_outputs, dtype=dtype)
+    return UnscaledProduct(sums=sums, row_scales=row_scales, output_scales=output_scales, dtype=jnp.dtype(dtype))
+
+
+ADD_NORM = functools.partial(add_rms_norm_and_quantize, eps=EPS)
+GATE = functools.partial(gate_and_quantize, activation=jax.nn.silu)
 
 
 @pytest.mark.parametrize("code", quick_first(["fp8", "int8"]))
 @pytest.mark.parametrize(
     ("operation", "arrays", "most_registers"),
     [
-        (functools.partial(quantize_rows), [((256, 4096), BF16)], 64),
-        (functools.partial(quantize_rows), [((256, 14_336), BF16)], 128),
-        (functools.partial(quantize_rows), [((256, 16_384), BF16)], 168),
-        (
-            functools.partial(add_rms_norm_and_quantize, eps=EPS),
-            [((256, 4096), BF16), ((256, 4096), BF16), ((4096,), BF16)],
-            64,
-        ),
-        (
-            functools.partial(add_rms_norm_and_quantize, eps=EPS),
-            [((64, 8192), BF16), ((64, 8192), BF16), ((8192,), BF16)],
-            128,
-        ),
-        *(
-            (
-                functools.partial(gate_and_quantize, activation=jax.nn.silu, dtype=BF16),
-                [((num_rows, 2 * size), BF16), ((num_rows,), F32), ((2 * size,), F32)],
-                most,
-            )
-            for num_rows, size, most in [
-                (256, 14_336, 128),
-                (64, 14_336, 128),
-                (256, 28_672, 128),
-                (256, 18_944, 255),
-                (64, 18_944, 255),
-                (256, 11_008, 255),
-            ]
-        ),
+        (quantize_rows, [shape(256, 4096)], 64),
+        (quantize_rows, [shape(256, 14_336)], 128),
+        (quantize_rows, [shape(256, 16_384)], 168),
+        (ADD_NORM, [shape(256, 4096), shape(256, 4096), shape(4096)], 64),
+        (ADD_NORM, [shape(256, 4096), shape_of_product(256, 4096), shape(4096)], 96),
+        (ADD_NORM, [shape(64, 8192), shape_of_product(64, 8192), shape(8192)], 168),
+        (GATE, [shape_of_product(512, 2 * 14_336)], 128),
+        (GATE, [shape_of_product(64, 2 * 14_336)], 128),
+        (GATE, [shape_of_product(512, 2 * 28_672)], 128),
+        (GATE, [shape_of_product(512, 2 * 18_944)], 255),
+        (GATE, [shape_of_product(64, 2 * 18_944)], 255),
+        (GATE, [shape_of_product(512, 2 * 11_008)], 255),
     ],
 )
 def test_on_an_h200_nothing_spills(operation, arrays, most_registers, code):
     run = functools.partial(operation, code=code, implementation="sm90")
-    [kernel] = compile_for_h200(lambda *arrays: run(*arrays), *shapes(*arrays)).kernels
+    [kernel] = compile_for_h200(lambda *arrays: run(*arrays), *arrays).kernels
     assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
     assert kernel.num_registers <= most_registers
 
@@ -199,17 +195,19 @@ def test_on_an_h200_nothing_spills(operation, arrays, most_registers, code):
 @pytest.mark.parametrize("code", ["fp8", "int8"])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 4096), (64, 14_336), (1000, 4096), (300, 1536)])
 def test_on_a_gpu(num_rows, size, code):
-    x, update, gain = rows((num_rows, size), seed=1), rows((num_rows, size), seed=2), rows((1, size), seed=3)[0]
+    x, gain = rows((num_rows, size), seed=1), rows((1, size), seed=3)[0]
     call = functools.partial(quantize_rows, code=code, implementation="sm90")
     check(jax.jit(call)(x), *definition(x, code), flips=1e-4)
 
-    call = functools.partial(add_rms_norm_and_quantize, code=code, eps=EPS)
-    total, got = jax.jit(functools.partial(call, implementation="sm90"))(x, update, gain)
-    np.testing.assert_array_equal(total, x + update)
-    wide = np.asarray(total.astype(jnp.float32), np.float64)
-    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * np.asarray(gain.astype(jnp.float32))
-    # What is halfway between two values of 16 bits may become either, too.
-    check(got, *definition(jnp.asarray(normed, jnp.bfloat16), code), flips=1e-2)
+    product = product_of(num_rows, size, seed=2)
+    for update in (product.values(), product):
+        call = functools.partial(ADD_NORM, code=code, implementation="sm90")
+        total, got = jax.jit(call)(x, update, gain)
+        np.testing.assert_array_equal(total, x + product.values())
+        wide = np.asarray(total.astype(jnp.float32), np.float64)
+        normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * np.asarray(gain.astype(jnp.float32))
+        # What is halfway between two values of 16 bits may become either, too.
+        check(got, *definition(jnp.asarray(normed, jnp.bfloat16), code), flips=1e-2)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -219,11 +217,10 @@ def test_on_a_gpu(num_rows, size, code):
     [(1, 14_336), (64, 14_336), (133, 14_336), (1000, 14_336), (300, 28_672), (300, 18_944), (300, 11_008)],
 )
 def test_gate_on_a_gpu(num_rows, size, code):
-    inputs = gated_inputs(num_rows, size)
-    call = functools.partial(gate_and_quantize, code=code, activation=jax.nn.silu, dtype=jnp.bfloat16)
-    got = jax.jit(functools.partial(call, implementation="sm90"))(*inputs)
+    product, call = product_of(num_rows, 2 * size), functools.partial(GATE, code=code)
+    got = jax.jit(functools.partial(call, implementation="sm90"))(product)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wanted = call(*(jnp.asarray(np.asarray(x)) for x in inputs))
+        wanted = call(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), product))
     check(got, np.asarray(wanted.codes), np.asarray(wanted.scales), flips=1e-2)
 
 
@@ -239,12 +236,11 @@ def test_gate_on_a_gpu(num_rows, size, code):
     ],
 )
 def test_what_the_gated_kernel_takes(size, dtype, is_taken):
-    assert (why_not_gated(size, dtype) is None) == is_taken
+    product = shape_of_product(1, 2 * size, dtype)
+    assert (why_not_gated(product) is None) == is_taken
     if not is_taken:
-        inputs = jnp.zeros((1, 2 * size), dtype), jnp.ones(1), jnp.ones(2 * size)
-        options = {"activation": jax.nn.silu, "dtype": dtype, "implementation": "sm90"}
         with pytest.raises(NotImplementedError, match=f"got {size} in {jnp.dtype(dtype)}"):
-            gate_and_quantize(*inputs, "fp8", **options)
+            jax.eval_shape(functools.partial(GATE, code="fp8", implementation="sm90"), product)
 
 
 def test_what_the_kernels_of_rows_cannot_do():
