@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -41,6 +42,29 @@ def norm(row, load_gain: Callable[[], Any], *, eps: float):
     scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
     gain = load_gain().astype(jnp.float32)
     return (wide * scale * gain).astype(row.dtype)
+
+
+def kept(row, *, interpret: bool):
+    """Return a row of 16-bit values such that registers hold these, not what they come from or are widened to later.
+
+    `lax.optimization_barrier` does that too, but mixes up the columns of an array of several registers of more than 32
+    bits (jax 0.11.2: it takes them apart word by word and puts them together register by register).
+    """
+    if interpret or len(row) % (2 * THREADS):  # a barrier takes pairs of values, which such rows are not loaded in
+        return row
+    layout = row_layout(len(row))
+    return inline(_kept, layout, out=plgpu.ShapeDtypeStruct(row.shape, row.dtype, layout=layout))(row)
+
+
+def _kept(_, row) -> Any:
+    registers = row.registers.reshape(-1, 1)
+    layout = mgpu.WGStridedFragLayout((THREADS * row.layout.vec_size,), row.layout.vec_size)
+    arrays = [mgpu.FragmentedArray(_registers=one, _layout=layout, _is_signed=None) for one in registers]
+    # The barrier returns one array as such, several as a list.
+    barred = mgpu.optimization_barrier(*arrays)
+    barred = [barred] if len(arrays) == 1 else barred
+    kept = np.concatenate([one.registers for one in barred])
+    return mgpu.FragmentedArray(_registers=kept, _layout=row.layout, _is_signed=None)
 
 
 def store_warp_maxima(maxima, values, warpgroup, *, interpret: bool) -> None:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.device.codes import Code
-from pallas_kernels.device.rows import row_layout, store_warp_maxima
+from pallas_kernels.device.rows import kept, row_layout, store_warp_maxima
 from pallas_kernels.row_quantization.rounding import codes_of, scale_of
 
 COLUMNS = 256
@@ -68,6 +68,7 @@ def kernel(problem: Problem, sums, row_scales, output_scales, codes, scales, hel
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     piece = problem.size // problem.warpgroups
     columns, load = pl.ds(wg * piece, piece), functools.partial(plgpu.load, layout=row_layout(piece))
+    keep = functools.partial(kept, interpret=problem.interpret)
     num_turns = lax.div(problem.num_rows - 1 - block, problem.num_blocks) + 1
 
     if problem.holds_scales:
@@ -87,14 +88,13 @@ def kernel(problem: Problem, sums, row_scales, output_scales, codes, scales, hel
             factors = load((held_scales if problem.holds_scales else output_scales).at[half, columns])
             return loaded[half].astype(jnp.float32) * row_scale * factors
 
-        # A barrier, so that registers hold the values in 16 bits, which are widened twice.
-        values = lax.optimization_barrier((problem.activation(scaled(0)) * scaled(1)).astype(problem.dtype))
+        values = keep((problem.activation(scaled(0)) * scaled(1)).astype(problem.dtype))  # they are widened twice
         following = sums_of(next_row) if following is None else following
         own = maxima.at[lax.rem(turn, 2)]
         store_warp_maxima(own, jnp.abs(values.astype(jnp.float32)), wg, interpret=problem.interpret)
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
-        values = lax.optimization_barrier(values)
+        values = keep(values)
         scale = scale_of(functools.reduce(jnp.maximum, [own[i] for i in range(4 * problem.warpgroups)]), problem.code)
         codes[row, columns] = codes_of(values.astype(jnp.float32), scale, problem.code)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.codes import Code
-from pallas_kernels.device.rows import norm, row_layout
+from pallas_kernels.device.rows import kept, norm, row_layout
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.row_quantization import gated
 from pallas_kernels.row_quantization.gated import COLUMNS, MAX_GATED, num_warpgroups
@@ -23,19 +23,25 @@ from pallas_kernels.row_quantization.rounding import CODES, UnscaledProduct, cod
 __all__ = ["COLUMNS", "MAX_GATED", "add_rms_norm_and_quantize", "gate_and_quantize", "num_warpgroups", "quantize_rows"]
 
 
-@functools.partial(jax.jit, static_argnames="code")  # and below: all layers of a step use one compiled kernel
-def quantize_rows(x: Float[Array, "M K"], *, code: Code) -> tuple[Shaped[Array, "M K"], Float[Array, " M"]]:
-    """Return codes and scales, see `op.quantize_rows`: a warpgroup a row."""
+# Here and below, so that all layers of a step use one compiled kernel.
+@functools.partial(jax.jit, static_argnames=("code", "interpret"))
+def quantize_rows(
+    x: Float[Array, "M K"], *, code: Code, interpret: bool = False
+) -> tuple[Shaped[Array, "M K"], Float[Array, " M"]]:
+    """Return codes and scales, see `op.quantize_rows`: a warpgroup a row.
+
+    `interpret`, here and below, swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    """
     load = functools.partial(plgpu.load, layout=row_layout(x.shape[1]))
 
     def body(x, codes, scales):
         row = lax.axis_index("row")
-        _store(load(x.at[row]), codes, scales, row, code)
+        _store(load(x.at[row]), codes, scales, row, code, interpret)
 
     return _a_row_each("quantize_rows", body, x.shape, _results(x.shape, code))(x)
 
 
-@functools.partial(jax.jit, static_argnames=("code", "eps"))
+@functools.partial(jax.jit, static_argnames=("code", "eps", "interpret"))
 def add_rms_norm_and_quantize(
     x: Float[Array, "T E"],
     update: Float[Array, "T E"] | UnscaledProduct,
@@ -43,6 +49,7 @@ def add_rms_norm_and_quantize(
     *,
     code: Code,
     eps: float,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Shaped[Array, "T E"], Float[Array, " T"]]:
     """Return the sum, codes and scales, see `op.add_rms_norm_and_quantize`: a warpgroup a row."""
     load = functools.partial(plgpu.load, layout=row_layout(x.shape[1]))
@@ -58,17 +65,16 @@ def add_rms_norm_and_quantize(
         (*update, total, codes, scales), row = refs, lax.axis_index("row")
         value = load(x.at[row]) + added(row, *update)
         total[row] = value
-        _store(norm(value, functools.partial(load, weight), eps=eps), codes, scales, row, code)
+        _store(norm(value, functools.partial(load, weight), eps=eps), codes, scales, row, code, interpret)
 
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), *_results(x.shape, code))
     return _a_row_each("add_rms_norm_and_quantize", body, x.shape, results)(x, weight, *jax.tree.leaves(update))
 
 
-def _store(values, codes, scales, row, code: Code) -> None:
-    # Barriers, so that registers hold the values in 16 bits, which are widened twice.
-    values = lax.optimization_barrier(values)
+def _store(values, codes, scales, row, code: Code, interpret: bool) -> None:
+    values = kept(values, interpret=interpret)  # they are widened twice
     scale = scale_of(jnp.max(jnp.abs(values.astype(jnp.float32))), code)
-    values = lax.optimization_barrier(values)
+    values = kept(values, interpret=interpret)
     codes[row] = codes_of(values.astype(jnp.float32), scale, code)
     scales[row] = scale
 
@@ -97,10 +103,7 @@ def gate_and_quantize(
     num_blocks: int = NUM_SMS,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "M F"], Float[Array, " M"]]:
-    """Return codes and scales, see `op.gate_and_quantize`: thread blocks take one row after the other.
-
-    `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
-    """
+    """Return codes and scales, see `op.gate_and_quantize`: thread blocks take one row after the other."""
     num_rows, size = len(product.sums), product.sums.shape[1] // 2
     warpgroups = num_warpgroups(size)
     assert warpgroups is not None

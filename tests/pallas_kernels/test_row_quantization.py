@@ -59,8 +59,14 @@ def check(got, codes, scales, *, flips=0.0):
     ours, theirs = (np.asarray(x).view(np.int8)[is_same].astype(np.int32) for x in (got.codes, codes))
     # Codes of neighbours differ by 1, and zero has two codes of 8 bits.
     differs = (ours != theirs) & ~((ours | theirs) == -128)
-    assert differs.mean() <= flips
-    assert (np.abs(ours - theirs)[differs] == 1).all()
+    if differs.mean() > flips or (np.abs(ours - theirs)[differs] > 1).any():
+        places = np.argwhere(differs)
+        found = "; ".join(f"{place}: {ours[*place]}, not {theirs[*place]}" for place in places[:8].tolist())
+        columns = np.flatnonzero(differs.any(axis=0))[:16].tolist()
+        pytest.fail(
+            f"{differs.mean():.4%} of codes differ, by up to {np.abs(ours - theirs)[differs].max()}, in "
+            f"{differs.any(axis=1).sum()} of {len(ours)} rows, first in columns {columns}: {found}"
+        )
 
 
 def product_of(num_rows, num_outputs, dtype=jnp.bfloat16, seed=0):
@@ -102,8 +108,9 @@ def test_a_nan_stays_in_its_row():
 @pytest.mark.parametrize("code", ["fp8", "int8"])
 def test_rounding(capsys, num_rows, size, code):
     x = rows((num_rows, size))
-    call = functools.partial(quantize_rows, code=code, implementation="sm90")
-    check(interpret(capsys, call, x), *definition(x, code))
+    call = functools.partial(sm90.quantize_rows, code=code, interpret=True)
+    codes, scales = interpret(capsys, call, x)
+    check(QuantizedRows(codes=codes, scales=scales, dtype=x.dtype), *definition(x, code))
 
 
 @pytest.mark.parametrize("code", quick_first(["fp8", "int8"]))
@@ -112,12 +119,12 @@ def test_addition_norm_and_rounding(capsys, code, is_scaled):
     x, gain = rows((4, 512), seed=1), rows((1, 512), seed=3)[0]
     product = product_of(4, 512, seed=2)
     update = product.values() if is_scaled else product
-    fused = functools.partial(add_rms_norm_and_quantize, code=code, eps=EPS, implementation="sm90")
-    total, got = interpret(capsys, fused, x, update, gain)
+    fused = functools.partial(sm90.add_rms_norm_and_quantize, code=code, eps=EPS, interpret=True)
+    total, codes, scales = interpret(capsys, fused, x, update, gain)
     norm = functools.partial(add_rms_norm, eps=EPS, implementation="sm90")
     wanted_total, normed = interpret(capsys, norm, x, product.values(), gain)
     np.testing.assert_array_equal(total, wanted_total)
-    check(got, *definition(normed, code))
+    check(QuantizedRows(codes=codes, scales=scales, dtype=x.dtype), *definition(normed, code))
 
 
 def test_addition_norm_and_rounding_by_xla():
@@ -180,9 +187,11 @@ GATE = functools.partial(gate_and_quantize, activation=jax.nn.silu)
     [
         (quantize_rows, [shape(256, 4096)], 64),
         (quantize_rows, [shape(256, 14_336)], 128),
+        (quantize_rows, [shape(256, 896)], 64),
         (quantize_rows, [shape(256, 16_384)], 168),
         (ADD_NORM, [shape(256, 4096), shape(256, 4096), shape(4096)], 64),
         (ADD_NORM, [shape(256, 4096), shape_of_product(256, 4096), shape(4096)], 96),
+        (ADD_NORM, [shape(256, 896), shape_of_product(256, 896), shape(896)], 64),
         (ADD_NORM, [shape(64, 8192), shape_of_product(64, 8192), shape(8192)], 168),
         (GATE, [shape_of_product(512, 2 * 14_336)], 128),
         (GATE, [shape_of_product(64, 2 * 14_336)], 128),
@@ -201,11 +210,12 @@ def test_on_an_h200_nothing_spills(operation, arrays, most_registers, code):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("code", ["fp8", "int8"])
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 4096), (64, 14_336), (1000, 4096), (300, 1536)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 4096), (64, 14_336), (1000, 4096), (300, 1536), (300, 896)])
 def test_on_a_gpu(num_rows, size, code):
     x, gain = rows((num_rows, size), seed=1), rows((1, size), seed=3)[0]
     call = functools.partial(quantize_rows, code=code, implementation="sm90")
-    check(jax.jit(call)(x), *definition(x, code), flips=1e-4)
+    # Where a row's largest value is 127 times a power of two, many of its values are halfway between two integers.
+    check(jax.jit(call)(x), *definition(x, code), flips=1e-4 if code == "fp8" else 1e-2)
 
     product = product_of(num_rows, size, seed=2)
     for update in (product.values(), product):
