@@ -80,7 +80,8 @@ def add_rms_norm(
                 check_vma=False,
             )(x, update, weight, peers)
     has_kernel = kernels != "xla" and fused.why_not(x.shape[1], x.dtype) is None
-    if has_kernel and reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
+    rounds = row_quantization.best_implementation(x.shape[1], x.dtype) == "sm90"
+    if has_kernel and rounds and reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
         run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
         return _on_each_device(run, x, update, weight)
     if isinstance(update, UnscaledProduct):

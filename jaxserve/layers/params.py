@@ -21,7 +21,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, splits_by_expert
 from jaxserve.layers.weight import Dense, Quantized, Weight
-from jaxserve.quantization.scheme import ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Parts, Scheme, dtype_of
+from jaxserve.quantization.scheme import (
+    ROUNDED_EARLY_ON_HOPPER,
+    ROUNDED_ON_CPU,
+    ROUNDED_ON_HOPPER,
+    Parts,
+    Scheme,
+    dtype_of,
+)
+from pallas_kernels import row_quantization
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -396,12 +404,18 @@ def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: 
 
     With our kernels that is on a Hopper GPU, else on a CPU, where XLA needs one scale an output.
     """
-    rounded = ROUNDED_ON_HOPPER if kernels == "sm90" else ROUNDED_ON_CPU
 
     def apply(spec: ParamSpec) -> ParamSpec:
         if spec.scheme is None or spec.scheme.codes not in codes or spec.expert_size is not None:
             return spec
-        if rounded.by_xla and (spec.scheme.group_size is not None or spec.scheme.has_zeros):
+        has_one_scale = spec.scheme.group_size is None and not spec.scheme.has_zeros
+        if kernels != "sm90":
+            rounded = ROUNDED_ON_CPU if has_one_scale else None
+        elif spec.scheme.codes == "fp8" and has_one_scale and row_quantization.is_proven():
+            rounded = ROUNDED_EARLY_ON_HOPPER
+        else:
+            rounded = ROUNDED_ON_HOPPER
+        if rounded is None:
             return spec
         return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=rounded))
 

@@ -415,7 +415,7 @@ def gated_linear_unit_of_rounded(
             code,
             activation=activation,
             implementation=implementation,
-            rounding="xla" if by_xla else "sm90",
+            rounding="sm90" if row_quantization.is_proven() and not by_xla else "xla",
         )
 
     return _on_each_device(run, x, matrix)

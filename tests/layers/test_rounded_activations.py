@@ -14,7 +14,6 @@ from jaxserve.layers.parts import Kernel, Part
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.weight import Quantized
 from jaxserve.quantization.scheme import SCHEMES, RoundedActivations, Scheme
-from pallas_kernels import row_quantization
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 DTYPE = jnp.dtype(jnp.float32)
@@ -39,9 +38,10 @@ def weight_of(spec):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels", "min_rows"), [("fp8", "sm90", 65), ("int8", "sm90", 65), ("int8", "xla", 8)]
+    ("name", "kernels", "min_rows"), [("fp8", "sm90", 33), ("int8", "sm90", 65), ("int8", "xla", 8)]
 )
-def test_many_rows_are_rounded_and_few_are_not(name, kernels, min_rows):
+def test_many_rows_are_rounded_and_few_are_not(monkeypatch, name, kernels, min_rows):
+    monkeypatch.setattr("pallas_kernels.row_quantization.op.IS_PROVEN", True)
     [spec] = with_rounded_activations({"w": declared(name)}, {name}, kernels=kernels).values()
     weight = weight_of(spec)
     assert isinstance(weight, Quantized)
@@ -93,7 +93,8 @@ def matrix(shape, *, min_rows=65):
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch, num_rows):
     """On a GPU; here XLA computes what its kernels do."""
-    monkeypatch.setattr(row_quantization.op, "_is_sm90", lambda _: False)
+    monkeypatch.setattr("pallas_kernels.row_quantization.op.IS_PROVEN", True)
+    monkeypatch.setattr("pallas_kernels.row_quantization.op._is_sm90", lambda _: False)
     monkeypatch.setattr("jaxserve.layers.norm.fused.add_rms_norm", pretend_to_fuse)
     monkeypatch.setattr("jaxserve.layers.mlp.gate_up_part", part_without_kernels)
     monkeypatch.setattr("jaxserve.layers.linear.linear_part", part_without_kernels)
