@@ -209,9 +209,7 @@ def decoder(
     leaves_partial_sums = _adds_up_partial_sums(layers, x, batch)
     sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_partial_sums": leaves_partial_sums}
     # Only `add_norm` takes a product without its scales.
-    leaves_scales = batch.kernels == "sm90" and all(
-        layer.keys() == {*PRE_NORMS, "attention", "mlp"} for layer in layers
-    )
+    leaves_scales = batch.kernels == "sm90" and all(_has_pre_norms_only(layer) for layer in layers)
     mlp = functools.partial(gated_mlp, activation=activation, leaves_scales=leaves_scales, **sums)
     if routing is not None:
         mlp = functools.partial(

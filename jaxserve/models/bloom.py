@@ -96,7 +96,7 @@ def param_specs(config: Config) -> Params:
 def _norm_as_residual_block(
     layer: Params,
     x: Array,
-    update: Array | None,
+    update: Any,
     cache: Any,
     *,
     attend: Attend,

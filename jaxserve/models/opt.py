@@ -122,7 +122,7 @@ def param_specs(config: Config) -> Params:
 def _norm_after_block(
     layer: Params,
     x: Array,
-    update: Array | None,
+    update: Any,
     cache: Any,
     *,
     attend: Attend,

@@ -60,10 +60,8 @@ def _kept(_, row) -> Any:
     registers = row.registers.reshape(-1, 1)
     layout = mgpu.WGStridedFragLayout((THREADS * row.layout.vec_size,), row.layout.vec_size)
     arrays = [mgpu.FragmentedArray(_registers=one, _layout=layout, _is_signed=None) for one in registers]
-    # The barrier returns one array as such, several as a list.
-    barred = mgpu.optimization_barrier(*arrays)
-    barred = [barred] if len(arrays) == 1 else barred
-    kept = np.concatenate([one.registers for one in barred])
+    barred: Any = mgpu.optimization_barrier(*arrays)  # one array as such, several as a list
+    kept = np.concatenate([one.registers for one in (barred if len(arrays) > 1 else [barred])])
     return mgpu.FragmentedArray(_registers=kept, _layout=row.layout, _is_signed=None)
 
 

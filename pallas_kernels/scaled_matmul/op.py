@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import row_quantization
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import (
-    CODES,
     QuantizedRows,
     UnscaledProduct,
     gate_and_quantize,
