@@ -162,9 +162,9 @@ class EngineConfig:
     quantize_activations: bool | None = _option(
         None,
         "quantization",
-        "round activations to 8 bits, each token by itself, where more than 64 tokens (8 on a CPU) are multiplied by "
-        "weights of 8 bits; default: for FP8 weights on GPUs with kernels for it, for INT8 if the checkpoint says so; "
-        "off: 16 bits everywhere",
+        "round activations to 8 bits, each token by itself, where more than 64 tokens (32 with FP8, 8 on a CPU) are "
+        "multiplied by weights of 8 bits; default: for FP8 weights on GPUs with kernels for it, for INT8 if the "
+        "checkpoint says so; off: 16 bits everywhere",
     )
     warmup: WarmUp | None = _option(
         None,

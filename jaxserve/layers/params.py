@@ -29,7 +29,6 @@ from jaxserve.quantization.scheme import (
     Scheme,
     dtype_of,
 )
-from pallas_kernels import row_quantization
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -411,7 +410,7 @@ def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: 
         has_one_scale = spec.scheme.group_size is None and not spec.scheme.has_zeros
         if kernels != "sm90":
             rounded = ROUNDED_ON_CPU if has_one_scale else None
-        elif spec.scheme.codes == "fp8" and has_one_scale and row_quantization.is_proven():
+        elif spec.scheme.codes == "fp8" and has_one_scale:
             rounded = ROUNDED_EARLY_ON_HOPPER
         else:
             rounded = ROUNDED_ON_HOPPER

@@ -415,7 +415,7 @@ def gated_linear_unit_of_rounded(
             code,
             activation=activation,
             implementation=implementation,
-            rounding="sm90" if row_quantization.is_proven() and not by_xla else "xla",
+            rounding="xla" if by_xla else "sm90",
         )
 
     return _on_each_device(run, x, matrix)
@@ -424,7 +424,7 @@ def gated_linear_unit_of_rounded(
 def _rounded(x: Array | QuantizedRows, code: Code, *, by_xla: bool) -> QuantizedRows:
     if isinstance(x, QuantizedRows):
         return x
-    best = row_quantization.best_implementation(x.shape[1], x.dtype)
+    best = row_quantization.best_implementation(x.shape[1], x.dtype, num_rows_alone=len(x))
     return row_quantization.quantize_rows(x, code, implementation="xla" if by_xla else best)
 
 

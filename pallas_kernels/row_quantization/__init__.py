@@ -6,7 +6,6 @@ from pallas_kernels.row_quantization.op import (
     add_rms_norm_and_quantize,
     best_implementation,
     gate_and_quantize,
-    is_proven,
     quantize_rows,
     why_not_gated,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "add_rms_norm_and_quantize",
     "best_implementation",
     "gate_and_quantize",
-    "is_proven",
     "quantize_rows",
     "why_not",
     "why_not_gated",

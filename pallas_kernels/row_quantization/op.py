@@ -13,18 +13,17 @@ from pallas_kernels.row_quantization import sm90
 from pallas_kernels.row_quantization.rounding import QuantizedRows, UnscaledProduct, codes_of, scale_of
 
 Implementation = Literal["xla", "sm90"]
-IS_PROVEN = False
-"""True once a GPU has shown the kernels right; layers use them only then."""
+FEWEST_ROWS_ALONE = 1024
+"""With fewer rows that are rounded alone, XLA's two kernels take less time than ours: see NOTES.md."""
 
 
-def is_proven() -> bool:
-    """Return true if layers use the kernels."""
-    return IS_PROVEN
-
-
-def best_implementation(size: int, dtype: Any) -> Implementation:
-    """Return the implementation for a Hopper GPU and rows of `size` values, rounded alone or behind a norm."""
-    return "sm90" if IS_PROVEN and why_not_row(size, dtype) is None else "xla"
+def best_implementation(size: int, dtype: Any, *, num_rows_alone: int | None = None) -> Implementation:
+    """Return the implementation for a Hopper GPU and rows of `size` values, rounded behind a norm or, if their number
+    is given, alone.
+    """
+    if num_rows_alone is not None and num_rows_alone < FEWEST_ROWS_ALONE:
+        return "xla"
+    return "sm90" if why_not_row(size, dtype) is None else "xla"
 
 
 def quantize_rows(x: Float[Array, "M K"], code: Code, *, implementation: Implementation = "xla") -> QuantizedRows:

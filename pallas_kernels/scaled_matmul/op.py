@@ -87,7 +87,7 @@ def gated_matmul_and_quantize(
     """
     if implementation == "sm90":
         y = scaled_matmul(x, weight, activation=activation, implementation=implementation)
-        best = row_quantization.best_implementation(y.shape[1], y.dtype)
+        best = row_quantization.best_implementation(y.shape[1], y.dtype, num_rows_alone=len(y))
         return quantize_rows(y, code, implementation=best if rounding == "sm90" else "xla")
     _check(x, weight, has_activation=True, implementation=implementation)
     product = _product(x, weight, x.dtype)

@@ -40,8 +40,7 @@ def weight_of(spec):
 @pytest.mark.parametrize(
     ("name", "kernels", "min_rows"), [("fp8", "sm90", 33), ("int8", "sm90", 65), ("int8", "xla", 8)]
 )
-def test_many_rows_are_rounded_and_few_are_not(monkeypatch, name, kernels, min_rows):
-    monkeypatch.setattr("pallas_kernels.row_quantization.op.IS_PROVEN", True)
+def test_many_rows_are_rounded_and_few_are_not(name, kernels, min_rows):
     [spec] = with_rounded_activations({"w": declared(name)}, {name}, kernels=kernels).values()
     weight = weight_of(spec)
     assert isinstance(weight, Quantized)
@@ -93,7 +92,6 @@ def matrix(shape, *, min_rows=65):
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch, num_rows):
     """On a GPU; here XLA computes what its kernels do."""
-    monkeypatch.setattr("pallas_kernels.row_quantization.op.IS_PROVEN", True)
     monkeypatch.setattr("pallas_kernels.row_quantization.op._is_sm90", lambda _: False)
     monkeypatch.setattr("jaxserve.layers.norm.fused.add_rms_norm", pretend_to_fuse)
     monkeypatch.setattr("jaxserve.layers.mlp.gate_up_part", part_without_kernels)
