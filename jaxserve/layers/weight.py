@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.tiled_product import multiply_in_tiles
+from jaxserve.layers.tiled_product import multiply_codes
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
 from pallas_kernels import scaled_matmul
@@ -255,7 +255,7 @@ class Quantized(Weight):
     def multiply(
         self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_partial_sums: bool = False
     ) -> Float[Array, " T *outputs"]:
-        """Multiply as other weights do; on a CPU in tiles, if devices have no shards of it.
+        """Multiply as other weights do; on a CPU as `tiled_product` does, if devices have no shards of it.
 
         Many rows are rounded to 8 bits first where the scheme says so.
         """
@@ -265,16 +265,16 @@ class Quantized(Weight):
             return super().multiply(x, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
         outputs = self.shape[: self.ndim - (x.ndim - 1)]
 
-        def in_tiles(x: Array, parts: Parts) -> Array:
+        def by_codes(x: Array, parts: Parts) -> Array:
             rows = jax.tree.map(lambda part: part.reshape(math.prod(outputs), -1), parts)
             flat = x.reshape(len(x), -1)
-            y = multiply_in_tiles(flat, self.scheme, rows, dtype=self.dtype, output_dtype=output_dtype)
+            y = multiply_codes(flat, self.scheme, rows, dtype=self.dtype, output_dtype=output_dtype)
             return y.reshape(len(x), *outputs)
 
         def whole(x: Array, parts: Parts) -> Array:
             return Weight.multiply(dataclasses.replace(self, parts=parts), x, output_dtype=output_dtype)
 
-        return jax.lax.platform_dependent(x, self.parts, cpu=in_tiles, default=whole)
+        return jax.lax.platform_dependent(x, self.parts, cpu=by_codes, default=whole)
 
     @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
