@@ -23,6 +23,8 @@ def why_not_held(
     """
     if is_cpu:
         return "XLA is slow to convert them on a CPU" if scheme.codes == "fp8" else None
+    if scheme.has_order:
+        return "no kernel of a whole layer takes inputs in an order of their own (act-order)"
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:

@@ -87,6 +87,10 @@ class Weight(abc.ABC):
         """
         return None
 
+    def aligned(self, x: Float[Array, " T *inputs"]) -> "tuple[Float[Array, ' T *inputs'], Weight]":
+        """Return activations in the order in which the weight has its inputs, and the weight in that order."""
+        return x, self
+
     @property
     def ndim(self) -> int:
         """Number of logical axes."""
@@ -217,11 +221,14 @@ class Quantized(Weight):
     """A weight stored as codes and scales, see `quantization.scheme`.
 
     Its codes have the logical axes; the groups of the scales are the last axis of these, split as the inputs are.
+    Columns of codes may be in another order than the inputs.
     """
 
     parts: Parts
     scheme: Scheme = dataclasses.field(metadata={"static": True})
     value_dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    order: Any = None
+    """The input of each column, [inputs]; None if columns are the inputs in order."""
 
     @property
     @override
@@ -243,7 +250,7 @@ class Quantized(Weight):
     def array(self) -> Float[Array, "..."]:
         """Return the values of all codes; each device makes those of its shard."""
         if not self.is_split:
-            return dequantize(self.scheme, self.parts, self.dtype)
+            return self._in_order(dequantize(self.scheme, self.parts, self.dtype))
         run = jax.shard_map(
             lambda parts: dequantize(self.scheme, parts, self.dtype),
             in_specs=(partition_specs(self.parts),),
@@ -263,6 +270,7 @@ class Quantized(Weight):
             return self._multiply_rounded(x, matrix, output_dtype=output_dtype)
         if self.is_split:
             return super().multiply(x, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
+        x, columns = self.aligned(x)
         outputs = self.shape[: self.ndim - (x.ndim - 1)]
 
         def by_codes(x: Array, parts: Parts) -> Array:
@@ -272,13 +280,26 @@ class Quantized(Weight):
             return y.reshape(len(x), *outputs)
 
         def whole(x: Array, parts: Parts) -> Array:
-            return Weight.multiply(dataclasses.replace(self, parts=parts), x, output_dtype=output_dtype)
+            return Weight.multiply(dataclasses.replace(columns, parts=parts), x, output_dtype=output_dtype)
 
         return jax.lax.platform_dependent(x, self.parts, cpu=by_codes, default=whole)
 
     @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
-        return dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
+        return self._in_order(dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype))
+
+    @override
+    def aligned(self, x: Float[Array, " T *inputs"]) -> "tuple[Float[Array, ' T *inputs'], Quantized]":
+        if self.order is None:
+            return x, self
+        return x.reshape(len(x), -1)[:, self.order].reshape(x.shape), dataclasses.replace(self, order=None)
+
+    def _in_order(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return values whose last axes, the inputs, are in the order of the columns in that of the inputs."""
+        if self.order is None:
+            return values
+        columns = jnp.zeros_like(self.order).at[self.order].set(jnp.arange(len(self.order)))
+        return values.reshape(-1, len(self.order))[:, columns].reshape(values.shape)
 
     @override
     def entry(self, index: Int[Array, ""]) -> "Quantized":
@@ -296,8 +317,8 @@ class Quantized(Weight):
     @override
     def quantized_entries(self) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None
-        if name == "nf4" or name == "fp4" or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
+        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None or self.order is not None
+        if name in ("nf4", "fp4") or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
             return None
         codes, scales, zeros, *_ = self.parts
         return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
@@ -305,7 +326,7 @@ class Quantized(Weight):
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        if name == "nf4" or name == "fp4":
+        if name in ("nf4", "fp4") or self.order is not None:
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
