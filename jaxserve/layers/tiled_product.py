@@ -4,6 +4,7 @@
 too. Of other codes a tile of outputs at a time becomes floats, which stay in the cache.
 """
 
+import functools
 import math
 import os
 
@@ -32,10 +33,9 @@ def multiply_codes(
 
     Sums are in float32, or exact.
     """
-    if _takes_integers(x, scheme, rows):
-        y = _multiply_integers(x, rows.codes) * rows.scales[:, 0].astype(jnp.float32)[None]
-    else:
-        y = _multiply_in_tiles(x, scheme, rows, dtype)
+    if not _takes_integers(x, scheme, rows):
+        return _multiply_in_tiles(x, scheme, rows, dtype=dtype, output_dtype=output_dtype)
+    y = _multiply_integers(x, rows.codes) * rows.scales[:, 0].astype(jnp.float32)[None]
     return y.astype(output_dtype)
 
 
@@ -63,35 +63,40 @@ def _multiply_integers(x: Float[Array, "T K"], codes: Int8[Array, "N K"]) -> Flo
         pieces.append(left - (above << 8))
         left = above
     stacked = jnp.concatenate([*pieces, left]).astype(jnp.int8)
-    products = _dot(stacked, codes, jnp.dtype(jnp.int32)).reshape(count, num_rows, len(codes))
+    products = _dot(stacked, codes, jnp.dtype(jnp.int32))
+    if len(stacked) <= FEW_ROWS:
+        products = jax.lax.optimization_barrier(products).T  # without it XLA swaps the operands again
+    products = products.reshape(count, num_rows, len(codes))
     y = sum(products[index].astype(jnp.float32) * jnp.float32(256**index) for index in range(count))
     return y * unit
 
 
-def _multiply_in_tiles(x: Float[Array, "T K"], scheme: Scheme, rows: Parts, dtype: jnp.dtype) -> Float32[Array, "T N"]:
+def _multiply_in_tiles(
+    x: Float[Array, "T K"], scheme: Scheme, rows: Parts, *, dtype: jnp.dtype, output_dtype: jnp.dtype
+) -> Float[Array, "T N"]:
     num_rows, num_inputs = len(rows.codes), x.shape[1]
     size = min(num_rows, max(16, TILE // num_inputs // 16 * 16))
-    has_pairs = scheme.kind.per_byte == 2 and num_inputs // rows.scales.shape[-1] % 2 == 0
     if scheme.codes == "fp8":  # which XLA on a CPU would make float16 of before it takes a tile
         rows = rows._replace(codes=jax.lax.bitcast_convert_type(rows.codes, jnp.int8))
     # With one row XLA has no matmul of its library, and takes ten times as long.
-    padded = jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x
-    halves = jax.lax.optimization_barrier((padded[:, ::2], padded[:, 1::2])) if has_pairs else None
+    parts = [jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x]
+    has_pairs = scheme.kind.per_byte == 2 and num_inputs // rows.scales.shape[-1] % 2 == 0
+    if has_pairs:
+        parts = jax.lax.optimization_barrier([parts[0][:, ::2], parts[0][:, 1::2]])
+    few = len(parts[0]) <= FEW_ROWS
 
-    def product(first: Int[Array, ""]) -> Float32[Array, "T R"]:
+    def add_tile(index: Int[Array, ""], y: Float[Array, "..."]) -> Float[Array, "..."]:
+        # The last tile overlaps the one before if the number of rows is not a multiple of a tile's.
+        first = jnp.minimum(index * size, num_rows - size)
         tile = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, size), rows)
-        if halves is None:
-            return _dot(padded, _rounded(dequantize(scheme, tile, FLOAT32), dtype), FLOAT32)
-        pairs = zip(halves, dequantize_pairs(scheme, tile, FLOAT32), strict=True)
-        even, odd = (_dot(half, _rounded(values, dtype), FLOAT32) for half, values in pairs)
-        return even + odd
+        values = dequantize_pairs(scheme, tile, FLOAT32) if has_pairs else (dequantize(scheme, tile, FLOAT32),)
+        products = (_dot(part, _rounded(each, dtype), FLOAT32) for part, each in zip(parts, values, strict=True))
+        added = functools.reduce(jnp.add, products).astype(output_dtype)
+        return jax.lax.dynamic_update_slice_in_dim(y, added, first, axis=0 if few else 1)
 
-    # The last tile overlaps the one before if the number of rows is not a multiple of a tile's.
-    num_tiles = math.ceil(num_rows / size)
-    starts = jnp.minimum(jnp.arange(num_tiles) * size, num_rows - size)
-    y = jax.lax.map(product, starts)[:, : len(x)]
-    most = y[:-1].swapaxes(0, 1).reshape(len(x), (num_tiles - 1) * size)
-    return jnp.concatenate([most, y[-1, :, num_tiles * size - num_rows :]], axis=1)
+    shape = (num_rows, len(parts[0])) if few else (len(x), num_rows)
+    y = jax.lax.fori_loop(0, math.ceil(num_rows / size), add_tile, jnp.zeros(shape, output_dtype))
+    return y.T[: len(x)] if few else y
 
 
 def _rounded(values: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
@@ -103,13 +108,10 @@ def _rounded(values: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, ".
 
 
 def _dot(x: Array, matrix: Array, sums: jnp.dtype) -> Array:
-    """Return x @ matrix^T, whose sums are of type `sums`."""
-    is_few = len(x) <= FEW_ROWS
-    y = jax.lax.dot_general(
-        *((matrix, x) if is_few else (x, matrix)),
+    """Return x @ matrix^T, or with at most FEW_ROWS its transpose; sums are of type `sums`."""
+    return jax.lax.dot_general(
+        *((matrix, x) if len(x) <= FEW_ROWS else (x, matrix)),
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=sums,
     )
-    # XLA would swap the operands of a transposed product again.
-    return jax.lax.optimization_barrier(y).T if is_few else y
