@@ -18,8 +18,8 @@ def why_not_held(
 ) -> str | None:
     """Return why a weight is dequantized when it is loaded, or None if it is held as codes.
 
-    A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes if a kernel
-    multiplies by them: XLA would write all dequantized values to memory in every step.
+    A CPU takes about as long for integers and 4-bit codes as for bfloat16, and less memory. A GPU holds codes if a
+    kernel multiplies by them: XLA would write all dequantized values to memory in every step.
     """
     if is_cpu:
         return "XLA is slow to convert them on a CPU" if scheme.codes == "fp8" else None
