@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import ParamSpec, abstract_params, with_whole_bytes
+from jaxserve.layers.params import ParamSpec, abstract_params, with_divisible_codes
 from jaxserve.quantization.scheme import Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls
 
@@ -57,7 +57,7 @@ def _why_no_kernel(
 ) -> str | None:
     """Return why no kernel multiplies by a device's codes of such a weight, or None if one does."""
     spec = _declared(shape, axes, num_inputs, scheme, dtype)
-    if with_whole_bytes({"": spec}, mesh)[""].scheme is None:
+    if with_divisible_codes({"": spec}, mesh)[""].scheme is None:
         return "a byte of two codes would be on two devices"
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
     found = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)

@@ -185,7 +185,12 @@ def test_kernels_multiply_by_inputs_in_an_order_of_their_own():
     x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
     assert linear_part(x, weight, kernels="sm90") == (Kernel.QUANTIZED_MATMUL, None)
     assert "order" in why_not_held(
-        spec, scheme, dtype=np.dtype(jnp.bfloat16), kernels="sm90", is_cpu=False, num_devices=1
+        spec,
+        scheme,
+        dtype=np.dtype(jnp.bfloat16),
+        kernels="sm90",
+        is_cpu=False,
+        mesh=jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1]),
     )
 
 
