@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.held import why_not_held
-from jaxserve.layers.params import Params, with_rounded_activations, with_whole_bytes
+from jaxserve.layers.params import Params, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
@@ -98,7 +98,7 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
-    specs = with_whole_bytes(specs, mesh)
+    specs = with_divisible_codes(specs, mesh)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
         if config.quantize_activations or rounds_to_integers(checkpoint.fields):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import ParamSpec, abstract_params, with_whole_bytes
+from jaxserve.layers.params import ParamSpec, abstract_params, with_divisible_codes
 from jaxserve.quantization.scheme import Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls
 
@@ -18,11 +18,13 @@ def why_not_held(
 ) -> str | None:
     """Return why a weight is dequantized when it is loaded, or None if it is held as codes.
 
-    A CPU takes no longer for integers and 4-bit codes than for bfloat16, and less memory. A GPU holds codes if a kernel
-    multiplies by them: XLA would write all dequantized values to memory in every step.
+    A CPU takes about as long for integers and 4-bit codes as for bfloat16, and less memory. A GPU holds codes if a
+    kernel multiplies by them: XLA would write all dequantized values to memory in every step.
     """
     if is_cpu:
         return "XLA is slow to convert them on a CPU" if scheme.codes == "fp8" else None
+    if scheme.has_order:
+        return "no kernel of a whole layer takes inputs in an order of their own (act-order)"
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
@@ -55,7 +57,7 @@ def _why_no_kernel(
 ) -> str | None:
     """Return why no kernel multiplies by a device's codes of such a weight, or None if one does."""
     spec = _declared(shape, axes, num_inputs, scheme, dtype)
-    if with_whole_bytes({"": spec}, mesh)[""].scheme is None:
+    if with_divisible_codes({"": spec}, mesh)[""].scheme is None:
         return "a byte of two codes would be on two devices"
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
     found = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)

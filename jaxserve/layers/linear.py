@@ -118,6 +118,7 @@ def _multiply_codes(
     num_inputs = x.ndim - 1
 
     def multiply(x: Array, weight: Weight) -> Array:
+        x, weight = weight.aligned(x)
         matrix = weight.quantized_matrix(num_inputs)
         assert matrix is not None
         y = quantized_matmuls.quantized_matmul(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int32
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, splits_by_expert
@@ -207,7 +208,10 @@ class ParamSpec:
             factors = of_groups(num_factors, self.scheme.factor_dtype, scale / kind.typical)
             minimum_factors = factors if self.scheme.has_minimums else None
         parts = Parts(codes, scales, zeros, minimums, factors, minimum_factors)
-        return Quantized(parts, self.scheme, jnp.dtype(self.dtype))
+        order = dataclasses.replace(
+            values, shape=(self.row_size,), axes=(None,), dtype=np.dtype(np.int32), init="constant", init_scale=0.0
+        )
+        return Quantized(parts, self.scheme, jnp.dtype(self.dtype), order if self.scheme.has_order else None)
 
     def encode(self, values: np.ndarray) -> Weight | np.ndarray:
         """Return the arrays that store a weight of these values, in the structure of `leaves`.
@@ -218,10 +222,17 @@ class ParamSpec:
             return Dense(values) if self.num_inputs else values
         return self._stored(self.scheme.quantize(values.reshape(-1, self.row_size)))
 
-    def encode_parts(self, sources: Iterable[Parts]) -> Weight:
-        """Return the arrays of a weight whose sources are stored as codes already, rows first, by the same scheme."""
+    def encode_parts(self, sources: Iterable[Parts], order: Int32[np.ndarray, " K"] | None = None) -> Weight:
+        """Return the arrays of a weight whose sources are stored as codes already, rows first, by the same scheme.
+
+        If that has an order, `order` says which input each column is.
+        """
         columns = zip(*sources, strict=True)
-        return self._stored(Parts(*(None if column[0] is None else self.arrange(column) for column in columns)))
+        stored = self._stored(Parts(*(None if column[0] is None else self.arrange(column) for column in columns)))
+        if self.scheme is None or not self.scheme.has_order:
+            return stored
+        assert order is not None
+        return dataclasses.replace(stored, order=order)
 
     def _stored(self, rows: Parts) -> Quantized:
         """Return arrays of [rows, values of a row] in the shapes of `leaves`."""
@@ -421,10 +432,15 @@ def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: 
     return jax.tree.map(apply, specs)
 
 
-def with_whole_bytes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices."""
+def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
+    """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices.
+
+    So are those that devices share whose inputs have an order, which would span devices.
+    """
 
     def apply(spec: ParamSpec) -> ParamSpec:
+        if spec.scheme is not None and spec.scheme.has_order and any(mesh_axis(axis, mesh) for axis in spec.axes):
+            return dataclasses.replace(spec, scheme=None)
         on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
         if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
             return spec

@@ -64,7 +64,8 @@ def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: K
         return Part(Kernel.SCALED_MATMUL, reason)
     if (stored := weight.why_not_plain()) is None or kernels == "xla":
         return Part(Kernel.XLA, reason or stored)
-    codes = jax.eval_shape(lambda shard: shard.quantized_matrix(num_inputs), weight.on_one_device())
+    shard = weight.on_one_device()
+    codes = jax.eval_shape(lambda x, shard: shard.aligned(x)[1].quantized_matrix(num_inputs), x, shard)
     if codes is None:
         return Part(Kernel.XLA, reason or stored)
     why = quantized_matmuls.why_not(jax.ShapeDtypeStruct((x.shape[0], codes.depth), x.dtype), codes)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.tiled_product import multiply_in_tiles
+from jaxserve.layers.tiled_product import multiply_codes
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
 from pallas_kernels import row_quantization, scaled_matmul
@@ -105,6 +105,10 @@ class Weight(abc.ABC):
         """
         return None
 
+    def aligned(self, x: Float[Array, " T *inputs"]) -> "tuple[Float[Array, ' T *inputs'], Weight]":
+        """Return activations in the order in which the weight has its inputs, and the weight in that order."""
+        return x, self
+
     @property
     def ndim(self) -> int:
         """Number of logical axes."""
@@ -163,14 +167,25 @@ class Weight(abc.ABC):
             weight = weight.reshape(-1, x.shape[1])
             out_sharding = _output_sharding(self.sharding, 1)
         contracted = (tuple(range(1, x.ndim)), tuple(range(weight.ndim - (x.ndim - 1), weight.ndim)))
-        y = jax.lax.dot_general(
-            x,
-            weight,
-            (contracted, ((), ())),
-            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-            preferred_element_type=output_dtype,
-            out_sharding=out_sharding,
-        )
+
+        def product(x: Array, weight: Array) -> Array:
+            return jax.lax.dot_general(
+                x,
+                weight,
+                (contracted, ((), ())),
+                precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+                preferred_element_type=output_dtype,
+                out_sharding=out_sharding,
+            )
+
+        def of_two_rows(x: Array, weight: Array) -> Array:
+            return product(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]
+
+        if len(x) == 1 and x.dtype == jnp.bfloat16 and not self.is_split:
+            # XLA's library for CPUs has no products with a vector; XLA's own take nine times as long as with two rows.
+            y = jax.lax.platform_dependent(x, weight, cpu=of_two_rows, default=product)
+        else:
+            y = product(x, weight)
         return y if y.shape[1:] == outputs else y.reshape(x.shape[0], *outputs)
 
 
@@ -235,11 +250,14 @@ class Quantized(Weight):
     """A weight stored as codes and scales, see `quantization.scheme`.
 
     Its codes have the logical axes; the groups of the scales are the last axis of these, split as the inputs are.
+    Columns of codes may be in another order than the inputs.
     """
 
     parts: Parts
     scheme: Scheme = dataclasses.field(metadata={"static": True})
     value_dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    order: Any = None
+    """The input of each column, [inputs]; None if columns are the inputs in order."""
 
     @property
     @override
@@ -261,7 +279,7 @@ class Quantized(Weight):
     def array(self) -> Float[Array, "..."]:
         """Return the values of all codes; each device makes those of its shard."""
         if not self.is_split:
-            return dequantize(self.scheme, self.parts, self.dtype)
+            return self._in_order(dequantize(self.scheme, self.parts, self.dtype))
         run = jax.shard_map(
             lambda parts: dequantize(self.scheme, parts, self.dtype),
             in_specs=(partition_specs(self.parts),),
@@ -273,7 +291,7 @@ class Quantized(Weight):
     def multiply(
         self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_partial_sums: bool = False
     ) -> Float[Array, " T *outputs"]:
-        """Multiply as other weights do; on a CPU in tiles, if devices have no shards of it.
+        """Multiply as other weights do; on a CPU as `tiled_product` does, if devices have no shards of it.
 
         Many rows are rounded to 8 bits first where the scheme says so.
         """
@@ -283,22 +301,36 @@ class Quantized(Weight):
             )
         if self.is_split:
             return super().multiply(x, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
+        x, columns = self.aligned(x)
         outputs = self.shape[: self.ndim - (x.ndim - 1)]
 
-        def in_tiles(x: Array, parts: Parts) -> Array:
+        def by_codes(x: Array, parts: Parts) -> Array:
             rows = jax.tree.map(lambda part: part.reshape(math.prod(outputs), -1), parts)
             flat = x.reshape(len(x), -1)
-            y = multiply_in_tiles(flat, self.scheme, rows, dtype=self.dtype, output_dtype=output_dtype)
+            y = multiply_codes(flat, self.scheme, rows, dtype=self.dtype, output_dtype=output_dtype)
             return y.reshape(len(x), *outputs)
 
         def whole(x: Array, parts: Parts) -> Array:
-            return Weight.multiply(dataclasses.replace(self, parts=parts), x, output_dtype=output_dtype)
+            return Weight.multiply(dataclasses.replace(columns, parts=parts), x, output_dtype=output_dtype)
 
-        return jax.lax.platform_dependent(x, self.parts, cpu=in_tiles, default=whole)
+        return jax.lax.platform_dependent(x, self.parts, cpu=by_codes, default=whole)
 
     @override
     def take(self, rows: Int[Array, " N"]) -> Float[Array, "N ..."]:
-        return dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype)
+        return self._in_order(dequantize(self.scheme, jax.tree.map(lambda part: part[rows], self.parts), self.dtype))
+
+    @override
+    def aligned(self, x: Float[Array, " T *inputs"]) -> "tuple[Float[Array, ' T *inputs'], Quantized]":
+        if self.order is None:
+            return x, self
+        return x.reshape(len(x), -1)[:, self.order].reshape(x.shape), dataclasses.replace(self, order=None)
+
+    def _in_order(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return values whose last axes, the inputs, are in the order of the columns in that of the inputs."""
+        if self.order is None:
+            return values
+        columns = jnp.zeros_like(self.order).at[self.order].set(jnp.arange(len(self.order)))
+        return values.reshape(-1, len(self.order))[:, columns].reshape(values.shape)
 
     @override
     def entry(self, index: Int[Array, ""]) -> "Quantized":
@@ -316,8 +348,8 @@ class Quantized(Weight):
     @override
     def quantized_entries(self) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None
-        if name == "nf4" or name == "fp4" or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
+        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None or self.order is not None
+        if name in ("nf4", "fp4") or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
             return None
         codes, scales, zeros, *_ = self.parts
         return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
@@ -325,7 +357,7 @@ class Quantized(Weight):
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        if name == "nf4" or name == "fp4":
+        if name in ("nf4", "fp4") or self.order is not None:
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int32
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -31,7 +32,7 @@ from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.quantized import QuantizedMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
-from jaxserve.quantization.common import common_scheme, converted
+from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format
 
@@ -184,7 +185,8 @@ class SourceWeight:
         Sources are read one by one, and cast before they are put together, which only moves values.
         """
         if self.spec.scheme is not None and self.spec.scheme.stored == self.stored_scheme():
-            return self.spec.encode_parts(self.read_source_parts(self.spec.scheme.stored))
+            order = self._order() if self.spec.scheme.has_order else None
+            return self.spec.encode_parts(self.read_source_parts(self.spec.scheme.stored), order)
         dtype = self.spec.dtype_in(dtype)
         sources = (source.astype(dtype, copy=False) for source in self.read_sources(dtype))
         values = self.spec.assemble(sources).astype(dtype, copy=False)
@@ -206,9 +208,23 @@ class SourceWeight:
                 return scheme or "parts of it are floats"
             found.append(scheme)
         common = common_scheme(found, self.spec.row_size)
+        if isinstance(common, Scheme) and common.has_order:
+            if self.spec.expert_size is not None:
+                return "each expert has its inputs in an order of its own (act-order)"
+            if self._order() is None:
+                return DIFFERENT_ORDERS
         if isinstance(common, str) or common == common.fitted(self.spec.shape, self.spec.num_inputs):
             return common
         return f"{common} does not fit {list(self.spec.shape)}"
+
+    def _order(self) -> Int32[np.ndarray, " K"] | None:
+        """Return the order in which codes have the inputs, None if all sources have no order or not the same one."""
+        tensors = (self.tensors[name] for name in self.spec.source)
+        orders = [
+            order for tensor in tensors if isinstance(tensor, QuantizedMatrix) and (order := tensor.order()) is not None
+        ]
+        is_one = len(orders) == len(self.spec.source) and all(np.array_equal(orders[0], order) for order in orders)
+        return orders[0] if is_one else None
 
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, why it has none, or None if it is of floats."""

@@ -119,7 +119,10 @@ def _dequantized(spec: ParamSpec, path: Any, opened: Callable[[str, LeafSpec], n
     outputs, name = len(spec.shape) - spec.num_inputs, _name(path)
     arrays = leaves.parts._asdict().items()
     found = Parts(**{part: rows(f"{name}.parts.{part}", leaf) for part, leaf in arrays})
-    return values_of(leaves.scheme, found).reshape(spec.shape)
+    values = values_of(leaves.scheme, found)
+    if leaves.order is not None:
+        values = values[:, np.argsort(opened(f"{name}.order", leaves.order))]
+    return values.reshape(spec.shape)
 
 
 def write_store(

@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
+from jaxtyping import Int32, Integer
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.bitsandbytes import STATE
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import Format, Header, Stored
+from jaxserve.quantization.stored import Format, Header, Stored, order_of
 
 DESCRIPTIONS = ("weight_shape", STATE)
 """Prefixes of the names of tensors that are read before others, because they describe them."""
@@ -47,13 +49,25 @@ class QuantizedMatrix:
 
         The tensors must fit. Of those, only the order of groups is read, if there is one.
         """
-        headers = _headers(self.tensors)
-        scheme = self.format.scheme(self.module, headers)
-        orders = [tensor.read() for name, tensor in self.tensors.items() if name in ORDERS]
-        if isinstance(scheme, str) or not orders or (orders[0] < 0).all():
+        scheme, groups = self.format.scheme(self.module, _headers(self.tensors)), self._groups()
+        if isinstance(scheme, str) or groups is None:
             return scheme
-        runs = np.arange(len(orders[0])) // (scheme.group_size or len(orders[0]))
-        return scheme if np.array_equal(orders[0], runs) else "its groups are not runs of inputs (act-order)"
+        runs = np.arange(len(groups)) // (scheme.group_size or len(groups))
+        if np.array_equal(groups, runs):
+            return scheme
+        if not np.array_equal(np.sort(groups), runs):
+            return "its groups are not of equal sizes"
+        return msgspec.structs.replace(scheme, has_order=True)
+
+    def order(self) -> Int32[np.ndarray, " K"] | None:
+        """Return the inputs in the order in which `read_parts` has them if its scheme says that they have one."""
+        groups = self._groups()
+        return None if groups is None else order_of(groups)
+
+    def _groups(self) -> Integer[np.ndarray, " K"] | None:
+        """Return the group of each input, None if the checkpoint has them in order without saying so."""
+        found = [tensor.read() for name, tensor in self.tensors.items() if name in ORDERS]
+        return found[0] if found and (found[0] >= 0).any() else None
 
     def read_parts(self) -> Parts:
         """Return the arrays that `scheme` stores the matrix as. Raises CheckpointError as `read` does."""

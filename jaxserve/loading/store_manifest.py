@@ -19,7 +19,7 @@ from jaxserve.quantization.scheme import KINDS, ScaleName, Scheme
 MANIFEST = "jaxserve_manifest.json"
 FORMAT_VERSION = 2
 
-STORED_TYPES = {*DTYPES, *(str(kind.dtype) for kind in KINDS.values()), *map(str, get_args(ScaleName))}
+STORED_TYPES = {*DTYPES, "int32", *(str(kind.dtype) for kind in KINDS.values()), *map(str, get_args(ScaleName))}
 
 WEIGHTS = "weights"
 """The folder of a store that has its arrays."""
@@ -142,17 +142,17 @@ def _array_problems(manifest: Manifest, leaves: Mapping[str, LeafSpec]) -> list[
 
 
 def _is_readable(dtype: str, leaf: LeafSpec) -> bool:
-    """Return true if an array of this dtype can be read as this leaf: floats are cast, bytes must match exactly."""
-    return dtype == str(leaf.dtype) if _is_byte(leaf) else dtype in DTYPES
+    """Return true if an array of this dtype can be read as this leaf: floats are cast, others must match exactly."""
+    return dtype == str(leaf.dtype) if _is_exact(leaf) else dtype in DTYPES
 
 
 def _wanted(leaf: LeafSpec) -> str:
-    return str(leaf.dtype) if _is_byte(leaf) else "a float"
+    return str(leaf.dtype) if _is_exact(leaf) else "a float"
 
 
-def _is_byte(leaf: LeafSpec) -> bool:
-    """Report whether an array is of codes or of scales of a byte each."""
-    return leaf.dtype is not None and np.dtype(leaf.dtype).itemsize == 1
+def _is_exact(leaf: LeafSpec) -> bool:
+    """Report whether an array is of codes, of scales of a byte each, or of indices."""
+    return leaf.dtype is not None and (np.dtype(leaf.dtype).itemsize == 1 or np.dtype(leaf.dtype).kind == "i")
 
 
 def _file_problems(folder: pathlib.Path, manifest: Manifest) -> list[str]:

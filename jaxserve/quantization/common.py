@@ -12,6 +12,7 @@ from jaxtyping import Float32, Shaped
 
 from jaxserve.quantization.scheme import CodeName, Parts, Scheme, dtype_of, pack
 
+DIFFERENT_ORDERS = "parts of it have their inputs in different orders (act-order)"
 INTEGERS: tuple[CodeName, ...] = ("int4", "uint4", "int8")
 
 
@@ -20,6 +21,8 @@ def common_scheme(schemes: Iterable[Scheme], num_inputs: int) -> Scheme | str:
     found = list(dict.fromkeys(schemes))
     if len(found) == 1:
         return found[0]
+    if len({scheme.has_order for scheme in found}) > 1:
+        return DIFFERENT_ORDERS
     codes = _common_codes({scheme.codes for scheme in found})
     if codes is None:
         return "parts of it are stored as " + " and ".join(sorted({str(scheme) for scheme in found}))
@@ -36,6 +39,7 @@ def common_scheme(schemes: Iterable[Scheme], num_inputs: int) -> Scheme | str:
         has_minimums=any(scheme.has_minimums for scheme in found),
         factor_dtype=found[0].factor_dtype if is_alike else None,
         factor_size=found[0].factor_size if is_alike else None,
+        has_order=found[0].has_order,
     )
 
 

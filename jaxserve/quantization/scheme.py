@@ -125,6 +125,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         has_minimums: whether there are minimums.
         factor_dtype: dtype of the factors of scales and minimums; None if there are none.
         factor_size: number of inputs with a common factor; None means all inputs of an output.
+        has_order: whether codes, and so groups, have the inputs in an order of their own (GPTQ's act-order).
         rounds_activations: whether and when matmuls round activations to codes of the same kind; None means never.
     """
 
@@ -135,10 +136,12 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     has_minimums: bool = False
     factor_dtype: Literal["float32", "float16"] | None = None
     factor_size: int | None = None
+    has_order: bool = False
     rounds_activations: RoundedActivations | None = None
 
     def __str__(self) -> str:
-        return self.codes if self.group_size is None else f"{self.codes} in groups of {self.group_size}"
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        return f"{self.codes}{groups}{' with inputs in an order of their own' if self.has_order else ''}"
 
     @property
     def kind(self) -> CodeKind:
@@ -187,7 +190,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError if it has values that are not finite, or for codes that cannot be rounded to.
         """
         kind = self.kind
-        if kind.values is not None or self.has_zeros or self.has_minimums or self.factor_dtype or self.codes == "uint4":
+        is_more = self.has_zeros or self.has_minimums or self.factor_dtype or self.has_order
+        if kind.values is not None or is_more or self.codes == "uint4":
             raise ValueError(f"there is no rounding to {self}")
         num_rows, num_inputs = rows.shape
         groups = rows.astype(np.float32).reshape(num_rows, self.num_groups(num_inputs), -1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Integer, Shaped
+from jaxtyping import Float, Int32, Integer, Shaped
 
 from jaxserve.quantization.scheme import CodeName, Parts, Scheme, pack
 
@@ -58,13 +58,19 @@ class Codes:
         return values.astype(self.scales.dtype) * self.scales[:, groups]
 
     def parts(self, scheme: Scheme) -> Parts:
-        """Return the arrays that `scheme`, one that the format has given, stores a matrix as."""
+        """Return the arrays that `scheme`, one that the format has given, stores a matrix as.
+
+        If it has an order, inputs are in that of `order_of`.
+        """
         num_inputs = self.values.shape[1]
-        scales, values, zeros = self.scales, self.values, self.zeros
-        if self.groups is not None:  # whose groups may be larger than those of the scheme
+        scales, values, zeros, groups = self.scales, self.values, self.zeros, self.groups
+        if groups is not None and scheme.has_order:
+            order = order_of(groups)
+            values, groups = values[:, order], groups[order]
+        if groups is not None:  # which may be larger than those of the scheme
             first_inputs = np.arange(scheme.num_groups(num_inputs)) * (scheme.group_size or num_inputs)
-            scales = scales[:, self.groups[first_inputs]]
-            zeros = None if zeros is None else zeros[:, self.groups[first_inputs]]
+            scales = scales[:, groups[first_inputs]]
+            zeros = None if zeros is None else zeros[:, groups[first_inputs]]
         if scheme.codes == "fp8":
             return Parts(values, scales)
         if scheme.has_zeros:
@@ -79,6 +85,11 @@ class Codes:
             return Parts(codes, scales)
         assert zeros is not None
         return Parts(codes, scales, (zeros.astype(np.int16) + np.int16(shift)).astype(scales.dtype))
+
+
+def order_of(groups: Integer[np.ndarray, " K"]) -> Int32[np.ndarray, " K"]:
+    """Return the inputs sorted by their groups, in the order that they have within a group."""
+    return np.argsort(groups, kind="stable").astype(np.int32)
 
 
 SCALE_NAMES: dict[str, Literal["float32", "bfloat16", "float16"]] = {

@@ -1,7 +1,8 @@
 """The values of a quantized weight's arrays, on devices: the reference for kernels."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int8, Shaped, UInt8
 
 from jaxserve.quantization.scheme import CodeKind, Parts, Scheme
 
@@ -10,7 +11,9 @@ def dequantize(scheme: Scheme, parts: Parts, dtype: jnp.dtype) -> Float[Array, "
     """Return the values, computed in float32. Groups may be smaller than those of the scheme, too."""
     kind = scheme.kind
     if kind.per_byte == 1:
-        return _scaled(parts.codes.astype(jnp.float32), parts, dtype)
+        is_bits = kind.is_float and parts.codes.dtype == jnp.int8
+        codes = _e4m3(parts.codes) if is_bits else parts.codes.astype(jnp.float32)
+        return _scaled(codes, parts, dtype)
     halves = jnp.stack([parts.codes & jnp.uint8(15), parts.codes >> jnp.uint8(4)], axis=-1)
     return _scaled(_values(halves.reshape(*parts.codes.shape[:-1], -1), kind), parts, dtype)
 
@@ -25,6 +28,15 @@ def dequantize_pairs(
     """
     low, high = parts.codes & jnp.uint8(15), parts.codes >> jnp.uint8(4)
     return _scaled(_values(low, scheme.kind), parts, dtype), _scaled(_values(high, scheme.kind), parts, dtype)
+
+
+def _e4m3(bits: Int8[Array, "..."]) -> Float32[Array, "..."]:
+    """Return the values of FP8 codes, given as their bits, in operations of which a CPU does many at once.
+
+    Such a code is a float16 of a 256th of its value without the last 7 bits, but for those that are not numbers.
+    """
+    halves = jax.lax.bitcast_convert_type((bits.astype(jnp.int16) << 7) & jnp.int16(-0x4080), jnp.float16)
+    return jnp.where((bits & 127) == 127, jnp.nan, halves.astype(jnp.float32) * 256)
 
 
 def _values(codes: UInt8[Array, "..."], kind: CodeKind) -> Float[Array, "..."]:
@@ -48,6 +60,7 @@ def _scaled(values: Float[Array, "..."], parts: Parts, dtype: jnp.dtype) -> Floa
 def _factored(small: Shaped[Array, "... groups"], factors: Float[Array, "... larger"] | None) -> Float[Array, "..."]:
     """Return scales or minimums in float32, times the factors of the larger groups that they are in."""
     values = small.astype(jnp.float32)
+    values = jnp.where(jnp.isnan(values), jnp.nan, values)  # of which rounding by adding to the bits makes no number
     if factors is None:
         return values
     return (values.reshape(*factors.shape, -1) * factors.astype(jnp.float32)[..., None]).reshape(values.shape)

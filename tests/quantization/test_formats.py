@@ -54,10 +54,10 @@ HELD = {
     "packed groups": "int4",
     "packed channels": "int4",
     "packed zeros": "uint4",
-    "packed order": None,
+    "packed order": "int4",
     "packed 8": "int8",
     "gptq": "uint4",
-    "gptq order": None,
+    "gptq order": "uint4",
     "gptq v2": "uint4",
     "gptq symmetric": "int4",
     "gptq symmetric, wrong label": "int4",
@@ -106,6 +106,25 @@ def test_codes_that_are_held_as_they_are_stand_for_the_same_values(tmp_path, nam
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-8), values, plain)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda groups: np.roll(groups, 1), "parts of it have their inputs in different orders"),
+        (lambda groups: np.where(groups == 1, 0, groups), "its groups are not of equal sizes"),
+    ],
+)
+def test_orders_of_inputs_that_are_not_held(tmp_path, caplog, change, reason):
+    quantized, floats = write_models(tmp_path, *CASES["gptq order"])
+    tensors, name = stored.read(quantized / "model.safetensors"), "model.layers.0.self_attn.k_proj.g_idx"
+    stored.save(tensors | {name: change(tensors[name]).astype(np.int32)}, quantized / "model.safetensors")
+    specs = load_golden(floats)[2].param_specs(load_golden(floats)[1])
+    with caplog.at_level("INFO"):
+        schemes = schemes_of(stored_specs(quantized, specs, dtype=np.dtype(np.float32), quantization=None))
+    assert f"codes of 1 matrices are held as floats: {reason}" in caplog.text
+    assert "layers.0.attention.qkv" not in schemes
+    assert schemes["layers.0.attention.out"].has_order
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
     """Sizes are known before a download, and random weights are as the model's; groups as the config states them."""
@@ -132,8 +151,6 @@ def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
 
 
 NOT_IMPLIED = {
-    "packed order": "the order of groups is in a tensor",
-    "gptq order": "the order of groups is in a tensor",
     "packed 4 and 8": "both groups have the same targets",
     "nvfp4 and fp8 of modelopt": "the config does not list the matrices",
 }
@@ -182,7 +199,7 @@ def test_a_store_keeps_codes_and_loads_as_floats_too(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, values_of(values), values_of(codes))
 
 
-TRUE = ["fp8 blocks", "packed zeros", "gptq dynamic", "awq", "nvfp4", "mxfp4", "nf4 nested", "llm.int8"]
+TRUE = ["fp8 blocks", "gptq order", "packed zeros", "gptq dynamic", "awq", "nvfp4", "mxfp4", "nf4 nested", "llm.int8"]
 
 
 @pytest.mark.parametrize("name", quick_first(TRUE, 2))

@@ -8,6 +8,7 @@ import gguf_files
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from depths import quick_only
@@ -16,7 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.linear import gated_linear_of_codes, linear
-from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of
+from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of, with_divisible_codes
+from jaxserve.layers.parts import Kernel, linear_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
@@ -138,6 +140,58 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
         np.testing.assert_allclose(np.asarray(y), want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
     split = [size // num_devices if axis == "ffn" else size for axis, size in zip(axes, shape, strict=True)]
     assert calls == [tuple(split)] * (1 if len(axes) == 3 else 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+@pytest.mark.parametrize("name", ["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"])
+def test_inputs_in_an_order_of_their_own(name, num_rows):
+    """Columns of codes are permuted; activations are, too, before they are multiplied: also those of several axes."""
+    held = HELD | {"int8 in groups": Scheme(codes="int8", group_size=64, scale_dtype="float16")}
+    scheme = msgspec.structs.replace(held[name], has_order=True)
+    order = np.random.default_rng(2).permutation(768).astype(np.int32)
+    parts = random_parts(scheme, 40, 768)
+    spec = ParamSpec(
+        shape=(40, 12, 64), axes=("embed", "heads", None), num_inputs=2, source=("w",), scheme=scheme, dtype=FLOAT32
+    )
+    weight = jax.tree.map(jnp.asarray, spec.encode_parts([parts], order))
+    assert jax.tree.map(jnp.shape, weight) == jax.tree.map(lambda leaf: leaf.shape, spec.leaves)
+    values = values_of(scheme, parts)[:, np.argsort(order)]
+    np.testing.assert_allclose(weight.array().reshape(40, 768), values, rtol=2**-21, atol=2**-20)
+    np.testing.assert_array_equal(weight.take(jnp.array([3, 0])), weight.array()[jnp.array([3, 0])])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, 12, 64)), jnp.float32)
+    y = weight.multiply(x, output_dtype=jnp.dtype(jnp.float32))
+    expected = np.asarray(x).reshape(num_rows, 768) @ values.T
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(values).max())
+    assert weight.quantized_matrix(2) is None
+    columns, stored = weight.aligned(x)
+    np.testing.assert_array_equal(columns.reshape(num_rows, 768), x.reshape(num_rows, 768)[:, order])
+    np.testing.assert_allclose(stored.multiply(columns, output_dtype=y.dtype), y, rtol=1e-5, atol=1e-4)
+
+
+def test_devices_do_not_share_inputs_in_an_order_of_their_own():
+    scheme = Scheme(codes="int8", group_size=64, has_order=True)
+    spec = ParamSpec(shape=(40, 768), axes=("embed", "ffn"), num_inputs=1, source=("w",), scheme=scheme, dtype=FLOAT32)
+    one, two = (jax.make_mesh((n,), ("tensor",), devices=jax.devices()[:n]) for n in (1, 2))
+    assert with_divisible_codes({"w": spec}, one)["w"].scheme == scheme
+    assert with_divisible_codes({"w": spec}, two)["w"].scheme is None
+
+
+def test_kernels_multiply_by_inputs_in_an_order_of_their_own():
+    scheme = msgspec.structs.replace(HELD["int4"], has_order=True)
+    spec = ParamSpec(
+        shape=(4096, 4096), axes=("embed", "ffn"), num_inputs=1, source=("w",), scheme=scheme, dtype=jnp.bfloat16
+    )
+    weight = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
+    x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
+    assert linear_part(x, weight, kernels="sm90") == (Kernel.QUANTIZED_MATMUL, None)
+    assert "order" in why_not_held(
+        spec,
+        scheme,
+        dtype=np.dtype(jnp.bfloat16),
+        kernels="sm90",
+        is_cpu=False,
+        mesh=jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1]),
+    )
 
 
 MIXED = [

@@ -6,6 +6,7 @@ As a script it prints the table of formats (`make formats`).
 import pathlib
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import stored_matrices
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -18,7 +19,7 @@ from jaxserve.quantization.mxfp4 import MXFP4
 from jaxserve.quantization.packed import Packed
 from jaxserve.quantization.plain import Plain
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import Header
+from jaxserve.quantization.stored import Header, order_of
 
 QUANTIZED = pathlib.Path(__file__).parents[1] / "goldens" / "quantized"
 FORMATS = {
@@ -54,9 +55,9 @@ class Result(NamedTuple):
     expected: np.ndarray
     values: np.ndarray
     """Dequantized as the package does."""
-    scheme: Scheme | str
-    """The scheme in which codes are held, or why they are not."""
-    held: np.ndarray | None
+    scheme: Scheme
+    """The scheme in which codes are held."""
+    held: np.ndarray
     """The values of held codes, in float32."""
     num_bytes: int
     """Size of the tensors that the matrix is stored as."""
@@ -79,9 +80,12 @@ def read(name):
     if name == "nvfp4":  # which the package rounds to bfloat16 at last
         values = values.astype(expected.dtype)
     scheme = stored.scheme("module", headers)
-    if name.startswith("gptq"):  # whose groups are in no order
-        scheme = "act-order"
-    held = None if isinstance(scheme, str) else values_of(scheme, codes.parts(scheme))
+    assert isinstance(scheme, Scheme)
+    if name.startswith("gptq"):  # whose groups are no runs of inputs
+        scheme = msgspec.structs.replace(scheme, has_order=True)
+    held = values_of(scheme, codes.parts(scheme))
+    if scheme.has_order:
+        held = held[:, np.argsort(order_of(codes.groups))]
     return Result(expected, values, scheme, held, num_bytes)
 
 
@@ -108,13 +112,8 @@ def print_table():
     for name in NAMES:
         result = read(name)
         size, inputs = result.expected.size, result.expected.shape[1]
-        held, bits = "-", "-"
-        if isinstance(result.scheme, Scheme):
-            held, bits = (
-                f"{difference(result.held, result.expected):.1e}",
-                f"{result.scheme.bits_per_value(inputs):.2f}",
-            )
-        exact = f"{difference(result.values, result.expected):.1e}"
+        bits = f"{result.scheme.bits_per_value(inputs):.2f}"
+        exact, held = (f"{difference(values, result.expected):.1e}" for values in (result.values, result.held))
         print(f"{name:<18}{exact:>12}{held:>12}{8 * result.num_bytes / size:>12.2f}{bits:>11}  {result.scheme}")  # noqa: T201
 
 

@@ -52,10 +52,15 @@ def int8(rng, outputs, inputs, *, dtype=BF16):
     return {"weight": codes, "weight_scale": scales}, product(codes, np.broadcast_to(scales, codes.shape))
 
 
+def in_order(inputs, group):
+    """The groups of inputs as act-order has them: the same in all matrices that are multiplied by the same values."""
+    return np.random.default_rng(inputs).permutation(np.arange(inputs) // group)
+
+
 def packed(rng, outputs, inputs, *, bits=4, group=None, has_zeros=False, has_order=False, dtype=BF16):
     group = group or inputs
     codes = rng.integers(0, 2**bits, size=(outputs, inputs))
-    groups = rng.permutation(np.arange(inputs) // group) if has_order else np.arange(inputs) // group
+    groups = in_order(inputs, group) if has_order else np.arange(inputs) // group
     scales = rng.uniform(0.01, 0.1, size=(outputs, inputs // group)).astype(dtype)
     zeros = rng.integers(0, 2**bits, size=scales.shape) if has_zeros else np.full(scales.shape, 2 ** (bits - 1))
     tensors = {
@@ -70,7 +75,7 @@ def packed(rng, outputs, inputs, *, bits=4, group=None, has_zeros=False, has_ord
 
 def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, is_symmetric=False):
     codes = rng.integers(0, 2**bits, size=(inputs, outputs))
-    groups = rng.permutation(np.arange(inputs) // group) if has_order else np.arange(inputs) // group
+    groups = in_order(inputs, group) if has_order else np.arange(inputs) // group
     scales = rng.uniform(0.01, 0.1, size=(inputs // group, outputs)).astype(np.float16)
     zeros = rng.integers(0, 2**bits, size=scales.shape)
     zeros = np.full_like(zeros, 2 ** (bits - 1)) if is_symmetric else zeros
