@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook(
     ["jaxserve", "pallas_kernels"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",  # an int is accepted as a float
+    "type_checks.check_types",
 )
 
 import jax
