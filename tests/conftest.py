@@ -13,12 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # jax looks for plugins once, when it is first asked for devices: pallas_kernels.deviceless would come too late.
 sys.path.append(str(pathlib.Path(sys.prefix) / "deviceless"))
 
-from jaxtyping import install_import_hook
+from type_checks import check_types
 
-install_import_hook(
-    ["jaxserve", "pallas_kernels"],
-    "type_checks.check_types",
-)
+check_types(["jaxserve", "pallas_kernels"])
 
 import jax
 import pytest
