@@ -12,7 +12,7 @@ ONLY ?=
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: docs install deviceless serve test test-all lint goldens parity formats clients schemas bench clean
+.PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens parity formats clients schemas bench clean
 
 # What serves, and what development needs beside it. Both choose CUDA where there is an NVIDIA GPU: see deploy/install.py.
 define INSTALL
@@ -45,18 +45,28 @@ serve: $(SERVING)
 # A process takes a file's tests, which use the same compiled programs and servers; tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-# Before each commit: everything that a change usually breaks.
-test: lint deviceless
-	$(PYTEST) -m "not slow" --hypothesis-profile quick
+# Before each commit: everything that a change usually breaks. Pyright has one thread, so tests run beside it.
+test: style deviceless
+	$(MAKE) --jobs 2 types quick-tests
 
 # In CI: also whole steps compiled for an H200, kernels emulated in many orders, long runs and further cases of a kind.
-test-all: lint deviceless
+test-all: style deviceless
+	$(MAKE) --jobs 2 types all-tests
+
+quick-tests:
+	$(PYTEST) -m "not slow" --hypothesis-profile quick
+
+all-tests:
 	$(PYTEST)
 
-lint: install
+lint: style types
+
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/lint_docstrings.py jaxserve pallas_kernels checkpoints tests
+
+types: install
 	$(BIN)/pyright
 
 # Golden values from transformers, for any SEED, of models whose name begins with ONLY. They need torch, hence a Python

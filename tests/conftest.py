@@ -13,12 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # jax looks for plugins once, when it is first asked for devices: pallas_kernels.deviceless would come too late.
 sys.path.append(str(pathlib.Path(sys.prefix) / "deviceless"))
 
-from jaxtyping import install_import_hook
+from type_checks import check_types
 
-install_import_hook(
-    ["jaxserve", "pallas_kernels"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",  # an int is accepted as a float
-)
+check_types(["jaxserve", "pallas_kernels"])
 
 import jax
 import pytest
@@ -28,11 +25,12 @@ from pallas_kernels.jax_internals import ask_ptxas_once
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program takes longer to compile than to run: XLA's older emitters for CPUs compile it in half the time,
-    # and LLVM need not optimize it much.
+    # and LLVM need not optimize it much. In parts, for several threads, it would take a fifth more processor time.
     # In this process only, which reads its flags once; what tests start compiles as a user's process does.
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = (
         f"{flags} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_backend_optimization_level=1"
+        " --xla_cpu_parallel_codegen_split_count=1"
     )
     jax.devices()
     os.environ["XLA_FLAGS"] = flags

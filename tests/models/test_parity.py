@@ -4,8 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depths import quick_first
-from golden_models import CASES, GOLDENS, PADDED, full_logits, golden_error, load_golden, paged_chunk_logits
+from depths import quick_first, quick_only
+from golden_models import (
+    CASES,
+    GOLDENS,
+    ONE_OF_EACH_DECODER,
+    PADDED,
+    full_logits,
+    golden_error,
+    load_golden,
+    paged_chunk_logits,
+)
 from naive import naive_greedy, naive_logits
 
 from jaxserve.layers.params import layouts, put
@@ -14,6 +23,9 @@ from jaxserve.models import FAMILIES, get_family
 
 TOLERANCE = 2e-5
 """Largest error in float32, relative to the largest logit: the engine promises 1e-4, and has about 2e-6."""
+
+ONE_PASS = quick_only(GOLDENS, *ONE_OF_EACH_DECODER)
+"""All goldens. Of families with the same layers, one is quick: the others' fields matter over pages, too."""
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda path: path.name)
@@ -31,6 +43,7 @@ def test_every_family_has_goldens():
     assert {load_config(path)["model_type"] for path in GOLDENS} == set(FAMILIES)
 
 
+@pytest.mark.parametrize("golden", ONE_PASS, indirect=True, ids=lambda path: path.name)
 def test_full_forward(golden):
     assert_close(full_logits(golden), golden)
 
@@ -40,6 +53,7 @@ def test_chunked_prefill_and_decode_over_pages(golden):
         assert_close(logits, golden)
 
 
+@pytest.mark.parametrize("golden", ONE_PASS, indirect=True, ids=lambda path: path.name)
 def test_greedy_continuation(golden):
     params, config, family, expected, mesh = golden
     prompt = expected["token_ids"][: int(expected["prompt_length"])]

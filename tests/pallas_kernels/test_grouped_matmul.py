@@ -1,5 +1,7 @@
 """Rows in groups, each multiplied by its group's weight: any sizes, and at a cost that follows the rows."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,6 @@ def test_bad_arguments_are_refused(changes, message):
         "group_sizes": jnp.zeros(6, jnp.int32),
     } | changes
     # Without the checks of types, which tests add and users do not have.
-    unchecked = getattr(grouped_matmul, "__wrapped__", grouped_matmul)
+    unchecked = inspect.unwrap(grouped_matmul)
     with pytest.raises(ValueError, match=message):
         unchecked(**arguments)
