@@ -28,11 +28,8 @@ def why_not_held(
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
-        return _why_no_kernel_of_experts(spec.shape, scheme, dtype) or UNTRIED
+        return _why_no_kernel_of_experts(spec.shape, scheme, dtype)
     return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
-
-
-UNTRIED = "the kernel that multiplies by codes of experts has not been tried on a GPU (--no-dequantize holds them)"
 
 
 @functools.cache  # layers are alike

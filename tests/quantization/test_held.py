@@ -320,7 +320,7 @@ def abstract_mesh(num_devices):
 def test_what_is_held_where_nobody_has_said_it():
     spec = ParamSpec(shape=(4096, 4096), axes=("embed", "ffn"), num_inputs=1, source=("w",))
     experts = ParamSpec(
-        shape=(8, 64, 64), axes=("experts", "embed", "ffn"), num_inputs=1, source=("w",), expert_size=64
+        shape=(8, 64, 256), axes=("experts", "embed", "ffn"), num_inputs=1, source=("w",), expert_size=256
     )
     gpu = {"dtype": np.dtype(jnp.bfloat16), "kernels": "sm90", "is_cpu": False, "mesh": abstract_mesh(1)}
     cpu = gpu | {"kernels": "xla", "is_cpu": True}
@@ -329,8 +329,8 @@ def test_what_is_held_where_nobody_has_said_it():
         assert ("no kernel converts" in reason) if name in ("nf4", "fp4") else reason is None
         assert (why_not_held(spec, HELD[name], **cpu) is None) == (HELD[name].codes != "fp8")
     assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
-    assert "has not been tried" in why_not_held(experts, HELD["int8"], **gpu)
-    assert "has not been tried" in why_not_held(experts, HELD["MXFP4"], **gpu)
+    for name in ("int8", "fp8 of blocks", "int4", "uint4", "Q8_0", "Q4_0", "MXFP4"):
+        assert why_not_held(experts, HELD[name], **gpu) is None
     assert "no kernel converts" in why_not_held(experts, HELD["nf4"], **gpu)
     assert "32 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
