@@ -1,7 +1,6 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.activations import Gate, gate_of
+from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.parts import Kernel, experts_part, few_rows_part, linear_part
+from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, experts_part, few_rows_part, linear_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight, partition_specs
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
@@ -31,15 +30,15 @@ def linear(
 ) -> Float[Array, " T *outputs"]:
     """Multiply by the weight as `Weight.multiply` does, and add the bias; the result is in x's dtype by default.
 
-    With `kernels` few rows are multiplied by codes where a kernel converts them. The weight of rows that are rounded
-    already is one that rounds them. Raises ValueError for `leaves_partial_sums` with a bias.
+    With `kernels` rows are multiplied by codes where a kernel converts them. The weight of rows that are rounded already
+    is one that rounds them. Raises ValueError for `leaves_partial_sums` with a bias.
     """
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
     if isinstance(x, QuantizedRows):
         y = weight.multiply_rounded(x, output_dtype=output_dtype or x.dtype)
-    elif linear_part(x, weight, kernels=kernels).kernel == Kernel.QUANTIZED_MATMUL:
-        y = _multiply_codes(x, weight, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
+    elif (kernel := linear_part(x, weight, kernels=kernels).kernel) in KERNELS_OF_CODES:
+        y = _multiply_codes(x, weight, kernel, output_dtype=output_dtype, leaves_partial_sums=leaves_partial_sums)
     else:
         y = weight.multiply(x, output_dtype=output_dtype or x.dtype, leaves_partial_sums=leaves_partial_sums)
     return y if bias is None else y + bias[None]
@@ -100,34 +99,43 @@ def linear_of_few_rows(
 
 
 def gated_linear_of_codes(
-    x: Float[Array, "T E"], weight: Weight, activation: Callable[[Array], Array]
+    x: Float[Array, "T E"], weight: Weight, activation: str, kernel: Kernel
 ) -> Float[Array, "T F"]:
-    """Return activation(gate) * up of few rows and a weight [2, F, E] whose codes the kernel converts."""
-    return _multiply_codes(x, weight, activation=activation)
+    """Return activation(gate) * up of rows and a weight [2, F, E] whose codes one of KERNELS_OF_CODES converts."""
+    return _multiply_codes(x, weight, kernel, activation=activation)
 
 
 def _multiply_codes(
     x: Float[Array, " T *inputs"],
     weight: Weight,
+    kernel: Kernel,
     *,
-    activation: Callable[[Array], Array] | None = None,
+    activation: str | None = None,
     output_dtype: jnp.dtype | None = None,
     leaves_partial_sums: bool = False,
 ) -> Float[Array, " T *outputs"]:
-    """Multiply by a weight, or each device by its shard of one, whose codes the kernel converts."""
+    """Multiply by a weight, or each device by its shard of one, whose codes one of KERNELS_OF_CODES converts."""
     num_inputs = x.ndim - 1
 
     def multiply(x: Array, weight: Weight) -> Array:
         x, weight = weight.aligned(x)
         matrix = weight.quantized_matrix(num_inputs)
         assert matrix is not None
-        y = quantized_matmuls.quantized_matmul(
-            x.reshape(len(x), -1),
-            matrix.ungated() if activation is None else matrix,
-            activation=activation,
-            output_dtype=output_dtype,
-            implementation="sm90",
-        )
+        rows = x.reshape(len(x), -1)
+        matrix = matrix.ungated() if activation is None else matrix
+        if kernel == Kernel.QUANTIZED_MATMUL:
+            function = None if activation is None else ACTIVATIONS[activation]
+            y = quantized_matmuls.quantized_matmul(
+                rows, matrix, activation=function, output_dtype=output_dtype, implementation="sm90"
+            )
+        else:
+            y = grouped_codes.grouped_matmul_of_codes(
+                rows,
+                jax.tree.map(lambda array: array[None], matrix),
+                jnp.full(1, len(x), jnp.int32),
+                activation=None if activation is None else gate_of(activation),
+                output_dtype=output_dtype,
+            )
         return y if activation is not None else y.reshape(len(x), *weight.shape[: weight.ndim - num_inputs])
 
     if weight.mesh.empty:

@@ -11,7 +11,7 @@ from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.linear import gated_linear_of_codes, linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import Kernel, gate_up_part
+from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, gate_up_part
 from jaxserve.layers.weight import gated_linear_unit_of_rounded
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
@@ -102,8 +102,8 @@ def _gated_linear_unit(
     if part.kernel == Kernel.SCALED_MATMUL:
         return gated_linear_unit_of_rounded(x, weight, params["down"], function, by_xla=kernels == "xla")
     assert not isinstance(x, QuantizedRows)
-    if part.kernel == Kernel.QUANTIZED_MATMUL:
-        return gated_linear_of_codes(x, weight, function)
+    if part.kernel in KERNELS_OF_CODES:
+        return gated_linear_of_codes(x, weight, activation, part.kernel)
     run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
     if not jax.typeof(x).sharding.mesh.empty:
         out_spec = PartitionSpec(None, weight.spec[1])

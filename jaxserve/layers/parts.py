@@ -34,6 +34,10 @@ class Kernel(enum.StrEnum):
     XLA = "XLA"
 
 
+KERNELS_OF_CODES = (Kernel.QUANTIZED_MATMUL, Kernel.GROUPED_CODES)
+"""Kernels that convert codes of weights, and multiply rows as they are."""
+
+
 class Part(NamedTuple):
     """What computes a part, and why nothing faster does, if there is something faster for other models or steps."""
 
@@ -68,8 +72,11 @@ def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: K
     codes = jax.eval_shape(lambda x, shard: shard.aligned(x)[1].quantized_matrix(num_inputs), x, shard)
     if codes is None:
         return Part(Kernel.XLA, reason or stored)
-    why = quantized_matmuls.why_not(jax.ShapeDtypeStruct((x.shape[0], codes.depth), x.dtype), codes)
-    return Part(Kernel.QUANTIZED_MATMUL, reason) if why is None else Part(Kernel.XLA, reason or f"{stored}: {why}")
+    rows = jax.ShapeDtypeStruct((x.shape[0], codes.depth), x.dtype)
+    if quantized_matmuls.why_not(rows, codes) is None:
+        return Part(Kernel.QUANTIZED_MATMUL, reason)
+    why = grouped_codes.why_not(rows, codes)  # of many rows, as one group
+    return Part(Kernel.GROUPED_CODES, reason) if why is None else Part(Kernel.XLA, reason or f"{stored}: {why}")
 
 
 def few_rows_part(x: Any, weight: Weight, *, kernels: Kernels, has_bias: bool = False) -> Part:
@@ -94,7 +101,7 @@ def gate_up_part(x: Any, weight: Weight, activation: str | Gate, *, kernels: Ker
     part = linear_part(x, weight, kernels=kernels)
     if kernels == "xla":
         return Part(part.kernel, NO_KERNELS)
-    if part.kernel in (Kernel.SCALED_MATMUL, Kernel.QUANTIZED_MATMUL):
+    if part.kernel in (Kernel.SCALED_MATMUL, *KERNELS_OF_CODES):
         return part
     reason = weight.why_not_plain() or gated_linear_unit.why_not(x, weight.shard)
     return Part(Kernel.GATED_LINEAR_UNIT) if reason is None else Part(part.kernel, reason)

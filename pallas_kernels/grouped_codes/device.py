@@ -50,7 +50,7 @@ def outputs_vector(ref: Any, base: Any, first: Any, column: Any, *, num_outputs:
         element = ref.type.element_type
         registers = []
         for half in range(2):
-            output = arith.addi(value_of(first), _own_output(half, is_gated=is_gated))
+            output = arith.addi(value_of(first), own_output(half, is_gated=is_gated))
             output = arith.minsi(output, const_i32(num_outputs - 1))
             output = arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
             index = arith.addi(value_of(base), output)
@@ -113,7 +113,7 @@ def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gate
     def run(_, ref, y, row, num_rows, first) -> None:
         _, quarter = row_and_quarter()
         for half in range(1 if is_gated else 2):
-            output = arith.addi(value_of(first), _own_output(half, is_gated=is_gated))
+            output = arith.addi(value_of(first), own_output(half, is_gated=is_gated))
             has_output = arith.cmpi(arith.CmpIPredicate.slt, output, const_i32(ref.type.shape[1]))
             values = y.registers[at(0, half)]
             for i in range(2):
@@ -127,7 +127,7 @@ def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gate
     inline(run, REF, _LAYOUT, *[SCALAR] * 3)(ref, y.astype(ref.dtype), *arguments)
 
 
-def _own_output(half: int, *, is_gated: bool) -> Any:
+def own_output(half: int, *, is_gated: bool) -> Any:
     """Return a lane's output among those of its warpgroup, in a half of its registers."""
     row, _ = row_and_quarter()
     if not is_gated:

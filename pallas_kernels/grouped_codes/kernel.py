@@ -154,6 +154,15 @@ class Item(NamedTuple):
     """The first."""
 
 
+def item_at(gmem: Any, index: Any, num_tiles: Any, problem: Any) -> Item:
+    """Return an item of a plan: a band of tiles of rows goes through all outputs before the next band."""
+    band = lax.div(index, _int(BAND * problem.output_tiles))
+    within = index - band * (BAND * problem.output_tiles)
+    band_size = lax.clamp(_int(1), num_tiles - band * BAND, _int(BAND))
+    tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
+    return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.tile)
+
+
 class _Block(NamedTuple):
     problem: Problem
     gmem: Global
@@ -171,14 +180,9 @@ class _Block(NamedTuple):
 
     def item(self, turn: Any) -> Item:
         """Return an item of this thread block; `turn` may also be one past the last."""
-        problem, gmem = self.problem, self.gmem
-        last = self.num_tiles * problem.output_tiles - 1
-        index = lax.max(lax.min(self.cta + turn * problem.num_blocks, last), _int(0))
-        band = lax.div(index, _int(BAND * problem.output_tiles))
-        within = index - band * (BAND * problem.output_tiles)
-        band_size = lax.clamp(_int(1), self.num_tiles - band * BAND, _int(BAND))
-        tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
-        return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.tile)
+        last = self.num_tiles * self.problem.output_tiles - 1
+        index = lax.max(lax.min(self.cta + turn * self.problem.num_blocks, last), _int(0))
+        return item_at(self.gmem, index, self.num_tiles, self.problem)
 
     def for_each_item(self, visit: Callable[[Item, Any], None]) -> None:
         """Call `visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""

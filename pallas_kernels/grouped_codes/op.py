@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_codes.sm90 import grouped_codes_sm90
+from pallas_kernels.grouped_codes.sm90 import SIZES, grouped_codes_sm90, tile_rows
 from pallas_kernels.grouped_codes.sm90 import why_not as why_not_sm90
+from pallas_kernels.grouped_codes.sm90_wide import heuristic, wide_sm90
 from pallas_kernels.grouped_matmul import Plan
 from pallas_kernels.hopper import NUM_SMS, num_sms
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
@@ -27,13 +29,15 @@ def grouped_matmul_of_codes(
     bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array, Array], Array] | None = None,
     tiles: Plan | None = None,
+    output_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N"]:
     """Compute `grouped_matmul` with a weight of codes, [X, N, K], or [X, 2, N, K] with an `activation`; see there.
 
-    It is a Mosaic kernel for Hopper GPUs that reads the codes of groups with rows and converts them in registers; rows
-    stay in bfloat16, sums are in float32. Scales are of 16 or 32 bits, or powers of two (e8m0). `tiles` is the result
-    of `plan` for these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together,
-    NotImplementedError with the reason of `why_not` for what the kernel cannot do.
+    They are Mosaic kernels for Hopper GPUs, one for few rows a group and one for many, that read the codes of groups
+    with rows and convert them in registers; rows stay in bfloat16, sums are in float32, the result in x's dtype or
+    another. A dense matrix is that of a single group. Scales are of 16 or 32 bits, or powers of two (e8m0). `tiles` is
+    the result of `plan` for these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit
+    together, NotImplementedError with the reason of `why_not` for what the kernels cannot do.
     """
     num_axes = 3 if activation is None else 4
     if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):
@@ -47,4 +51,8 @@ def grouped_matmul_of_codes(
         raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
     if reason := why_not(x, weight):
         raise NotImplementedError(f"the grouped matmul of codes takes {reason}")
-    return grouped_codes_sm90(x, weight, group_sizes, bias=bias, activation=activation, tiles=tiles)
+    options = {"bias": bias, "activation": activation, "tiles": tiles, "output_dtype": output_dtype}
+    if (rows := tile_rows(len(x), len(group_sizes))) > SIZES[-1]:
+        config = heuristic(len(x), weight, rows=rows)
+        return wide_sm90(x, weight, group_sizes, config=config, **options)
+    return grouped_codes_sm90(x, weight, group_sizes, **options)

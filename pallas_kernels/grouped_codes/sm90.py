@@ -24,7 +24,8 @@ from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 SIZES = (8, 16, 32, 64)
-"""Rows that a tile may have."""
+"""Rows that a tile may have; those of the wide kernel have more."""
+WIDE_SIZES = (96, 128)
 SPARE = 1.5
 """Rows of a tile over those that a group has on average, at least."""
 ROW_BYTES = 32 * 1024
@@ -45,22 +46,25 @@ class Config:
     """Number of thread blocks."""
 
 
-def num_used(num_rows: int, num_groups: int) -> float:
+def _num_used(num_rows: int, num_groups: int) -> float:
     """Return how many groups have rows, if every row falls into any of them."""
     return num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
 
 
 def tile_rows(num_rows: int, num_groups: int) -> int:
-    """Return the rows of the kernel's tiles, a power of two: most groups then have one tile."""
-    mean = num_rows / max(num_used(num_rows, num_groups), 1)
-    return next((size for size in SIZES if size >= SPARE * mean), SIZES[-1])
+    """Return the rows of the kernels' tiles: most groups then have one tile, as long as that is possible."""
+    if num_groups == 1:
+        wanted = -(-num_rows // CHUNK) * CHUNK
+        return next((size for size in SIZES if size >= wanted), min(wanted, WIDE_SIZES[-1]))
+    mean = num_rows / max(_num_used(num_rows, num_groups), 1)
+    return next((size for size in SIZES + WIDE_SIZES if size >= SPARE * mean), WIDE_SIZES[-1])
 
 
 def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     """Return the widest tiles of outputs that keep the multiprocessors reading. From arithmetic, see NOTES.md."""
     num_groups, *halves, num_outputs, _ = weight.shape
-    rows = tile_rows(num_rows, num_groups)
-    tiles = max(num_used(num_rows, num_groups), num_rows / rows)
+    rows = min(tile_rows(num_rows, num_groups), SIZES[-1])
+    tiles = max(_num_used(num_rows, num_groups), num_rows / rows)
 
     def balance(across: int) -> float:
         """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
@@ -109,6 +113,7 @@ def grouped_codes_sm90(
     bias: Float[Array, "X *halves N"] | None = None,
     activation: Callable[[Array, Array], Array] | None = None,
     tiles: Plan | None = None,
+    output_dtype: Any = None,
     config: Config | None = None,
     ops: Any = device,
 ) -> Float[Array, "M N"]:
@@ -116,7 +121,7 @@ def grouped_codes_sm90(
     num_groups, *halves, num_outputs, depth = weight.shape
     num_rows = len(x)
     if num_rows == 0:
-        return jnp.zeros((0, num_outputs), x.dtype)
+        return jnp.zeros((0, num_outputs), output_dtype or x.dtype)
     config = config or heuristic(num_rows, weight)
     matrices = num_groups * (1 + len(halves))
     empty = Problem(
@@ -154,12 +159,13 @@ def grouped_codes_sm90(
         by_output(bias),
         tiles,
         problem=problem,
+        output_dtype=jnp.dtype(output_dtype or x.dtype),
     )
     return y[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
-@functools.partial(jax.jit, static_argnames="problem")
+@functools.partial(jax.jit, static_argnames=("problem", "output_dtype"))
 def _call(
     x: Float[Array, "M K"],
     weight: Array,
@@ -169,6 +175,7 @@ def _call(
     tiles: Plan,
     *,
     problem: Problem,
+    output_dtype: Any,
 ) -> Float[Array, "M N"]:
     # Any: pyright takes them for abstract classes.
     tiling, by_rows = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
@@ -198,7 +205,7 @@ def _call(
     return plgpu.kernel(
         body,
         kernel_name="grouped_codes",
-        out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
             views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8, width=BYTES),
             views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype, width=PIECE),

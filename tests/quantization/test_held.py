@@ -125,7 +125,7 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
 
     def run(weight, x):
         if len(axes) == 3:
-            return gated_linear_of_codes(x, weight, jax.nn.silu)
+            return gated_linear_of_codes(x, weight, "silu", Kernel.QUANTIZED_MATMUL)
         y = linear(x, weight, kernels="sm90")
         parts = linear(x, weight, kernels="sm90", leaves_partial_sums=True)
         assert jax.typeof(parts).sharding.spec.unreduced == ({"tensor"} if on.spec[1] is not None else set())

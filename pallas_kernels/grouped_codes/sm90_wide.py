@@ -1,0 +1,214 @@
+"""The wide kernel for Hopper (sm_90a), in Mosaic GPU: a matmul of codes whose groups have many rows, bound by the
+tensor cores.
+
+Codes are operand A of wgmma, converted to bfloat16 in registers while products of the columns before are computed;
+rows are operand B. A dense matrix is the weight of a single group. If that has few tiles, K is cut into parts, whose
+sums XLA adds up.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.grouped_codes import wide_device
+from pallas_kernels.grouped_codes.wide_kernel import (
+    STAGED_PITCH,
+    STAGED_ROWS,
+    UNITS,
+    Global,
+    Problem,
+    Shared,
+    kernel,
+)
+from pallas_kernels.grouped_matmul import Plan, plan
+from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
+
+MAX_X_SLOTS = 12
+MAX_PARTS = 8
+MAX_SUMS = 256
+"""Sums of a warpgroup for each of 64 outputs, that there are registers for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is divided; `heuristic` picks one."""
+
+    rows: int
+    """Rows of a tile, a multiple of 8 up to 256."""
+    blocks: int
+    """Blocks of 64 outputs of a warpgroup: 1 or 2, and at most 256 / `rows`."""
+    parts: int = 1
+    """Parts that K is cut into."""
+    num_blocks: int = NUM_SMS
+    """Number of thread blocks."""
+
+
+def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
+    """Return the division that takes the least time for tiles of `rows` rows. From arithmetic, see NOTES.md."""
+    num_groups, *halves, num_outputs, depth = weight.shape
+    num_outputs *= 1 + len(halves)
+    # On average half of a group's last tile is empty.
+    tiles = -(-num_rows // rows) if num_groups == 1 else num_rows / rows + min(num_groups, num_rows) / 2
+    steps = -(-depth // (BYTES * codes_per_byte(weight.code)))
+
+    def cycles(config: Config) -> float:
+        """Return about how long all rounds of items take."""
+        outputs = UNITS * config.blocks * OUTPUTS
+        items = tiles * -(-num_outputs // outputs) * config.parts
+        # A piece takes the tensor cores 4 cycles a row and block; conversion and waits; bytes from the L2, 28 a cycle.
+        num_bytes = PIECE * (2 * rows + outputs / codes_per_byte(weight.code))
+        of_piece = max(4 * rows * config.blocks, 300 * config.blocks, num_bytes / 28)
+        of_item = -(-steps // config.parts) * (BYTES * codes_per_byte(weight.code) // PIECE) * of_piece + 3000
+        of_sums = 0 if config.parts == 1 else 5000 + config.parts * num_rows * num_outputs * 8 / 3000
+        return -(-items // NUM_SMS) * of_item + of_sums
+
+    configs = [
+        Config(rows=rows, blocks=blocks, parts=parts)
+        for blocks in (1, 2)
+        if rows * blocks <= MAX_SUMS
+        for parts in range(1, 1 + (min(MAX_PARTS, steps) if num_groups == 1 else 1))
+    ]
+    return min(configs, key=lambda config: (cycles(config), config.parts, -config.blocks))
+
+
+def wide_sm90(
+    x: Float[Array, "M K"],
+    weight: QuantizedMatrix,
+    group_sizes: Int[Array, " X"],
+    *,
+    bias: Float[Array, "X *halves N"] | None = None,
+    activation: Callable[[Array, Array], Array] | None = None,
+    tiles: Plan | None = None,
+    output_dtype: Any = None,
+    config: Config,
+    ops: Any = wide_device,
+) -> Float[Array, "M N"]:
+    """Run the kernel, see `grouped_matmul_of_codes`. `ops` replaces what the interpreter lacks."""
+    num_groups, *halves, num_outputs, depth = weight.shape
+    num_rows, output_dtype = len(x), jnp.dtype(output_dtype or x.dtype)
+    if config.parts > 1 and halves:  # XLA finishes them
+        num_outputs, halves = 2 * num_outputs, []
+    kernel_activation = activation if config.parts == 1 else None
+    problem = Problem(
+        code=weight.code,
+        rows=config.rows,
+        blocks=config.blocks,
+        parts=config.parts,
+        halves=1 + len(halves),
+        depth=depth,
+        num_outputs=num_outputs,
+        num_scales=weight.scales.shape[-1],
+        has_zeros=weight.zeros is not None,
+        w_slots=2 if codes_per_byte(weight.code) == 2 else 3,
+        x_slots=0,
+        num_blocks=config.num_blocks,
+        activation=kernel_activation,
+        ops=ops,
+    )
+    used = problem.w_slots * problem.ring_outputs * BYTES + UNITS * STAGED_ROWS * STAGED_PITCH * 2
+    problem = problem._replace(x_slots=min(MAX_X_SLOTS, (SHARED_MEMORY - 1024 - used) // (config.rows * PIECE * 2)))
+    if tiles is None:
+        tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
+
+    def by_output(values: Array | None) -> Array | None:
+        return (
+            None
+            if values is None
+            else values.reshape(num_groups * len(halves or [0]) * problem.halves * num_outputs, -1)
+        )
+
+    scales = by_output(weight.scales)
+    assert scales is not None
+    if scales.dtype == jnp.float8_e8m0fnu:
+        scales = lax.bitcast_convert_type(scales, jnp.int8)
+    padded = jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0)))  # a box of rows is no larger than the array
+    y = _call(
+        padded,
+        lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
+        scales,
+        by_output(weight.zeros),
+        by_output(bias) if config.parts == 1 else None,
+        tiles,
+        problem=problem,
+        output_dtype=output_dtype if config.parts == 1 else jnp.dtype(jnp.float32),
+    )
+    if config.parts == 1:
+        return y[:num_rows]
+    y = jnp.sum(y.reshape(config.parts, len(padded), -1)[:, :num_rows], axis=0)
+    if bias is not None:
+        y = y + bias.reshape(1, -1).astype(jnp.float32)
+    if activation is not None:
+        y = activation(*jnp.split(y, 2, axis=1))
+    return y.astype(output_dtype)
+
+
+# Jitted, so that the layers of a model use one trace and one compilation.
+@functools.partial(jax.jit, static_argnames=("problem", "output_dtype"))
+def _call(
+    x: Float[Array, "M K"],
+    weight: Array,
+    scales: Array,
+    zeros: Array | None,
+    bias: Array | None,
+    tiles: Plan,
+    *,
+    problem: Problem,
+    output_dtype: Any,
+) -> Float[Array, "L N"]:
+    # Any: pyright takes them for abstract classes.
+    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
+    is_staged = output_dtype == jnp.bfloat16
+    x_shape = (problem.x_slots, problem.rows, PIECE)
+    x_views = plgpu.RefUnion(
+        plgpu.SMEM(x_shape, x.dtype, transforms=(tiling((8, PIECE)), swizzle)),
+        plgpu.SMEM(x_shape, x.dtype, transforms=(swizzle,)),
+    )
+    staged_shape = (UNITS, STAGED_ROWS, STAGED_PITCH) if is_staged else (8,)
+    optional = [array for array in (zeros, bias) if array is not None]
+
+    def body(*refs):
+        *gmem, y, weights, rows, staged, w_full, w_free, x_full, x_free = refs
+        group, row, num_rows, first, x, weight, scales = gmem[:7]
+        rest = list(gmem[7:])
+        zeros = rest.pop(0) if problem.has_zeros else None
+        bias = rest[0] if rest else None
+        x_tiled, x_boxes = rows
+        if problem.ops is not wide_device:  # where views do not alias
+            x_tiled = x_boxes
+        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, bias, y)
+        shared = Shared(weights, x_tiled, x_boxes, staged if is_staged else None, w_full, w_free, x_full, x_free)
+        kernel(problem, arrays, shared)
+
+    return plgpu.kernel(
+        body,
+        kernel_name="wide_grouped_codes",
+        out_type=jax.ShapeDtypeStruct((problem.parts * x.shape[0], problem.num_outputs), output_dtype),
+        scratch_types=(
+            plgpu.SMEM((problem.w_slots, problem.ring_outputs, BYTES), jnp.int8, transforms=(swizzle,)),
+            x_views,
+            plgpu.SMEM(staged_shape, jnp.bfloat16),
+            plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=problem.halves),
+            plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=UNITS),
+            plgpu.Barrier(num_barriers=problem.x_slots),
+            plgpu.Barrier(num_barriers=problem.x_slots, num_arrivals=UNITS),
+        ),
+        grid=(problem.num_blocks,),
+        grid_names=("block",),
+        num_threads=UNITS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # nothing is reduced
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(*tiles, x, weight, scales, *optional)

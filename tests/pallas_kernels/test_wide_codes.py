@@ -1,0 +1,120 @@
+"""The wide kernel of grouped codes, for many rows a group: interpreted on a CPU, all but what is inlined Mosaic GPU
+code, with race detection; compiled for an H200 that is not there, and run where there is one.
+"""
+
+import functools
+
+import emulated_wide_codes
+import jax
+import jax.numpy as jnp
+import pytest
+from codes_cases import (
+    E8M0,
+    ON_A_GPU,
+    OSS_DOWN,
+    OSS_UP,
+    QWEN_DOWN,
+    QWEN_UP,
+    WEIGHTS_ON_A_GPU,
+    check,
+    make_case,
+    shape_of,
+    swiglu,
+)
+from depths import quick_first
+from interpreting import interpret
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.grouped_codes import grouped_matmul_of_codes
+from pallas_kernels.grouped_codes.sm90_wide import Config, heuristic, wide_sm90
+
+INTERPRETED = {
+    # Both blocks of a warpgroup; a scale a piece; tiles of 16 that begin anywhere; outputs that are not whole tiles.
+    "fp8 of blocks": (
+        {"code": "fp8", "group": 64, "sizes": [3, 0, 20], "num_rows": 27, "outputs": 72, "depth": 192}
+        | {"is_gated": True, "has_bias": True},
+        Config(rows=16, blocks=2, num_blocks=2),
+    ),
+    # Powers of two as scales, two in a piece, and half a piece at the end; sums that are stored from registers.
+    "mxfp4": (
+        {"code": "e2m1", "group": 32, "exponents": True, "sizes": [0, 5], "num_rows": 5, "outputs": 64, "depth": 352},
+        Config(rows=8, blocks=1, num_blocks=1),
+    ),
+    # Zero points, parts of K of which one is shorter, whose sums XLA finishes; rows that are padded.
+    "uint4": (
+        {"code": "uint4", "group": 128, "sizes": [13], "num_rows": 13, "outputs": 136, "depth": 1024}
+        | {"is_gated": True, "has_bias": True},
+        Config(rows=16, blocks=1, num_blocks=2, parts=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", quick_first(INTERPRETED))
+def test_interpreted_without_races(capsys, case):
+    problem, config = INTERPRETED[case]
+    arguments, options, want = make_case(**problem)
+    dtype = jnp.float32 if case == "mxfp4" else None
+    run = functools.partial(wide_sm90, config=config, ops=emulated_wide_codes, output_dtype=dtype, **options)
+    check(interpret(capsys, run, *arguments), want)
+
+
+UP, DOWN = (1, 2, 14336, 4096), (1, 4096, 14336)
+COMPILED = [
+    (8192, "int4", 128, UP, jnp.bfloat16),
+    (128, "int8", None, DOWN, jnp.float32),
+    (32_768, "e2m1", 32, OSS_UP, E8M0),
+    (65_536, "fp8", 128, QWEN_UP, jnp.float32),
+    (96, "uint4", 32, DOWN, jnp.float16),
+    (72, "int8", 32, UP, jnp.bfloat16),
+    (32_768, "e2m1", 32, OSS_DOWN, E8M0),
+    (8192, "int4", 128, QWEN_DOWN, jnp.bfloat16),
+    (65_536, "uint4", 32, QWEN_UP, jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED, 2))
+def test_compiles_without_spilling(num_rows, code, group, shape, scales):
+    of = jax.ShapeDtypeStruct
+    weight = shape_of(code, group, *shape, scales=scales)
+
+    def layer(x, weight, sizes):
+        return grouped_matmul_of_codes(x, weight, sizes, activation=swiglu if len(shape) == 4 else None)
+
+    program = compile_for_h200(layer, of((num_rows, shape[-1]), jnp.bfloat16), weight, of(shape[:1], jnp.int32))
+    [kernel] = program.kernels
+    assert kernel.name == "wide_grouped_codes"
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+    parts = heuristic(num_rows, weight, rows=128).parts
+    sums = 4 * num_rows * shape[-2] * parts if parts > 1 else 0
+    assert program.temp_bytes < 200_000 + 2 * sums  # no copy of weights
+
+
+def test_few_tiles_are_cut_along_k():
+    def parts(num_rows, shape):
+        return heuristic(num_rows, shape_of("int4", 128, *shape), rows=128).parts
+
+    assert parts(128, UP) == 1
+    assert parts(128, DOWN) > 2
+    assert parts(8192, DOWN) == 1
+    assert parts(8192, OSS_DOWN) == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("config", [Config(rows=128, blocks=2), Config(rows=104, blocks=1), Config(rows=256, blocks=1)])
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU, ids=str)
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_on_a_gpu(case, weight, config):
+    arguments, options, want = make_case(**ON_A_GPU[case], **weight)
+    got, again = (wide_sm90(*arguments, config=config, **options) for _ in range(2))
+    check(got, want)
+    assert (got[: len(want)] == again[: len(want)]).all()
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [72, 128, 200])
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6], ids=str)
+def test_parts_of_k_on_a_gpu(weight, num_rows):
+    arguments, options, want = make_case([num_rows], num_rows=num_rows, **weight)
+    config = Config(rows=min(num_rows, 128), blocks=2, parts=3)
+    check(wide_sm90(*arguments, config=config, **options), want)
+    check(wide_sm90(*arguments, config=config, output_dtype=jnp.float32, **options), want)
