@@ -109,7 +109,7 @@ def compile_for_h200(
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding are
     placed on one H200, others have shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
-    kernel that reads accumulators too early (see `ptx`), and whatever the compilers raise.
+    kernel that uses registers of a wgmma too early (see `ptx`), and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
 
@@ -146,7 +146,7 @@ def compile_lowered(
             raise RuntimeError(f"Mosaic printed PTX of {len(entries)} kernels, but what ptxas says of {len(kernels)}")
         for name, entry in entries:
             if early := ptx.used_in_flight(entry):
-                raise RuntimeError(f"{name} uses accumulators that a wgmma still writes: {early[0]}")
+                raise RuntimeError(f"{name} uses registers that a wgmma still writes or reads: {early[0]}")
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
             compiled=compiled,

@@ -1,9 +1,9 @@
-"""Find a hazard in PTX that no compiler reports: accumulators that are used while a wgmma still writes them.
+"""Find a hazard in PTX that no compiler reports: registers of a wgmma that are used while it still works.
 
 `wgmma.mma_async` returns at once; `wgmma.wait_group` waits for its sums. For LLVM that wait touches no register, so it
 may move an instruction that reads the sums, such as a conversion, above the wait, and ptxas accepts that: the
-instruction then reads part of the sum, the same part in each run. `used_in_flight` finds such instructions, on all
-paths through a kernel.
+instruction then reads part of the sum, the same part in each run. Nor may operand A in registers change before: that of
+the next turn of a loop has the same registers. `used_in_flight` finds such instructions, on all paths through a kernel.
 """
 
 import re
@@ -14,16 +14,19 @@ _ENTRY = re.compile(r"^\.visible \.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", re.MU
 _LABEL = re.compile(r"^(\$\w+):")
 _BRANCH = re.compile(r"^(@!?%\w+ )?\s*bra(?:\.uni)?\s+(\$\w+);")
 _TARGETS = re.compile(r"\.branchtargets([^;]*);")
-_WGMMA = re.compile(r"wgmma\.mma_async\S* \{([^}]*)\}(.*)")
+_WGMMA = re.compile(r"wgmma\.mma_async\S* \{([^}]*)\}((?:, \{([^}]*)\})?.*)")
 _WAIT = re.compile(r"wgmma\.wait_group\S*\s+(\d+)")
 _REGISTER = re.compile(r"%[a-z]+\d+")
+_TARGET = re.compile(r"(?:^|;)[\s{]*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%[a-z]+\d+)")
+_OPERAND = "operand "
+"""Before the name of a register that is only read."""
 
 MAX_GROUPS = 8
 """Maximum number of commit groups in flight; Mosaic's waits use fewer."""
 
 
 class _Flight(NamedTuple):
-    """Registers that are being written at some point of a kernel."""
+    """Registers that are being written, or read as operand A, at some point of a kernel."""
 
     uncommitted: frozenset[str] = frozenset()
     groups: tuple[frozenset[str], ...] = (frozenset(),) * MAX_GROUPS
@@ -41,7 +44,8 @@ class _Flight(NamedTuple):
     def after(self, line: str) -> "_Flight":
         """Return the state after an instruction."""
         if match := _WGMMA.search(line):
-            return self._replace(uncommitted=self.uncommitted.union(_REGISTER.findall(match[1])))
+            operands = [_OPERAND + name for name in _REGISTER.findall(match[3] or "")]
+            return self._replace(uncommitted=self.uncommitted.union(_REGISTER.findall(match[1]), operands))
         if "wgmma.commit_group" in line:
             *kept, last, oldest = self.groups
             return _Flight(groups=(self.uncommitted, *kept, last | oldest))
@@ -58,9 +62,10 @@ def entries(ptx: str) -> Iterator[tuple[str, str]]:
 
 
 def used_in_flight(entry: str) -> list[str]:
-    """Return the instructions of a kernel, in order, that read or change a register which a wgmma may still write.
+    """Return the instructions of a kernel, in order, that read or change a register which a wgmma may still write, or
+    change one that it may still read.
 
-    Other wgmmas may accumulate into it. Raises ValueError if one of the wgmmas is not reached by any path.
+    Other wgmmas may accumulate into the former. Raises ValueError if one of the wgmmas is not reached by any path.
     """
     lines = [line.strip() for line in entry.splitlines()]
     labels = {match[1]: index for index, line in enumerate(lines) if (match := _LABEL.match(line))}
@@ -107,4 +112,7 @@ def used_in_flight(entry: str) -> list[str]:
 
 def _is_used(line: str, in_flight: frozenset[str]) -> bool:
     wgmma = _WGMMA.search(line)
-    return not in_flight.isdisjoint(_REGISTER.findall(wgmma[2] if wgmma else line))
+    if not in_flight.isdisjoint(_REGISTER.findall(wgmma[2] if wgmma else line)):
+        return True
+    changed = [_OPERAND + name for target in _TARGET.findall(line) for name in _REGISTER.findall(target)]
+    return not in_flight.isdisjoint(changed)

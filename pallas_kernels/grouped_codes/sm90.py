@@ -23,9 +23,9 @@ from pallas_kernels.grouped_matmul import Plan, plan
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
-SIZES = (8, 16, 32, 64)
+SIZES = (8, 16, 32)
 """Rows that a tile may have; those of the wide kernel have more."""
-WIDE_SIZES = (96, 128)
+WIDE_SIZES = (48, 64, 96, 128)
 SPARE = 1.5
 """Rows of a tile over those that a group has on average, at least."""
 ROW_BYTES = 32 * 1024

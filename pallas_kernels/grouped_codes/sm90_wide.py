@@ -35,8 +35,10 @@ from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 MAX_X_SLOTS = 12
 MAX_PARTS = 8
-MAX_SUMS = 256
-"""Sums of a warpgroup for each of 64 outputs, that there are registers for."""
+BLOCKS = 2
+"""Blocks of 64 outputs of a warpgroup, if nobody asks for another number."""
+CYCLES = 1500
+"""Cycles that 64 columns of an item take, of 48 to 128 rows alike: measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,31 +56,24 @@ class Config:
 
 
 def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
-    """Return the division that takes the least time for tiles of `rows` rows. From arithmetic, see NOTES.md."""
+    """Return the division that takes the least time for tiles of `rows` rows, up to 128, see NOTES.md."""
     num_groups, *halves, num_outputs, depth = weight.shape
     num_outputs *= 1 + len(halves)
     # On average half of a group's last tile is empty.
     tiles = -(-num_rows // rows) if num_groups == 1 else num_rows / rows + min(num_groups, num_rows) / 2
     steps = -(-depth // (BYTES * codes_per_byte(weight.code)))
 
-    def cycles(config: Config) -> float:
+    outputs = UNITS * BLOCKS * OUTPUTS
+
+    def cycles(parts: int) -> float:
         """Return about how long all rounds of items take."""
-        outputs = UNITS * config.blocks * OUTPUTS
-        items = tiles * -(-num_outputs // outputs) * config.parts
-        # A piece takes the tensor cores 4 cycles a row and block; conversion and waits; bytes from the L2, 28 a cycle.
-        num_bytes = PIECE * (2 * rows + outputs / codes_per_byte(weight.code))
-        of_piece = max(4 * rows * config.blocks, 300 * config.blocks, num_bytes / 28)
-        of_item = -(-steps // config.parts) * (BYTES * codes_per_byte(weight.code) // PIECE) * of_piece + 3000
-        of_sums = 0 if config.parts == 1 else 5000 + config.parts * num_rows * num_outputs * 8 / 3000
+        items = tiles * -(-num_outputs // outputs) * parts
+        of_item = -(-steps // parts) * (BYTES * codes_per_byte(weight.code) // PIECE) * CYCLES + 3000
+        of_sums = 0 if parts == 1 else 5000 + parts * num_rows * num_outputs * 8 / 3000
         return -(-items // NUM_SMS) * of_item + of_sums
 
-    configs = [
-        Config(rows=rows, blocks=blocks, parts=parts)
-        for blocks in (1, 2)
-        if rows * blocks <= MAX_SUMS
-        for parts in range(1, 1 + (min(MAX_PARTS, steps) if num_groups == 1 else 1))
-    ]
-    return min(configs, key=lambda config: (cycles(config), config.parts, -config.blocks))
+    most = min(MAX_PARTS, steps) if num_groups == 1 else 1
+    return Config(rows=rows, blocks=BLOCKS, parts=min(range(1, 1 + most), key=cycles))
 
 
 def wide_sm90(

@@ -311,13 +311,29 @@ def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
         pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.w_free.at[w_slot]))
         return sums, following
 
+    # A wgmma reads values from the registers of its turn until it is done, when that of the next values was issued:
+    # those must not have the same registers.
+    in_turn = 2 // problem.blocks
+
+    def turn(number, carry):
+        for own in range(in_turn):
+            carry = one_piece(number * in_turn + own, carry)
+        return carry
+
+    def finished(carry):
+        ops.wait(0)
+        sums, vectors = carry
+        return written(sums), vectors
+
     zeros = tuple(written(ops.zeros(problem.rows)) for _ in range(problem.blocks))
-    sums, _ = lax.fori_loop(_int(0), work.num_pieces, one_piece, (zeros, vectors_of(_int(0))))
-    ops.wait(0)
-    sums = written(sums)
+    num_turns = lax.div(work.num_pieces, _int(in_turn))
+    carry = finished(lax.fori_loop(_int(0), num_turns, turn, (zeros, vectors_of(_int(0)))))
+    if problem.all_pieces % in_turn:  # the last part has one more
+        last_turn = num_turns * in_turn
+        carry = lax.fori_loop(last_turn, work.num_pieces, lambda *args: finished(one_piece(*args)), carry)
     last = lax.rem(work.pieces_before + work.num_pieces - 1, _int(problem.x_slots))
     plgpu.barrier_arrive(smem.x_free.at[last])
-    return sums
+    return carry[0]
 
 
 def _finish(block: _Block, work: Work, first_output: Any, sums: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading PTX for accumulators that are used while a wgmma still writes them."""
+"""Reading PTX for registers that are used while a wgmma still writes or reads them."""
 
 import functools
 import textwrap
@@ -15,6 +15,9 @@ COMMIT = "wgmma.commit_group.sync.aligned;"
 READ = "add.f32 %r9, %r2, %r8;"
 COPY = "mov.b32 %r5, %r1;"
 OF_SUMS = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r21,%r22}, {%r1,%r2,%r3,%r4}, %rd2, p, 1, 1, 1;"
+CHANGE = "@%p1 mov.b32 %r3, %r8;"
+LOAD = "ld.shared.v2.b32 {%r4, %r6}, [%r9];"
+ASSEMBLY = "{ .reg .b32 a; mov.b32 a, %r9; lop3.b32 a, a, 1, 2, 0xea; sub.bf16x2 %r2, a, %r8; }"
 TARGETS = ["JTI0_0:", "\t.branchtargets", "\t\t$L1,", "\t\t$L2;"]  # as LLVM writes them
 
 
@@ -41,6 +44,10 @@ def uses_of(*lines):
         ([WGMMA, COMMIT, "@%p1 add.f32 %r1, %r5, %r6;", wait(0)], ["@%p1 add.f32 %r1, %r5, %r6;"]),
         ([WGMMA, COMMIT, "{ cvt.rn.bf16x2.f32 %r5, %r1, %r2; }"], ["{ cvt.rn.bf16x2.f32 %r5, %r1, %r2; }"]),
         ([WGMMA, COMMIT, OF_SUMS, wait(0)], [OF_SUMS]),
+        ([OF_SUMS, COMMIT, READ, "st.shared.v2.b32 [%r1], {%r2, %r3};", wait(0), COPY, CHANGE], []),
+        ([OF_SUMS, COMMIT, CHANGE, wait(0)], [CHANGE]),
+        ([OF_SUMS, COMMIT, LOAD, wait(0)], [LOAD]),
+        ([OF_SUMS, COMMIT, ASSEMBLY, wait(0)], [ASSEMBLY]),
     ],
     ids=str,
 )
@@ -51,6 +58,11 @@ def test_a_read_before_the_wait_is_found(lines, found):
 @pytest.mark.parametrize(("count", "found"), [(0, []), (1, [READ])])
 def test_a_read_in_the_next_turn_of_a_loop_is_found(count, found):
     assert uses_of("$L1:", READ, WGMMA, COMMIT, wait(count), "@%p1 bra $L1;") == found
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, []), (1, [CHANGE])])
+def test_a_change_of_an_operand_in_the_next_turn_of_a_loop_is_found(count, found):
+    assert uses_of("$L1:", CHANGE, OF_SUMS, COMMIT, wait(count), "@%p1 bra $L1;") == found
 
 
 @pytest.mark.parametrize("branch", ["@%p1 bra $L1;", "@!%p1 bra.uni $L1;", "brx.idx %r7, JTI0_0;"])
@@ -98,6 +110,6 @@ def test_sums_of_an_unrolled_loop_are_read_behind_the_wait(monkeypatch, num_rows
 
     compile_kernel()
     monkeypatch.setattr(sm90, "written", lambda sums: sums)
-    with pytest.raises(RuntimeError, match=f"uses accumulators that a wgmma still writes: {too_early}"):
+    with pytest.raises(RuntimeError, match=f"uses registers that a wgmma still writes or reads: {too_early}"):
         compile_kernel()
     jax.clear_caches()
