@@ -1,4 +1,4 @@
-"""Benchmark of the grouped matmul of codes: gate and up, and down, of layers with experts, beside bfloat16."""
+"""Benchmark of the grouped matmul of codes: gate and up, and down, of experts and of a dense layer, beside bfloat16."""
 
 import functools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
 
 class _Experts(NamedTuple):
-    """The weight of a layer's experts and how many of them a token has."""
+    """The weight of a layer's experts, or of a dense layer as one, and how many of them a token has."""
 
     name: str
     num_groups: int
@@ -39,13 +39,20 @@ _GPT_OSS = (
     _Experts("gpt-oss-20b, gate and up", 32, 4, 2880, 2880, True),
     _Experts("gpt-oss-20b, down", 32, 4, 2880, 2880, False),
 )
+_LLAMA = (
+    _Experts("Llama 3 8B, gate and up", 1, 1, 14_336, 4096, True),
+    _Experts("Llama 3 8B, down", 1, 1, 4096, 14_336, False),
+)
 _CASES: tuple[tuple[tuple[_Experts, ...], Code, int | None], ...] = (
     (_GPT_OSS, "e2m1", 32),
     (_QWEN, "fp8", 128),
     (_QWEN, "int4", 128),
     (_QWEN, "int8", None),
+    (_LLAMA, "int4", 128),
+    (_LLAMA, "int8", None),
 )
 _TOKENS = (1, 16, 64, 256, 8192)
+_DENSE_TOKENS = (96, 128, 256, 512, 2048, 8192)
 
 
 def grouped_codes_rows() -> Iterator[Row]:
@@ -56,7 +63,7 @@ def grouped_codes_rows() -> Iterator[Row]:
         for experts in weights:
             codes = _codes(experts, code, group)
             dense = jax.random.normal(jax.random.key(0), experts.shape, jnp.bfloat16)
-            for num_tokens in _TOKENS:
+            for num_tokens in _TOKENS if experts.num_groups > 1 else _DENSE_TOKENS:
                 name = f"{num_tokens} of {experts.name}"
                 yield _row(f"{name}, {code}", experts, codes, num_tokens)
                 yield _row(f"{name}, bfloat16", experts, dense, num_tokens)
