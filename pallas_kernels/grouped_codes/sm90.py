@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 SIZES = (8, 16, 32)
 """Rows that a tile may have; those of the wide kernel have more."""
-WIDE_SIZES = (48, 64, 96, 128)
+WIDE_SIZES = (48, 64, 96, 128, 160, 192, 256)
 SPARE = 1.5
 """Rows of a tile over those that a group has on average, at least."""
 ROW_BYTES = 32 * 1024
@@ -54,10 +54,10 @@ def _num_used(num_rows: int, num_groups: int) -> float:
 def tile_rows(num_rows: int, num_groups: int) -> int:
     """Return the rows of the kernels' tiles: most groups then have one tile, as long as that is possible."""
     if num_groups == 1:
-        wanted = -(-num_rows // CHUNK) * CHUNK
-        return next((size for size in SIZES if size >= wanted), min(wanted, WIDE_SIZES[-1]))
+        of_each = -(-num_rows // max(1, -(-num_rows // WIDE_SIZES[-1])))  # tiles are alike
+        return next((size for size in SIZES if size >= of_each), -(-of_each // CHUNK) * CHUNK)
     mean = num_rows / max(_num_used(num_rows, num_groups), 1)
-    return next((size for size in SIZES + WIDE_SIZES if size >= SPARE * mean), WIDE_SIZES[-1])
+    return next((size for size in SIZES + WIDE_SIZES if size >= int(SPARE * mean)), WIDE_SIZES[-1])
 
 
 def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:

@@ -35,10 +35,8 @@ from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 MAX_X_SLOTS = 12
 MAX_PARTS = 8
-BLOCKS = 2
-"""Blocks of 64 outputs of a warpgroup, if nobody asks for another number."""
-CYCLES = 1500
-"""Cycles that 64 columns of an item take, of 48 to 128 rows alike: measured."""
+TWO_BLOCKS = 128
+"""Most rows of a tile with two blocks of 64 outputs a warpgroup, which there are registers for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,24 +54,24 @@ class Config:
 
 
 def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
-    """Return the division that takes the least time for tiles of `rows` rows, up to 128, see NOTES.md."""
+    """Return the division that takes the least time for tiles of `rows` rows, from times of an H100, see NOTES.md."""
     num_groups, *halves, num_outputs, depth = weight.shape
+    blocks = 2 if rows <= TWO_BLOCKS else 1
+    if num_groups > 1:
+        return Config(rows=rows, blocks=blocks)
     num_outputs *= 1 + len(halves)
-    # On average half of a group's last tile is empty.
-    tiles = -(-num_rows // rows) if num_groups == 1 else num_rows / rows + min(num_groups, num_rows) / 2
-    steps = -(-depth // (BYTES * codes_per_byte(weight.code)))
+    tiles = -(-num_rows // rows) * -(-num_outputs // (UNITS * blocks * OUTPUTS))
+    block_k = BYTES * codes_per_byte(weight.code)
+    steps = -(-depth // block_k)
+    of_piece = 900 if blocks == 2 else 260 + 2 * rows
 
-    outputs = UNITS * BLOCKS * OUTPUTS
+    def nanoseconds(parts: int) -> float:
+        """Return about how long all rounds of items take, and to add up the parts' sums."""
+        of_item = -(-steps // parts) * (block_k // PIECE) * of_piece + 2000
+        of_sums = 0 if parts == 1 else 3000 + parts * num_rows * num_outputs * 8 / 3000
+        return -(-tiles * parts // NUM_SMS) * of_item + of_sums
 
-    def cycles(parts: int) -> float:
-        """Return about how long all rounds of items take."""
-        items = tiles * -(-num_outputs // outputs) * parts
-        of_item = -(-steps // parts) * (BYTES * codes_per_byte(weight.code) // PIECE) * CYCLES + 3000
-        of_sums = 0 if parts == 1 else 5000 + parts * num_rows * num_outputs * 8 / 3000
-        return -(-items // NUM_SMS) * of_item + of_sums
-
-    most = min(MAX_PARTS, steps) if num_groups == 1 else 1
-    return Config(rows=rows, blocks=BLOCKS, parts=min(range(1, 1 + most), key=cycles))
+    return Config(rows=rows, blocks=blocks, parts=min(range(1, 1 + min(MAX_PARTS, steps)), key=nanoseconds))
 
 
 def wide_sm90(

@@ -64,13 +64,15 @@ def test_no_rows():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "rows"), [(1, 8), (8, 8), (512, 8), (1024, 16), (2048, 32), (8192, 96), (65_536, 128)]
+    ("num_rows", "rows"), [(1, 8), (8, 8), (512, 8), (1024, 16), (2048, 32), (4096, 48), (8192, 96), (65_536, 256)]
 )
 def test_most_groups_have_one_tile(num_rows, rows):
     assert tile_rows(num_rows, 128) == rows
 
 
-@pytest.mark.parametrize(("num_rows", "rows"), [(7, 8), (60, 64), (65, 72), (128, 128), (129, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "rows"), [(7, 8), (60, 64), (65, 72), (128, 128), (129, 136), (257, 136), (512, 256)]
+)
 def test_rows_of_a_dense_matrix_are_padded_to_eight(num_rows, rows):
     assert tile_rows(num_rows, 1) == rows
 

@@ -26,6 +26,7 @@ from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_codes import grouped_matmul_of_codes
+from pallas_kernels.grouped_codes.sm90 import tile_rows
 from pallas_kernels.grouped_codes.sm90_wide import Config, heuristic, wide_sm90
 
 INTERPRETED = {
@@ -70,6 +71,10 @@ COMPILED = [
     (8192, "int4", 128, QWEN_DOWN, jnp.bfloat16),
     (65_536, "uint4", 32, QWEN_UP, jnp.float32),
     (1024, "e2m1", 32, OSS_UP, E8M0),
+    (3000, "e2m1", 32, OSS_UP, E8M0),
+    (4000, "e2m1", 32, OSS_DOWN, E8M0),
+    (264, "int8", 32, UP, jnp.bfloat16),
+    (200, "uint4", 32, UP, jnp.float16),
 ]
 
 
@@ -85,29 +90,32 @@ def test_compiles_without_spilling(num_rows, code, group, shape, scales):
     [kernel] = program.kernels
     assert kernel.name == "wide_grouped_codes"
     assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
-    parts = heuristic(num_rows, weight, rows=128).parts
+    parts = heuristic(num_rows, weight, rows=tile_rows(num_rows, shape[0])).parts
     sums = 4 * num_rows * shape[-2] * parts if parts > 1 else 0
     assert program.temp_bytes < 200_000 + 2 * sums  # no copy of weights
 
 
-def test_compiles_tiles_of_all_rows():
-    """With a single block of outputs the operands of two turns need registers of their own."""
-    of = jax.ShapeDtypeStruct
-    weight = shape_of("e2m1", 32, *OSS_DOWN, scales=E8M0)
-    run = functools.partial(wide_sm90, config=Config(rows=256, blocks=1))
-    arguments = of((32_768, OSS_DOWN[-1]), jnp.bfloat16), weight, of(OSS_DOWN[:1], jnp.int32)
-    [kernel] = compile_for_h200(run, *arguments).kernels
-    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+def test_tiles():
+    """As they were the fastest on a GPU."""
 
+    def config(num_rows, shape):
+        found = heuristic(num_rows, shape_of("int4", 128, *shape), rows=tile_rows(num_rows, shape[0]))
+        return found.rows, found.blocks, found.parts
 
-def test_few_tiles_are_cut_along_k():
-    def parts(num_rows, shape):
-        return heuristic(num_rows, shape_of("int4", 128, *shape), rows=128).parts
-
-    assert parts(128, UP) == 1
-    assert parts(128, DOWN) > 2
-    assert parts(8192, DOWN) == 1
-    assert parts(8192, OSS_DOWN) == 1
+    assert [config(rows, UP) for rows in (72, 128, 256, 264, 8192)] == [
+        (72, 2, 1),
+        (128, 2, 1),
+        (256, 1, 1),
+        (136, 1, 1),
+        (256, 1, 1),
+    ]
+    assert [config(rows, DOWN) for rows in (128, 512, 2048, 8192)] == [
+        (128, 2, 8),
+        (256, 1, 2),
+        (256, 1, 1),
+        (256, 1, 1),
+    ]
+    assert [config(rows, OSS_DOWN) for rows in (1024, 4096, 32_768)] == [(48, 2, 1), (192, 1, 1), (256, 1, 1)]
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -126,6 +134,6 @@ def test_on_a_gpu(case, weight, config):
 @pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6], ids=str)
 def test_parts_of_k_on_a_gpu(weight, num_rows):
     arguments, options, want = make_case([num_rows], num_rows=num_rows, **weight)
-    config = Config(rows=min(num_rows, 128), blocks=2, parts=3)
+    config = Config(rows=num_rows, blocks=2 if num_rows <= 128 else 1, parts=3)
     check(wide_sm90(*arguments, config=config, **options), want)
     check(wide_sm90(*arguments, config=config, output_dtype=jnp.float32, **options), want)
