@@ -30,8 +30,8 @@ def linear(
 ) -> Float[Array, " T *outputs"]:
     """Multiply by the weight as `Weight.multiply` does, and add the bias; the result is in x's dtype by default.
 
-    With `kernels` rows are multiplied by codes where a kernel converts them. The weight of rows that are rounded already
-    is one that rounds them. Raises ValueError for `leaves_partial_sums` with a bias.
+    With `kernels` rows are multiplied by codes where a kernel converts them. The weight of rows that are rounded
+    already is one that rounds them. Raises ValueError for `leaves_partial_sums` with a bias.
     """
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
