@@ -18,6 +18,7 @@ from jaxserve.layers.params import rounded_to
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4
+from jaxserve.quantization.ggml import SCHEMES as GGUF_SCHEMES
 from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, Scheme
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
@@ -262,6 +263,21 @@ def test_steps_with_codes_of_experts(held, num_tokens):
     assert ("quantized_matmuls" in kernels) == (num_tokens == 16 and held == "fp8")  # those of attention
     if num_tokens == 16:
         assert program.temp_bytes < 2**26
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("scheme", [Scheme(codes="int4", group_size=128), GGUF_SCHEMES["Q4_K"]], ids=["int4", "Q4_K"])
+def test_prompts_with_codes_of_matrices(scheme, num_devices):
+    """Each device multiplies by its codes where they are; XLA makes floats of codes with minimums."""
+    fields = LLAMA_3_8B | {"num_hidden_layers": 1}
+    family = get_family(fields)
+    schemes = dict.fromkeys(rounded_to(family.param_specs(family.Config.from_hf(fields)), scheme), scheme)
+    builder = make_builder(fields, num_devices, schemes=schemes)
+    program = compile_program(builder, forward_of_512_tokens(builder))
+    assert program.spill_bytes == 0
+    assert program.thunks == {"kCommandBuffer": 1}
+    assert ("wide_grouped_codes" in {kernel.name for kernel in program.kernels}) == (not scheme.has_minimums)
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_compiles_without_spilling(num_rows, code, group, shape, scales):
 
 
 def test_tiles():
-    """As they were the fastest on a GPU."""
+    """The fastest on a GPU."""
 
     def config(num_rows, shape):
         found = heuristic(num_rows, shape_of("int4", 128, *shape), rows=tile_rows(num_rows, shape[0]))
