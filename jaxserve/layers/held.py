@@ -28,8 +28,11 @@ def why_not_held(
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
-        return _why_no_kernel_of_experts(spec.shape, scheme, dtype)
+        return _why_no_kernel_of_experts(spec.shape, scheme, dtype) or UNTRIED
     return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
+
+
+UNTRIED = "no engine with codes of experts has run on a GPU yet (--no-dequantize holds them)"
 
 
 @functools.cache  # layers are alike

@@ -333,7 +333,7 @@ def _place_experts(problem: Problem, gmem: Global, smem: Shared, at: _Thread) ->
             total = plgpu.load(smem.totals.at[pl.ds(part * problem.columns + own, THREADS)], layout=LAYOUT)
             before = before + total * (part < at.part).astype(jnp.int32)
             size = size + total
-    num_tiles = (size + (problem.tile_rows - 1)) >> (problem.tile_rows.bit_length() - 1)
+    num_tiles = _num_tiles(size, problem.tile_rows)
     both = size | (num_tiles << _SHIFT)
     running = ops.running_sum(both)
     warp = at.group * WARPS + at.warp
@@ -353,12 +353,17 @@ def _place_experts(problem: Problem, gmem: Global, smem: Shared, at: _Thread) ->
     return end & (2**_SHIFT - 1)
 
 
+def _num_tiles(size: Any, tile_rows: int) -> Any:
+    """Return how many tiles of `tile_rows` rows hold `size` rows, for each expert."""
+    return lax.div(size + (tile_rows - 1), jnp.full_like(size, tile_rows))
+
+
 def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first_row, first_tile, end_tile) -> None:
     """Store the groups and tiles, in the first CTA: what `grouped_matmul.plan` computes from the sizes."""
     ops, num_local, tile_rows = problem.ops, problem.num_local, problem.tile_rows
     is_local = (expert < num_local) & (at.part == 0)
     place = _within(expert, num_local)
-    num_tiles = (size + (tile_rows - 1)) >> (tile_rows.bit_length() - 1)
+    num_tiles = _num_tiles(size, tile_rows)
     ops.scatter(gmem.group_sizes, place, size, is_local)
     for half, values, ends in ((0, first_row, first_row + size), (1, first_tile, end_tile)):
         start = half * (num_local + 1)

@@ -28,8 +28,8 @@ def expert_routing(
     The float32 logits are those of all X experts, among which each token chooses. Rows, groups and tiles cover the
     `num_local_experts` (by default all) from `first_expert` on, the shard of a device. Tokens from `num_tokens` on are
     padding: they have experts, but no rows. `selection_bias`, in float32, affects the choice but not the weights. Ties
-    go to the lower index. Tiles have up to `rows_of_tile` rows, a power of two, by default as `grouped_matmul` takes
-    them. NaN in a token's logits only makes its own experts and weights meaningless.
+    go to the lower index. Tiles have up to `rows_of_tile` rows, by default as `grouped_matmul` takes them. NaN in a
+    token's logits only makes its own experts and weights meaningless.
 
     "sm90" is one Mosaic kernel for Hopper GPUs, two for many tokens; "xla" runs anywhere. Raises ValueError for an
     unknown implementation or inconsistent sizes; NotImplementedError for what "sm90" does not support, see `why_not`.

@@ -52,7 +52,7 @@ INTERPRETED = [
 
 
 def run_interpreted(
-    capsys, routing, logits, bias, num_tokens, *, num_groups, num_choosers=0, first_expert=0, num_local=None
+    capsys, routing, logits, bias, num_tokens, *, num_groups, num_choosers=0, first_expert=0, num_local=None, **options
 ):
     run = functools.partial(
         expert_routing_sm90,
@@ -62,6 +62,7 @@ def run_interpreted(
         num_local_experts=routing.num_experts if num_local is None else num_local,
         config=Config(num_parts=1, num_groups=num_groups, num_choosers=num_choosers),
         interpret=True,
+        **options,
     )
     return interpret(capsys, run, jnp.asarray(logits), jnp.int32(num_tokens))
 
@@ -84,6 +85,19 @@ def test_interpreted_with_a_part_of_the_experts(capsys):
     routed = run_interpreted(capsys, routing, logits, None, 69, num_groups=2, **part)
     assert routed.tiles.first[:, :3].tolist() == [[0, 0, 69], [0, 0, 2]]
     check(routed, routing, logits, None, num_tokens=69, **part)
+
+
+def test_tiles_of_any_number_of_rows(capsys):
+    """One expert has 70 rows, two tiles of 48."""
+    routing, logits, _ = make_case("normalized softmax", num_tokens=70, num_experts=11, per_token=3)
+    logits[:, 4] = 9.0
+    got = run_interpreted(capsys, routing, logits, None, 70, num_groups=2, rows_of_tile=48)
+    want = jax.jit(functools.partial(expert_routing, routing=routing, rows_of_tile=48))(logits, jnp.int32(70))
+    num_tiles = int(want.tiles.first[1, -1])
+    assert sorted(want.tiles.num_rows[:num_tiles].tolist())[-2:] == [22, 48]
+    np.testing.assert_array_equal(got.tiles.first, want.tiles.first)
+    for ours, theirs in zip(got.tiles[:3], want.tiles[:3], strict=True):
+        np.testing.assert_array_equal(ours[:num_tiles], theirs[:num_tiles])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_choosers"), quick_first([(3, 1), (37, 2), (70, 1)]))
@@ -149,7 +163,14 @@ def test_on_an_h200_it_is_one_kernel_or_two_without_spills(variant, num_tokens, 
     def layers(logits, num_tokens, bias):
         routed = []
         for step in range(6):
-            run = functools.partial(expert_routing, routing=routing, selection_bias=bias, implementation="sm90")
+            rows_of_tile = None if step < 3 else 192
+            run = functools.partial(
+                expert_routing,
+                routing=routing,
+                selection_bias=bias,
+                rows_of_tile=rows_of_tile,
+                implementation="sm90",
+            )
             routed.append(run(logits[step], num_tokens))
         return routed
 
@@ -160,7 +181,7 @@ def test_on_an_h200_it_is_one_kernel_or_two_without_spills(variant, num_tokens, 
     assert program.thunks == {"kCommandBuffer": 1}
     num_kernels = 1 if num_tokens <= MANY_TOKENS else 2
     assert program.num_launches == 6 * num_kernels
-    assert len(program.kernels) == num_kernels
+    assert len(program.kernels) == 2 * num_kernels
 
 
 @pytest.mark.parametrize("num_local", [1, 8, 128, 512])

@@ -15,7 +15,7 @@ from depths import quick_only
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxserve.layers.held import why_not_held
+from jaxserve.layers.held import UNTRIED, why_not_held
 from jaxserve.layers.linear import gated_linear_of_codes, linear
 from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of, with_divisible_codes
 from jaxserve.layers.parts import Kernel, linear_part
@@ -330,7 +330,7 @@ def test_what_is_held_where_nobody_has_said_it():
         assert (why_not_held(spec, HELD[name], **cpu) is None) == (HELD[name].codes != "fp8")
     assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
     for name in ("int8", "fp8 of blocks", "int4", "uint4", "Q8_0", "Q4_0", "MXFP4"):
-        assert why_not_held(experts, HELD[name], **gpu) is None
+        assert why_not_held(experts, HELD[name], **gpu) == UNTRIED
     assert "no kernel converts" in why_not_held(experts, HELD["nf4"], **gpu)
     assert "32 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
