@@ -15,7 +15,7 @@ from depths import quick_only
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxserve.layers.held import UNTRIED, why_not_held
+from jaxserve.layers.held import UNTRIED, UNTRIED_ON_SEVERAL, why_not_held
 from jaxserve.layers.linear import gated_linear_of_codes, linear
 from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of, with_divisible_codes
 from jaxserve.layers.parts import Kernel, linear_part
@@ -336,9 +336,9 @@ def test_what_is_held_where_nobody_has_said_it():
     assert why_not_held(experts, HELD["int8"], **cpu) is None
     on_eight = gpu | {"mesh": abstract_mesh(8)}
     for name in ("int8", "uint4", "nvfp4", "Q4_K"):
-        assert why_not_held(spec, HELD[name], **on_eight) is None
+        assert why_not_held(spec, HELD[name], **on_eight) == UNTRIED_ON_SEVERAL
     odd = ParamSpec(shape=(4096, 29568), axes=("embed", "ffn"), num_inputs=1, source=("w",))
-    assert why_not_held(odd, HELD["int4"], **gpu | {"mesh": abstract_mesh(4)}) is None
+    assert why_not_held(odd, HELD["int4"], **gpu | {"mesh": abstract_mesh(4)}) == UNTRIED_ON_SEVERAL
     assert "multiples of 64 and K of 32" in why_not_held(odd, HELD["int4"], **on_eight)
     assert "every step" in why_not_held(spec, HELD["int8"], **gpu | {"kernels": "xla"})
 
