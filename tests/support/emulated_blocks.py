@@ -38,6 +38,7 @@ def emulate(monkeypatch, sm90_module, kernel_module, *, seed=0):
     """
     emulator = _Emulator(seed)
     lax = {"axis_index": emulator.axis_index, "fori_loop": fori_loop, "bitcast_convert_type": np.ndarray.view}
+    lax["div"] = np.floor_divide  # of what is never negative
     monkeypatch.setattr(kernel_module, "lax", types.SimpleNamespace(**lax))
     monkeypatch.setattr(kernel_module, "jnp", np)
     monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref[...])
