@@ -63,7 +63,7 @@ def test_prefill(capsys, implementation):
     if implementation == "xla":
         got = ragged_prefill_attention(q, *given_back, **layout, **OPTIONS)
     else:
-        config = PrefillConfig(block_kv=64, k_stages=2, v_stages=2, q_slots=2, num_blocks=2)
+        config = PrefillConfig(block_kv=64, k_stages=2, v_stages=2, q_slots=2, num_ctas=2)
         run = functools.partial(ragged_prefill_attention_sm90, **layout, **OPTIONS, config=config, interpret=True)
         got = interpret(capsys, run, q, *given_back, None)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)
