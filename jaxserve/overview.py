@@ -18,16 +18,10 @@ from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.layers.held import why_not_held
-from jaxserve.layers.params import (
-    Params,
-    abstract_params,
-    rounded_to,
-    schemes_of,
-    shard_bytes,
-    with_rounded_activations,
-    with_schemes,
-)
+from jaxserve.layers.layouts import abstract_params, shard_bytes
+from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
+from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activations, with_schemes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.weights import load_config, naming_config, stored_specs

@@ -140,7 +140,7 @@ MAY_START_AN_ENGINE = {
     "jaxserve.bench.load": {
         "jax",
         "jaxserve.convert",
-        "jaxserve.layers.params",
+        "jaxserve.layers.layouts",
         "jaxserve.loading.huggingface",
         "jaxserve.loading.weights",
         "orbax.checkpoint",

@@ -185,7 +185,7 @@ def _measure(way: str, path: str, dtype: DType, num_runs: int) -> Load:
     """
     import jax
 
-    from jaxserve.layers.params import num_bytes
+    from jaxserve.layers.layouts import num_bytes
     from jaxserve.loading.huggingface import resolve_dtype
     from jaxserve.loading.weights import load_config, load_weights
     from jaxserve.models import get_family
@@ -216,7 +216,7 @@ def _restore(path: str, specs: Any, *, dtype: Any, mesh: Any) -> Any:
     import jax
     import orbax.checkpoint as ocp
 
-    from jaxserve.layers.params import abstract_params
+    from jaxserve.layers.layouts import abstract_params
 
     target = abstract_params(specs, dtype=dtype, mesh=mesh)
     arguments = ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))

@@ -14,7 +14,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.held import why_not_held
-from jaxserve.layers.params import Params, with_divisible_codes, with_rounded_activations
+from jaxserve.layers.params import Params
+from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head

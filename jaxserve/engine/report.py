@@ -14,7 +14,8 @@ from jaxserve.execution.programs.compile import WarmUp
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.params import Params, num_bytes
+from jaxserve.layers.layouts import num_bytes
+from jaxserve.layers.params import Params
 from jaxserve.loading.classifier import is_classifier
 from jaxserve.scheduling.block_needs import BlockNeeds
 

@@ -28,7 +28,10 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.params import Params, init_params, schemes_of, shard_bytes
+from jaxserve.layers.layouts import shard_bytes
+from jaxserve.layers.params import Params
+from jaxserve.layers.random_params import init_params
+from jaxserve.layers.schemes import schemes_of
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits, make_scheduler

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import CacheSizes, CacheSpec
-from jaxserve.layers.params import shard_bytes
+from jaxserve.layers.layouts import shard_bytes
 
 
 def block_bytes(

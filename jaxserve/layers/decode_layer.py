@@ -21,7 +21,8 @@ from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.weight import Weight, partition_specs
+from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.weight import Weight, partition_specs
+from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.weight import Weight
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 

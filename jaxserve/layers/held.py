@@ -8,7 +8,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.params import ParamSpec, abstract_params, with_divisible_codes
+from jaxserve.layers.layouts import abstract_params
+from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.schemes import with_divisible_codes
 from jaxserve.quantization.scheme import Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls
 

@@ -12,7 +12,8 @@ from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, experts_part, few_rows_part, linear_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.weight import Weight, partition_specs
+from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.weight import Weight
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers

@@ -12,7 +12,7 @@ from jaxserve.layers.batch import Kernels
 from jaxserve.layers.linear import gated_linear_of_codes, linear, linear_with_sum
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, gate_up_part
-from jaxserve.layers.weight import gated_linear_unit_of_rounded
+from jaxserve.layers.rounded import gated_linear_unit_of_rounded
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.row_quantization import QuantizedRows

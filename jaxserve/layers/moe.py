@@ -21,7 +21,8 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import Kernel, experts_part, routing_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.weight import Weight, partition_specs
+from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.weight import Weight
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.peers import PeerBuffers

@@ -1,35 +1,25 @@
 """ParamSpec, the keystone: one declaration per weight, from which everything else about it follows.
 
-From a family's `param_specs(config)` tree come the abstract tree, random initialisation, shardings, the names to read
-from a Hugging Face checkpoint, the targets of quantization and the Orbax restore target. A weight may be stored as
+From a family's `param_specs(config)` tree come shapes and shardings on the devices (`layouts`), random weights
+(`random_params`), which weights are stored as codes (`schemes`), the names to read from a Hugging Face checkpoint and
+the Orbax restore target. A weight may be stored as
 several arrays: its `leaves` declare each of them, and a tree of weights is a tree of such leaves.
 """
 
 import dataclasses
 import functools
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
-from jaxserve.layers.batch import Kernels
-from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, splits_by_expert
-from jaxserve.layers.weight import Dense, Quantized, Weight
-from jaxserve.quantization.scheme import (
-    ROUNDED_EARLY_ON_HOPPER,
-    ROUNDED_ON_CPU,
-    ROUNDED_ON_HOPPER,
-    Parts,
-    Scheme,
-    dtype_of,
-)
+from jaxserve.layers.quantized import Quantized
+from jaxserve.layers.weight import Dense, Weight
+from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -250,221 +240,6 @@ def leaf_specs(specs: Params) -> Params:
 def _as_integers(array: np.ndarray) -> np.ndarray:
     """View an array as integers, which NumPy moves at once, and bfloat16 one by one."""
     return array.view(f"u{array.dtype.itemsize}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How an array of a weight is laid out on the devices of a mesh.
-
-    It is as declared, which is how stores have it, unless there are more devices than KV heads: then several devices
-    have a copy of each head (see `sharding.kv_copies`), each with a part of its queries.
-
-    Attributes:
-        shape: of the shards of all devices together.
-        indices: indices into the first axes of the declared array, which give those of this one; empty if it is equal.
-        repeats: how often each entry of the declared last axis is repeated. If the inputs of a device are not a
-            multiple of a quantization group, its scales apply to smaller groups.
-    """
-
-    shape: tuple[int, ...]
-    sharding: NamedSharding
-    indices: tuple[np.ndarray, ...] = ()
-    repeats: int = 1
-
-    def put(self, declared: np.ndarray) -> jax.Array:
-        """Put the declared weight on its devices."""
-        return jax.device_put(self.shard(declared, (slice(None),) * len(self.shape)), self.sharding)
-
-    def shard(self, declared: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Return this layout's values at `index`, reading nothing else of the declared weight."""
-        if self.repeats > 1:
-            *outer, last = index
-            index = (*outer, slice(None))
-            declared = declared[..., np.arange(self.shape[-1])[last] // self.repeats]
-        if not self.indices:
-            return declared[index]
-        heads, *others = index
-        bits = declared.view(f"u{declared.dtype.itemsize}")  # NumPy moves integers at once, and bfloat16 one by one
-        return bits[tuple(indices[heads] for indices in self.indices)][:, *others].view(declared.dtype)
-
-
-def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """Return the Layout of every array. Raises ConfigError for an axis that does not divide over the mesh."""
-    return jax.tree.map(lambda leaf: _layout(leaf, mesh), leaf_specs(specs))
-
-
-def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
-    if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
-        by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
-        return Layout(spec.shape, NamedSharding(mesh, by_expert))
-    indices, repeats = _indices_of_copies(spec, mesh), _repeats_of_groups(spec, mesh)
-    shape = (*indices[-1].shape, *spec.shape[len(indices) :]) if indices else spec.shape
-    shape = (*shape[:-1], shape[-1] * repeats)
-    sharding = NamedSharding(mesh, partition_spec(spec.axes, shape, mesh, name=spec.name))
-    return Layout(shape, sharding, indices, repeats)
-
-
-def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
-    """Return how often each scale must be repeated, so that no group of inputs spans two devices."""
-    on = None if spec.group_size is None else mesh_axis(spec.axes[-1], mesh)
-    if on is None or spec.group_size is None:
-        return 1
-    inputs_a_device = spec.shape[-1] * spec.group_size // mesh.shape[on]
-    return spec.group_size // math.gcd(spec.group_size, inputs_a_device)
-
-
-def _indices_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.ndarray, ...]:
-    """Return the `indices` of a Layout. Raises ConfigError if heads or devices do not divide."""
-    copies = kv_copies(spec.shape[0], mesh, name=spec.name) if "kv_heads" in spec.axes else 1
-    if copies == 1:
-        return ()
-    head, copy = np.divmod(np.arange(spec.shape[0] * copies), copies)
-    if "members" not in spec.axes:
-        return (head,)
-    num_queries = spec.shape[1] - 2
-    partition_spec(("heads",), (spec.shape[0] * num_queries,), mesh, name=spec.name)
-    queries = np.arange(num_queries).reshape(copies, -1)[copy]
-    key_and_value = np.broadcast_to([num_queries, num_queries + 1], (len(head), 2))
-    return head[:, None], np.concatenate([queries, key_and_value], axis=1)
-
-
-def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:
-    """Shape, dtype and sharding of every array on the devices, without any memory."""
-    return jax.tree.map(
-        lambda leaf, layout: jax.ShapeDtypeStruct(layout.shape, leaf.dtype_in(dtype), sharding=layout.sharding),
-        leaf_specs(specs),
-        layouts(specs, mesh),
-    )
-
-
-def put(spec: ParamSpec, layout: Any, declared: np.ndarray) -> Any:
-    """Return a weight with these values on the devices; `layout` is its entry in `layouts`."""
-    return jax.tree.map(lambda values, layout: layout.put(values), spec.encode(declared), layout)
-
-
-def shard_bytes(weight: jax.ShapeDtypeStruct) -> int:
-    """Bytes that each device has of an array with a sharding."""
-    assert weight.sharding is not None
-    return math.prod(weight.sharding.shard_shape(weight.shape)) * weight.dtype.itemsize
-
-
-def num_bytes(specs: Params, *, dtype: np.dtype) -> int:
-    """Bytes of the whole tree, on all devices together and without copies on several of them."""
-    return sum(math.prod(leaf.shape) * leaf.dtype_in(dtype).itemsize for leaf in jax.tree.leaves(leaf_specs(specs)))
-
-
-def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) -> Params:
-    """Return random weights, generated on the devices that hold them.
-
-    A weight depends only on the seed and its path in the tree: not on the mesh, nor on the other weights. One small
-    program per distinct shape is compiled.
-    """
-    base = jax.random.key(seed)
-
-    def init(path: Any, spec: ParamSpec, layout: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        key = jax.random.fold_in(base, np.uint32(zlib.crc32(name.encode())))
-        return jax.tree.map(functools.partial(init_leaf, key), spec.leaves, layout)
-
-    def init_leaf(key: jax.Array, leaf: LeafSpec, layout: Layout) -> jax.Array:
-        make = _initializer(
-            leaf.shape, leaf.dtype_in(dtype), leaf.init, leaf.init_scale, layout.repeats, layout.sharding
-        )
-        return make(key, layout.indices)
-
-    return jax.tree_util.tree_map_with_path(init, specs, layouts(specs, mesh))
-
-
-@functools.lru_cache(maxsize=64)
-def _initializer(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    init: Literal["normal", "constant", "bits"],
-    scale: float,
-    repeats: int,
-    sharding: NamedSharding,
-) -> Callable[[jax.Array, tuple[np.ndarray, ...]], jax.Array]:
-    def make(key: jax.Array) -> jax.Array:
-        if init == "constant":
-            return jnp.full(shape, scale, dtype)
-        if init == "bits":
-            bits = jax.random.bits(key, shape, jnp.uint8)
-            return jax.lax.bitcast_convert_type(bits, dtype)
-        computed = jnp.float32 if dtype.itemsize == 1 else dtype
-        return (scale * jax.random.normal(key, shape, computed)).astype(dtype)
-
-    def laid_out(values: jax.Array) -> jax.Array:
-        return values if repeats == 1 else jnp.repeat(values, repeats, axis=-1)
-
-    return jax.jit(lambda key, indices: laid_out(make(key)[indices]), out_shardings=sharding)
-
-
-def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtype) -> Params:
-    """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`."""
-
-    def apply(path: Any, spec: ParamSpec) -> ParamSpec:
-        scheme = schemes.get(path_name(path))
-        return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
-
-    return jax.tree_util.tree_map_with_path(apply, specs)
-
-
-def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: Kernels) -> Params:
-    """Return specs of which those with such kinds of codes round activations, too, where many are multiplied.
-
-    With our kernels that is on a Hopper GPU, else on a CPU, where XLA needs one scale an output.
-    """
-
-    def apply(spec: ParamSpec) -> ParamSpec:
-        if spec.scheme is None or spec.scheme.codes not in codes or spec.expert_size is not None:
-            return spec
-        has_one_scale = spec.scheme.group_size is None and not spec.scheme.has_zeros
-        if kernels != "sm90":
-            rounded = ROUNDED_ON_CPU if has_one_scale else None
-        elif spec.scheme.codes == "fp8" and has_one_scale:
-            rounded = ROUNDED_EARLY_ON_HOPPER
-        else:
-            rounded = ROUNDED_ON_HOPPER
-        if rounded is None:
-            return spec
-        return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=rounded))
-
-    return jax.tree.map(apply, specs)
-
-
-def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices.
-
-    So are those that devices share whose inputs have an order, which would span devices.
-    """
-
-    def apply(spec: ParamSpec) -> ParamSpec:
-        if spec.scheme is not None and spec.scheme.has_order and any(mesh_axis(axis, mesh) for axis in spec.axes):
-            return dataclasses.replace(spec, scheme=None)
-        on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
-        if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
-            return spec
-        if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
-            return spec
-        return dataclasses.replace(spec, scheme=None)
-
-    return jax.tree.map(apply, specs)
-
-
-def schemes_of(specs: Params) -> dict[str, Scheme]:
-    """Return the Scheme of each weight that has one, by path such as "layers.0.mlp.down"."""
-    found = jax.tree_util.tree_leaves_with_path(specs)
-    return {path_name(path): spec.scheme for path, spec in found if spec.scheme is not None}
-
-
-def rounded_to(specs: Params, scheme: Scheme) -> dict[str, Scheme]:
-    """Return the Scheme, fitted to its shape, of each weight that `--quantization` rounds; others stay as they are."""
-    marked = {
-        path_name(path): scheme.fitted(spec.shape, spec.num_inputs)
-        for path, spec in jax.tree_util.tree_leaves_with_path(specs)
-        if spec.quantize
-    }
-    return {name: fitted for name, fitted in marked.items() if fitted is not None}
 
 
 def path_name(path: Any) -> str:

@@ -4,7 +4,9 @@ A mesh without the named axis, or with one device along it, leaves that axis who
 """
 
 from collections.abc import Collection
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
@@ -143,3 +145,8 @@ def _divisors(size: int) -> str:
 def _devices(axis: str, mesh: Mesh | AbstractMesh) -> str:
     """Name the devices along a mesh axis, for messages."""
     return f"{mesh.shape[axis]} devices (mesh axis {axis!r}{SIZED_BY.get(axis, '')})"
+
+
+def partition_specs(tree: Any) -> Any:
+    """Return the PartitionSpec of every array of a tree, such as `shard_map` takes for the weights in it."""
+    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, layouts
+from jaxserve.layers.layouts import layouts
+from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.gguf import GGUFFile, GGUFTensor
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
 from jaxserve.loading.gguf_sources import Source, source_of

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from jaxserve.config import DTypeName
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params, ParamSpec, layouts, num_bytes
+from jaxserve.layers.layouts import layouts, num_bytes
+from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.classifier import HEAD, is_classifier

@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
-from jaxserve.layers.params import abstract_params
+from jaxserve.layers.layouts import abstract_params
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.weights import load_config, load_weights
 from jaxserve.models import get_family

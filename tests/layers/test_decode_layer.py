@@ -16,10 +16,12 @@ from jaxserve.layers import paths
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.latent_attention import PagedLatent
+from jaxserve.layers.layouts import layouts, put
 from jaxserve.layers.paged_kv import PagedKV
-from jaxserve.layers.params import ParamSpec, layouts, put, rounded_to, with_schemes
+from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.paths import Kind, StepShape, choose
-from jaxserve.layers.weight import Quantized
+from jaxserve.layers.quantized import Quantized
+from jaxserve.layers.schemes import rounded_to, with_schemes
 from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
 from pallas_kernels import layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.layers import activations, mlp
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.paged_kv import PagedKV
-from jaxserve.layers.params import abstract_params
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.layers.weight import Dense
 from jaxserve.models import get_family

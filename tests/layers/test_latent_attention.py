@@ -13,8 +13,8 @@ from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.latent_attention import LatentHeads, PagedLatent, latent_attention_specs
+from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.paged_kv import KVSpec
-from jaxserve.layers.params import abstract_params
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from pallas_kernels.deviceless import compile_lowered, h200_mesh

@@ -11,9 +11,11 @@ from expected_routing import expected_route
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.activations import ClampedSwiGLU
+from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.moe import Routing, moe, moe_specs
-from jaxserve.layers.params import abstract_params, init_params, leaf_specs
+from jaxserve.layers.params import leaf_specs
 from jaxserve.layers.parts import routing_part
+from jaxserve.layers.random_params import init_params
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.expert_routing import expert_routing
 from pallas_kernels.grouped_matmul import grouped_matmul

@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.params import ParamSpec, abstract_params, init_params, layouts, num_bytes
+from jaxserve.layers.layouts import abstract_params, layouts, num_bytes
+from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.random_params import init_params
 
 SPECS = {
     "table": ParamSpec(shape=(64, 32), axes=("vocab", "embed"), source=("table",), init_scale=0.5),

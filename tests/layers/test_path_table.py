@@ -16,9 +16,9 @@ import pallas_kernels
 from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Forward, PlainDecode
-from jaxserve.layers.params import rounded_to
 from jaxserve.layers.parts import Kernel
 from jaxserve.layers.paths import Kind
+from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 from jaxserve.quantization.scheme import SCHEMES

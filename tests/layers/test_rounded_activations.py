@@ -9,10 +9,11 @@ import pytest
 
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import add_rms_norm, rms_norm
-from jaxserve.layers.params import ParamSpec, with_rounded_activations
+from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.parts import Kernel, Part
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
-from jaxserve.layers.weight import Quantized
+from jaxserve.layers.quantized import Quantized
+from jaxserve.layers.schemes import with_rounded_activations
 from jaxserve.quantization.scheme import SCHEMES, RoundedActivations, Scheme
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 

@@ -17,7 +17,7 @@ from golden_models import (
 )
 from naive import naive_greedy, naive_logits
 
-from jaxserve.layers.params import layouts, put
+from jaxserve.layers.layouts import layouts, put
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import FAMILIES, get_family
 

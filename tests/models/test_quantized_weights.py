@@ -10,17 +10,11 @@ from depths import quick_first, quick_only
 from paged import chunked_logits
 from test_tensor_parallel import SEQUENCE, fields_of, make_mesh
 
-from jaxserve.layers.params import (
-    abstract_params,
-    init_params,
-    layouts,
-    num_bytes,
-    put,
-    rounded_to,
-    schemes_of,
-    with_schemes,
-)
-from jaxserve.layers.weight import Dense, Quantized, Weight
+from jaxserve.layers.layouts import abstract_params, layouts, num_bytes, put
+from jaxserve.layers.quantized import Quantized
+from jaxserve.layers.random_params import init_params
+from jaxserve.layers.schemes import rounded_to, schemes_of, with_schemes
+from jaxserve.layers.weight import Dense, Weight
 from jaxserve.models import get_family
 from jaxserve.quantization.scheme import SCHEMES
 

@@ -10,7 +10,7 @@ from depths import quick_first, quick_only
 from paged import BLOCK_SIZE, chunked_logits, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.params import layouts, put
+from jaxserve.layers.layouts import layouts, put
 from jaxserve.models import FAMILIES, get_family
 
 FIELDS = {

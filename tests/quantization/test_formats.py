@@ -10,13 +10,10 @@ import pytest
 import stored_matrices as stored
 from depths import quick_first
 from golden_models import full_logits, load_golden, paged_chunk_logits, relative_error
-from quantized_cases import (
-    CASES,
-    write_models,
-)
+from quantized_cases import CASES, write_models
 
 from jaxserve.convert import convert
-from jaxserve.layers.params import schemes_of
+from jaxserve.layers.schemes import schemes_of
 from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.weights import load_weights, stored_specs
 

@@ -16,10 +16,13 @@ from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.held import UNTRIED, UNTRIED_ON_SEVERAL, why_not_held
+from jaxserve.layers.layouts import layouts, num_bytes
 from jaxserve.layers.linear import gated_linear_of_codes, linear
-from jaxserve.layers.params import ParamSpec, init_params, layouts, num_bytes, schemes_of, with_divisible_codes
+from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.parts import Kernel, linear_part
 from jaxserve.layers.peers import summed
+from jaxserve.layers.random_params import init_params
+from jaxserve.layers.schemes import schemes_of, with_divisible_codes
 from jaxserve.layers.weight import Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family

@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxserve.bench.workloads import LLAMA_100M
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.params import init_params, layouts
+from jaxserve.layers.layouts import layouts
 from jaxserve.layers.peers import abstract_peers
+from jaxserve.layers.random_params import init_params
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 

@@ -12,7 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_CPU, StepSpec
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.params import init_params
+from jaxserve.layers.random_params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family, with_context
 from jaxserve.request import EngineRequest, SamplingParams

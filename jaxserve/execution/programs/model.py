@@ -16,8 +16,9 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.layers import launch
 from jaxserve.layers.batch import Kernels, KVCache
-from jaxserve.layers.params import abstract_params, shard_bytes, with_schemes
+from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.peers import abstract_peers
+from jaxserve.layers.schemes import with_schemes
 from jaxserve.models import get_family, with_context
 
 MIN_BYTES_IN_PROGRAMS = 6e9

@@ -1,0 +1,83 @@
+"""Which weights of a tree of ParamSpecs are stored as codes, and by which scheme."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.params import Params, ParamSpec, path_name
+from jaxserve.layers.sharding import mesh_axis, splits_by_expert
+from jaxserve.quantization.scheme import ROUNDED_EARLY_ON_HOPPER, ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Scheme
+
+
+def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtype) -> Params:
+    """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`."""
+
+    def apply(path: Any, spec: ParamSpec) -> ParamSpec:
+        scheme = schemes.get(path_name(path))
+        return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
+
+    return jax.tree_util.tree_map_with_path(apply, specs)
+
+
+def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: Kernels) -> Params:
+    """Return specs of which those with such kinds of codes round activations, too, where many are multiplied.
+
+    With our kernels that is on a Hopper GPU, else on a CPU, where XLA needs one scale an output.
+    """
+
+    def apply(spec: ParamSpec) -> ParamSpec:
+        if spec.scheme is None or spec.scheme.codes not in codes or spec.expert_size is not None:
+            return spec
+        has_one_scale = spec.scheme.group_size is None and not spec.scheme.has_zeros
+        if kernels != "sm90":
+            rounded = ROUNDED_ON_CPU if has_one_scale else None
+        elif spec.scheme.codes == "fp8" and has_one_scale:
+            rounded = ROUNDED_EARLY_ON_HOPPER
+        else:
+            rounded = ROUNDED_ON_HOPPER
+        if rounded is None:
+            return spec
+        return dataclasses.replace(spec, scheme=msgspec.structs.replace(spec.scheme, rounds_activations=rounded))
+
+    return jax.tree.map(apply, specs)
+
+
+def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
+    """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices.
+
+    So are those that devices share whose inputs have an order, which would span devices.
+    """
+
+    def apply(spec: ParamSpec) -> ParamSpec:
+        if spec.scheme is not None and spec.scheme.has_order and any(mesh_axis(axis, mesh) for axis in spec.axes):
+            return dataclasses.replace(spec, scheme=None)
+        on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
+        if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
+            return spec
+        if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
+            return spec
+        return dataclasses.replace(spec, scheme=None)
+
+    return jax.tree.map(apply, specs)
+
+
+def schemes_of(specs: Params) -> dict[str, Scheme]:
+    """Return the Scheme of each weight that has one, by path such as "layers.0.mlp.down"."""
+    found = jax.tree_util.tree_leaves_with_path(specs)
+    return {path_name(path): spec.scheme for path, spec in found if spec.scheme is not None}
+
+
+def rounded_to(specs: Params, scheme: Scheme) -> dict[str, Scheme]:
+    """Return the Scheme, fitted to its shape, of each weight that `--quantization` rounds; others stay as they are."""
+    marked = {
+        path_name(path): scheme.fitted(spec.shape, spec.num_inputs)
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs)
+        if spec.quantize
+    }
+    return {name: fitted for name, fitted in marked.items() if fitted is not None}
